@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 
 from millrace import IndexedDatasetBuilder
 from millrace.files import checksum
+from millrace.ragged import even_sizes
 from millrace.shards.metadata import DOCUMENTS, ShardsMetadata, shard_prefix, write_metadata
 
 
 def sizes_of(total: int, num_shards: int) -> list[int]:
     """The sizes of shards: the first ones have one more."""
-    return [total // num_shards + (n < total % num_shards) for n in range(num_shards)]
+    return even_sizes(total, num_shards).tolist()
 
 
 def make_sequences(total: int, seq_len: int, dtype: Any = np.uint32, seed: int = 0) -> NDArray[Any]:
@@ -34,12 +35,10 @@ def write_sequences(
     total, seq_len = sequences.shape
     sizes = sizes_of(total, num_shards)
     stored = np.dtype("int32") if sequences.dtype == np.uint32 else sequences.dtype
-    start = 0
-    for number, size in enumerate(sizes):
+    for number, part in enumerate(np.array_split(sequences.view(stored), num_shards)):
         with IndexedDatasetBuilder(shard_prefix(folder, number), stored) as builder:
-            for sequence in sequences[start : start + size]:
-                builder.add_document(sequence.view(stored))
-        start += size
+            for sequence in part:
+                builder.add_document(sequence)
     metadata = ShardsMetadata(
         seq_len=seq_len,
         total_sequences=total,
@@ -85,10 +84,8 @@ def write_like_the_script(folder: Path, sequences: NDArray[Any], num_shards: int
     """Writes a folder as the script does: plain shards, and the metadata of its description."""
     folder.mkdir(parents=True, exist_ok=True)
     total, seq_len = sequences.shape
-    sizes = sizes_of(total, num_shards)
-    ends = np.cumsum(sizes).tolist()
-    for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
-        sequences[end - size : end].tofile(folder / f"shard_{number:04d}.bin")
+    for number, part in enumerate(np.array_split(sequences, num_shards)):
+        part.tofile(folder / f"shard_{number:04d}.bin")
     metadata = {
         "version": 2,
         "shuffle_type": "global_permutation_fast",
@@ -96,7 +93,7 @@ def write_like_the_script(folder: Path, sequences: NDArray[Any], num_shards: int
         "total_sequences": total,
         "num_shards": num_shards,
         "domain_stats": {"domain_A": total // 2, "domain_B": total - total // 2},
-        "shard_sizes": sizes,
+        "shard_sizes": sizes_of(total, num_shards),
     }
     (folder / "metadata.json").write_text(json.dumps(metadata, indent=2))
 

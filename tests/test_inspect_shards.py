@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from millrace import ConfigError, DataError
 from millrace.inspect import describe_shards, format_shards, shares_svg
@@ -29,6 +28,7 @@ from tests.shard_folders import (
 )
 
 TOTAL = 1000
+SEQUENCES = make_sequences(TOTAL, 4)
 
 
 def distribution_of(domains: dict[str, int], num_shards: int) -> dict[str, Any]:
@@ -51,33 +51,25 @@ def metadata_of(domains: dict[str, int], num_shards: int = 4) -> ShardsMetadata:
     )
 
 
-@pytest.fixture
-def sequences() -> NDArray[Any]:
-    return make_sequences(TOTAL, 4)
+def write_shards(folder: Path, domains: dict[str, int]) -> Path:
+    distribution = distribution_of(domains, 3)
+    write_sequences(folder, SEQUENCES, domain_stats=domains, distribution=distribution)
+    return folder
 
 
 @pytest.fixture
-def folder(tmp_path: Path, sequences: NDArray[Any]) -> Path:
-    domains = {"code": 300, "empty": 0, "web": 700}
-    write_sequences(
-        tmp_path / "out",
-        sequences,
-        num_shards=3,
-        domain_stats=domains,
-        distribution=distribution_of(domains, 3),
-    )
-    return tmp_path / "out"
+def folder(tmp_path: Path) -> Path:
+    return write_shards(tmp_path / "out", {"code": 300, "empty": 0, "web": 700})
 
 
-def test_a_folder_in_numbers(folder: Path, sequences: NDArray[Any]) -> None:
+def test_a_folder_in_numbers(folder: Path) -> None:
     description = describe_shards(folder, document=999)
-    assert description.num_items == TOTAL
-    assert description.num_tokens == 4 * TOTAL
-    assert description.num_bytes == 16 * TOTAL
+    sizes = description.num_items, description.num_tokens, description.num_bytes
+    assert sizes == (TOTAL, 4 * TOTAL, 16 * TOTAL)
     assert description.shard_sizes == (333, 334)
     assert description.domains == {"code": (300, 0.3), "empty": (0, 0.0), "web": (700, 0.7)}
     assert description.document is not None
-    assert description.document["head"]["tokens"] == sequences[999].tolist()
+    assert description.document["head"]["tokens"] == SEQUENCES[999].tolist()
     assert description.document["shard"] == 2
     assert description.distribution is not None
     assert [figures["parts"] for figures in description.distribution.values()] == [1, 3, 64]
@@ -166,21 +158,14 @@ def test_a_damaged_distribution_is_an_error(folder: Path, change: dict[str, Any]
 
 def test_groups_of_shards(tmp_path: Path) -> None:
     domains = {"code": 300, "web": 700}
-    distribution = distribution_of(domains, 2)
-    metadata = replace(metadata_of(domains, num_shards=4), distribution=distribution)
+    metadata = replace(metadata_of(domains), distribution=distribution_of(domains, 2))
     parts = parts_of(metadata, "", "shards")
     assert (parts.name, len(parts.counts)) == ("shard group", 2)
 
 
 def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
-    domains = {"\x1b[31mred\n\ud800": 300, "web": 700}
-    write_sequences(
-        tmp_path / "out",
-        make_sequences(TOTAL, 4),
-        domain_stats=domains,
-        distribution=distribution_of(domains, 3),
-    )
-    text = format_shards(describe_shards(tmp_path / "out"))
+    folder = write_shards(tmp_path / "out", {"\x1b[31mred\n\ud800": 300, "web": 700})
+    text = format_shards(describe_shards(folder))
     assert r"  \x1b[31mred\n\ud800  ####" in text
     assert all(line.isprintable() for line in text.splitlines())
 
@@ -188,20 +173,20 @@ def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path)
 # ---- the picture ----
 
 
-def tags_of(picture: str) -> list[ElementTree.Element]:
-    return list(ElementTree.fromstring(picture).iter())
+def texts_of(picture: str) -> list[str]:
+    tags = ElementTree.fromstring(picture).iter()
+    return [tag.text or "" for tag in tags if tag.tag.endswith("text")]
 
 
 def test_the_picture_has_a_band_for_each_domain(folder: Path) -> None:
     metadata = read_metadata(folder)
     picture = shares_svg(metadata, folder=folder)
-    texts = [tag.text for tag in tags_of(picture) if tag.tag.endswith("text")]
+    texts = texts_of(picture)
     assert f"{folder}: 1,000 sequences in 3 shards, 64 windows" in texts
     assert "code 30.00%" in texts
     assert "web 70.00%" in texts
-    assert not any(text and "empty" in text for text in texts)
-    bands = [tag for tag in tags_of(picture) if tag.get("fill-opacity")]
-    assert len(bands) == 2
+    assert not any("empty" in text for text in texts)
+    assert picture.count("fill-opacity") == 2
     assert picture == shares_svg(metadata, folder=folder)
 
 
@@ -210,12 +195,12 @@ def test_many_domains_and_strange_names() -> None:
     domains = {name: 5 + 3 * number for number, name in enumerate(names)}
     picture = shares_svg(metadata_of(domains))
     picture.encode()
-    texts = [tag.text for tag in tags_of(picture) if tag.tag.endswith("text")]
-    assert any(text and text.startswith("22 smaller domains") for text in texts)
-    assert any(text and text.startswith('<&"> ?? ') for text in texts)
-    assert all(len(text or "") < 100 for text in texts)
+    texts = texts_of(picture)
+    assert any(text.startswith("22 smaller domains") for text in texts)
+    assert any(text.startswith('<&"> ?? ') for text in texts)
+    assert all(len(text) < 100 for text in texts)
 
 
 @pytest.mark.parametrize("domains", [{"a": 1}, {"a": 1, "b": 1}, {"a": 3, "b": 0}])
 def test_the_smallest_outputs_have_pictures(domains: dict[str, int]) -> None:
-    assert tags_of(shares_svg(metadata_of(domains, num_shards=1)))
+    assert texts_of(shares_svg(metadata_of(domains, num_shards=1)))

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from millrace import IndexedDataset, IndexedDatasetBuilder, ShardedDataset
 from millrace.cli import main
@@ -35,27 +34,22 @@ from tests.jobs.kills import KILLED, finished_tasks, run_and_die
 SEQ_LEN = 8
 
 
+TOKENS = np.random.default_rng(0).integers(0, 2**31, (300, SEQ_LEN), np.uint32)
+
+
 @pytest.fixture
-def sequences(tmp_path: Path) -> NDArray[Any]:
-    """The sequences of two domains, in the order of the input: uint32 [300, 8]."""
-    tokens = np.random.default_rng(0).integers(0, 2**31, (300, SEQ_LEN), np.uint32)
-    for name, part in (("a/x", tokens[:90]), ("a/y", tokens[90:100]), ("b/x", tokens[100:])):
+def folder(tmp_path: Path) -> Path:
+    """A folder with the input: two domains, whose sequences are TOKENS in their order."""
+    for name, part in (("a/x", TOKENS[:90]), ("a/y", TOKENS[90:100]), ("b/x", TOKENS[100:])):
         path = tmp_path / "input" / f"{name}.bin"
         path.parent.mkdir(parents=True, exist_ok=True)
         part.tofile(path)
-    return tokens
+    return tmp_path
 
 
 def run(folder: Path, **options: Any) -> Any:
-    output_dir = folder / "output"
-    options = {
-        "output_dir": output_dir,
-        "seq_len": SEQ_LEN,
-        "num_shards": 7,
-        "workers": 1,
-        **options,
-    }
-    return shuffle(folder / "input", **options)
+    defaults = {"output_dir": folder / "output", "seq_len": SEQ_LEN, "num_shards": 7, "workers": 1}
+    return shuffle(folder / "input", **{**defaults, **options})
 
 
 def names_in(folder: Path) -> list[str]:
@@ -71,28 +65,26 @@ def test_random_cases() -> None:
     assert counts["cases"] >= 4
 
 
-def test_every_sequence_is_where_numpy_puts_it(tmp_path: Path, sequences: NDArray[Any]) -> None:
-    result = run(tmp_path)
-    expected = np.empty_like(sequences)
-    expected[np.random.default_rng(42).permutation(300)] = sequences
-    dataset = ShardedDataset(tmp_path / "output")
+def test_every_sequence_is_where_numpy_puts_it(folder: Path) -> None:
+    result = run(folder)
+    expected = np.empty_like(TOKENS)
+    expected[np.random.default_rng(42).permutation(300)] = TOKENS
+    dataset = ShardedDataset(folder / "output")
     assert np.array_equal(dataset.batch(range(300))["tokens"], expected)
-    metadata = read_metadata(tmp_path / "output")
+    metadata = read_metadata(folder / "output")
     assert metadata.shard_sizes == result.shard_sizes == [43] * 6 + [42]
     assert metadata.domain_stats == result.domain_stats == {"a": 100, "b": 200}
     assert (metadata.seed, metadata.permutation, metadata.dtype) == (42, "numpy", "uint32")
-    shard = IndexedDataset(tmp_path / "output" / "shard_0006")
+    shard = IndexedDataset(folder / "output" / "shard_0006")
     assert (shard.dtype, shard.num_documents) == (np.int32, 42)
     assert (result.num_items, result.num_tokens, result.num_bytes) == (300, 2400, 9600)
     assert (result.num_tasks_done, result.num_tasks_kept) == (7, 0)
 
 
-def test_all_plans_workers_and_memories_write_the_same(
-    tmp_path: Path, sequences: NDArray[Any]
-) -> None:
+def test_all_plans_workers_and_memories_write_the_same(folder: Path) -> None:
     """Worker processes, real buffers: a sequence takes 16 times its size in a buffer."""
     tokens = np.random.default_rng(1).integers(0, 100, 4_000_000, np.uint16)
-    tokens.tofile(tmp_path / "input" / "a" / "z.bin")
+    tokens.tofile(folder / "input" / "a" / "z.bin")
     outputs = []
     for plan, workers, memory in [
         ("gather", 2, 130),
@@ -101,9 +93,9 @@ def test_all_plans_workers_and_memories_write_the_same(
         ("scatter", 1, 20),
     ]:
         options = {"seq_len": 4, "dtype": "uint16", "memory": memory * 10**6, "plan": plan}
-        result = run(tmp_path, workers=workers, permutation="numpy", **options)
+        result = run(folder, workers=workers, permutation="numpy", **options)
         assert (result.plan, result.workers) == (plan, workers)
-        output = tmp_path / "output"
+        output = folder / "output"
         outputs.append(kills.read_files(output))
         shutil.rmtree(output)
     assert all(output == outputs[0] for output in outputs)
@@ -128,11 +120,9 @@ def test_documents_keep_their_origins(tmp_path: Path, tokenizer_file: Path) -> N
 # ---- the command ----
 
 
-def test_the_command(
-    tmp_path: Path, sequences: NDArray[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Underscores and dashes; the phases on stderr; one JSON object on stdout."""
-    folders = ["--input_dir", str(tmp_path / "input"), "--output-dir", str(tmp_path / "output")]
+    folders = ["--input_dir", str(folder / "input"), "--output-dir", str(folder / "output")]
     command = ["shuffle", *folders, "--seq_len", "8", "--num-shards", "7", "--num_workers", "2"]
     assert main([*command, "--json"]) == 0
     output = capsys.readouterr()
@@ -178,12 +168,10 @@ def test_jobs_in_threads_of_a_process(tmp_path: Path, plan: str) -> None:
         assert all(results)
 
 
-def test_a_list_of_inputs(
-    tmp_path: Path, sequences: NDArray[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "list"
-    path.write_text(f"# weights\n2.5 {tmp_path}/input/a\n0.1 {tmp_path}/input/b/x.bin\n")
-    command = ["shuffle", "--input-list", str(path), "--output-dir", str(tmp_path / "output")]
+def test_a_list_of_inputs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "list"
+    path.write_text(f"# weights\n2.5 {folder}/input/a\n0.1 {folder}/input/b/x.bin\n")
+    command = ["shuffle", "--input-list", str(path), "--output-dir", str(folder / "output")]
     assert main([*command, "--seq-len", "8", "--num-shards", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["domain_stats"] == {"a": 250, "x.bin": 20}
 
@@ -215,12 +203,10 @@ def test_a_list_of_inputs(
         ({"input_list": []}, "input_dir and input_list are both given"),
     ],
 )
-def test_arguments_that_cannot_work(
-    tmp_path: Path, sequences: NDArray[Any], options: dict[str, Any], message: str
-) -> None:
+def test_arguments_that_cannot_work(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        run(tmp_path, **options)
-    assert names_in(tmp_path) == ["input"]
+        run(folder, **options)
+    assert names_in(folder) == ["input"]
 
 
 @pytest.mark.parametrize("has_documents", [False, True])
@@ -238,67 +224,59 @@ def test_items_larger_than_the_memory(tmp_path: Path, has_documents: bool) -> No
 
 
 @pytest.mark.parametrize("weight", [1e10, 1e16])
-def test_weights_that_no_disk_has_room_for(
-    tmp_path: Path, sequences: NDArray[Any], weight: float
-) -> None:
+def test_weights_that_no_disk_has_room_for(folder: Path, weight: float) -> None:
     """Before the permutation of so many items is measured, which takes years."""
-    inputs = [(weight, tmp_path / "input")]
+    inputs = [(weight, folder / "input")]
     with pytest.raises(MillraceError, match=r"No space left for the output: it has .* TB"):
-        shuffle(None, tmp_path / "output", input_list=inputs, seq_len=10)
-    assert not (tmp_path / "output").exists()
+        shuffle(None, folder / "output", input_list=inputs, seq_len=10)
+    assert not (folder / "output").exists()
 
 
-def test_output_folders_that_cannot_be_made(tmp_path: Path, sequences: NDArray[Any]) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=r"link to .*nowhere, which does not exist"):
-        run(tmp_path, output_dir=tmp_path / "link")
-    with pytest.raises(ConfigError, match="/proc/x cannot be made: No such file"):
-        run(tmp_path, output_dir="/proc/x")
-
-
-def test_folders_that_are_not_apart(tmp_path: Path, sequences: NDArray[Any]) -> None:
-    source = tmp_path / "input"
+def test_output_folders_that_cannot_be(folder: Path) -> None:
+    (folder / "link").symlink_to(folder / "nowhere")
     for output, message in (
-        (source, "is both input and output"),
-        (source / "a" / "out", "lies inside the input"),
-        (tmp_path, "does not hold the input"),
+        (folder / "link", r"link to .*nowhere, which does not exist"),
+        ("/proc/x", "/proc/x cannot be made: No such file"),
+        (folder / "input", "is both input and output"),
+        (folder / "input" / "a" / "out", "lies inside the input"),
+        (folder, "does not hold the input"),
     ):
         with pytest.raises(ConfigError, match=message):
-            shuffle(source, output, seq_len=8, num_shards=1)
+            run(folder, output_dir=output)
 
 
-def test_an_output_folder_that_is_not_empty(tmp_path: Path, sequences: NDArray[Any]) -> None:
-    output = tmp_path / "output"
+def test_an_output_folder_that_is_not_empty(folder: Path) -> None:
+    output = folder / "output"
     output.mkdir()
     for name in ("notes.txt", "shard_0000.bin"):
         (output / name).write_text("a")
         with pytest.raises(ConfigError, match=f"output is not empty: it holds {name}"):
-            run(tmp_path)
+            run(folder)
         with pytest.raises(ConfigError, match="is not empty"):
-            run(tmp_path, restart=True)
+            run(folder, restart=True)
         assert names_in(output) == [name]
         (output / name).unlink()
     output.rmdir()
     output.write_text("a")
-    for folder in (output, output / "shuffled", f"{output}/"):
+    for path in (output, output / "shuffled", f"{output}/"):
         with pytest.raises(ConfigError, match=f"^{output}/* is a file; give a folder"):
-            run(tmp_path, output_dir=folder)
+            run(folder, output_dir=path)
 
 
 def test_a_file_that_changes_while_the_job_runs(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose = plans.choose_plan
 
     def change_a_file(*arguments: Any, **options: Any) -> Any:
         plan = choose(*arguments, **options)
-        np.zeros(8, np.uint32).tofile(tmp_path / "input" / "b" / "x.bin")
+        np.zeros(8, np.uint32).tofile(folder / "input" / "b" / "x.bin")
         return plan
 
     monkeypatch.setattr("millrace.shuffling.shuffle_job.choose_plan", change_a_file)
     with pytest.raises(DataError, match=r"b/x\.bin changed"):
-        run(tmp_path)
-    assert names_in(tmp_path) == ["input"]
+        run(folder)
+    assert names_in(folder) == ["input"]
 
 
 # ---- memory ----
@@ -385,30 +363,30 @@ def interrupt_flush(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: An
 
 @pytest.mark.parametrize("count", [1, 2, 9, 14, 15])
 def test_an_interrupted_publication_continues(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch, count: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Without the input, which is not needed any more, but must be there unchanged."""
-    interrupt(tmp_path, monkeypatch, count)
-    output = tmp_path / "output"
+    interrupt(folder, monkeypatch, count)
+    output = folder / "output"
     names = names_in(output)
     assert len(names) == count  # renamed files, and the journal
     assert "metadata.json" not in names
     with pytest.raises(ConfigError, match="differs from it: seed was 42, and is 1 now"):
-        run(tmp_path, seed=1)
+        run(folder, seed=1)
     (output / "metadata.json.0123456789ab.tmp").write_text("{")
-    result = run(tmp_path)
+    result = run(folder)
     assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
     assert not verify_shards(output).problems
-    shuffle(tmp_path / "input", tmp_path / "other", seq_len=SEQ_LEN, num_shards=7)
-    assert kills.read_files(output) == kills.read_files(tmp_path / "other")
+    shuffle(folder / "input", folder / "other", seq_len=SEQ_LEN, num_shards=7)
+    assert kills.read_files(output) == kills.read_files(folder / "other")
 
 
 def test_a_publication_continues_with_the_bytes_that_were_written(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of the right size may be damaged, in the output folder or still in the journal."""
-    interrupt(tmp_path, monkeypatch, 9)
-    output = tmp_path / "output"
+    interrupt(folder, monkeypatch, 9)
+    output = folder / "output"
     attempt = finished_tasks(output)["000001-000006"]
     in_journal = next(output.glob(f"shuffle.journal/*/files/{attempt}/shard.idx"))
     for path in (output / "shard_0001.bin", in_journal):
@@ -416,16 +394,16 @@ def test_a_publication_continues_with_the_bytes_that_were_written(
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         name = "shard_0001.bin" if path != in_journal else "shard_0006.idx"
         with pytest.raises(DataError, match=rf"output/{name} .* its {len(data)} bytes .*--restart"):
-            run(tmp_path)
+            run(folder)
         assert not (output / "metadata.json").exists()
         (output / name).write_bytes(data)
-    assert run(tmp_path).num_tasks_kept == 7
+    assert run(folder).num_tasks_kept == 7
     assert not verify_shards(output).problems
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_restart_may_be_killed_at_any_step(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch, is_whole: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
 ) -> None:
     """Before each rename, unlink, flush and new or removed folder, until the old shards are gone.
 
@@ -433,66 +411,66 @@ def test_a_restart_may_be_killed_at_any_step(
     or says that --restart is needed.
     """
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # 5 ms each
-    output = tmp_path / "output"
+    output = folder / "output"
     jobs: list[dict[str, Any]] = [{"num_shards": 2}, {"num_shards": 1, "seed": 1}]
     expected = []
     for job in jobs:
-        run(tmp_path, **job)
+        run(folder, **job)
         expected.append(kills.read_files(output))
         shutil.rmtree(output)
     if is_whole:
         with monkeypatch.context() as context:
             context.setattr("millrace.engine.journal.Journal.remove", lambda *_: None)
-            run(tmp_path, **jobs[0])
+            run(folder, **jobs[0])
     else:
-        interrupt(tmp_path, monkeypatch, 4, **jobs[0])
-    output.rename(tmp_path / "before")
+        interrupt(folder, monkeypatch, 4, **jobs[0])
+    output.rename(folder / "before")
     num_steps = 0
     while num_steps == 0 or [*output.glob("shard_*"), *output.glob("metadata.json")]:
         shutil.rmtree(output, ignore_errors=True)
-        shutil.copytree(tmp_path / "before", output)
+        shutil.copytree(folder / "before", output)
         if (child := os.fork()) == 0:
-            run_and_die(lambda: run(tmp_path, **jobs[1], restart=True), num_steps)
+            run_and_die(lambda: run(folder, **jobs[1], restart=True), num_steps)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == KILLED
-        shutil.copytree(output, tmp_path / "killed")
+        shutil.copytree(output, folder / "killed")
         number, restart = divmod(num_steps % 4, 2)
         problem = ""
         try:
-            run(tmp_path, **jobs[number], restart=bool(restart))
+            run(folder, **jobs[number], restart=bool(restart))
         except MillraceError as error:
             problem = str(error)
         if problem:
             assert "--restart" in problem, num_steps
-            run(tmp_path, **jobs[number], restart=True)
+            run(folder, **jobs[number], restart=True)
         assert kills.read_files(output) == expected[number], num_steps
         shutil.rmtree(output)
-        (tmp_path / "killed").rename(output)
+        (folder / "killed").rename(output)
         num_steps += 1
     assert num_steps >= 4  # the files that are there
 
 
 def test_an_interrupted_job_continues_with_its_plan(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where other workers, memory and plan are given, which change nothing in the output."""
-    interrupt_flush(tmp_path, monkeypatch, plan="scatter")
-    assert len(finished_tasks(tmp_path / "output")) == 8
+    interrupt_flush(folder, monkeypatch, plan="scatter")
+    assert len(finished_tasks(folder / "output")) == 8
     with pytest.raises(ConfigError, match="seq_len was 8, and is 4 now"):
-        run(tmp_path, seq_len=4)
-    result = run(tmp_path, workers=2, plan="gather", memory=10**9)
+        run(folder, seq_len=4)
+    result = run(folder, workers=2, plan="gather", memory=10**9)
     assert result.plan == "scatter"
     assert (result.num_tasks_done, result.num_tasks_kept) == (0, 8)
 
 
 def test_an_input_that_changed_since_the_interruption(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interrupt_flush(tmp_path, monkeypatch)
-    path = tmp_path / "input" / "a" / "y.bin"
+    interrupt_flush(folder, monkeypatch)
+    path = folder / "input" / "a" / "y.bin"
     os.utime(path, ns=(0, 0))
     with pytest.raises(ConfigError, match=r"input 2, .*y.bin.modified_ns was .*--restart"):
-        run(tmp_path)
-    assert run(tmp_path, restart=True).num_tasks_kept == 0
+        run(folder)
+    assert run(folder, restart=True).num_tasks_kept == 0
 
 
 @pytest.mark.parametrize("name", ["info", "origins"])
@@ -521,54 +499,36 @@ def test_sidecars_that_changed_since_the_interruption(
     assert not verify_shards(tmp_path / "output").problems
 
 
-def test_two_jobs_at_once(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_jobs_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = "millrace.shuffling.shuffle_job.measure_distribution"
 
     def second_job(*arguments: Any) -> None:
         with pytest.raises(MillraceError, match="another process is at work on this job"):
-            run(tmp_path)
+            run(folder)
         raise KilledError
 
     with monkeypatch.context() as context:
         context.setattr(measure, second_job)
         with pytest.raises(KilledError):
-            run(tmp_path)
-    assert names_in(tmp_path) == ["input"]
-
-
-def test_a_job_that_was_killed_while_it_removed_its_journal(
-    tmp_path: Path, sequences: NDArray[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as context:
-        context.setattr("millrace.engine.journal.Journal.remove", lambda journal: None)
-        run(tmp_path)
-    output = tmp_path / "output"
-    assert "shuffle.journal" in names_in(output)
-    result = run(tmp_path)
-    assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
-    assert "shuffle.journal" not in names_in(output)
+            run(folder)
+    assert names_in(folder) == ["input"]
 
 
 @pytest.mark.parametrize("name", ["shard_0001.bin", "shard_0001.idx", "metadata.json"])
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_a_damaged_output_is_not_the_output(
-    tmp_path: Path, sequences: NDArray[Any], name: str, is_cut: bool
-) -> None:
-    run(tmp_path)
-    path = tmp_path / "output" / name
+def test_a_damaged_output_is_not_the_output(folder: Path, name: str, is_cut: bool) -> None:
+    run(folder)
+    path = folder / "output" / name
     if is_cut:
         os.truncate(path, 40)
     else:
         path.unlink()
     with pytest.raises(ConfigError, match=r"output.* is (there already|not empty)"):
-        run(tmp_path)
+        run(folder)
 
 
 def test_the_error_of_a_full_disk_names_the_journal_that_remains(
-    tmp_path: Path,
-    sequences: NDArray[Any],
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -576,21 +536,21 @@ def test_the_error_of_a_full_disk_names_the_journal_that_remains(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard.bin")
 
     monkeypatch.setattr("millrace.shuffling.shard_publication.flush_shards", fail)
-    folders = ["--input-dir", str(tmp_path / "input"), "--output-dir", str(tmp_path / "output")]
-    np.zeros(200_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")
+    folders = ["--input-dir", str(folder / "input"), "--output-dir", str(folder / "output")]
+    np.zeros(200_000, np.uint32).tofile(folder / "input" / "b" / "y.bin")
     assert main(["shuffle", *folders, "--seq-len", "8", "--num-shards", "3"]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
     assert "shard.bin: No space left on device. Make room" in message
-    journal = tmp_path / "output" / "shuffle.journal"
+    journal = folder / "output" / "shuffle.journal"
     size = sum(path.stat().st_size for path in journal.rglob("*") if path.is_file())
     assert "run the same command again" in message
     assert f" {size / 1e6:.1f} MB in {journal}." in message
     assert "nothing half-written" not in message
 
 
-def test_a_full_disk(disk: Path, sequences: NDArray[Any], tmp_path: Path) -> None:
+def test_a_full_disk(disk: Path, folder: Path) -> None:
     """One error each time; with room the job continues."""
-    np.zeros(60_000, np.uint32).tofile(tmp_path / "input" / "b" / "y.bin")  # 240 kB
+    np.zeros(60_000, np.uint32).tofile(folder / "input" / "b" / "y.bin")  # 240 kB
     output, ballast = disk / "output", disk / "ballast"
     options = {"seq_len": SEQ_LEN, "num_shards": 7, "workers": 1, "plan": "scatter"}
     errors = []
@@ -599,7 +559,7 @@ def test_a_full_disk(disk: Path, sequences: NDArray[Any], tmp_path: Path) -> Non
             status = os.statvfs(disk)
             file.write(bytes(max(status.f_bavail * status.f_frsize - left * 1000, 0)))
         try:
-            shuffle(tmp_path / "input", output, **options)
+            shuffle(folder / "input", output, **options)
         except (OSError, MillraceError) as error:
             errors.append(str(error))
         else:
@@ -610,6 +570,6 @@ def test_a_full_disk(disk: Path, sequences: NDArray[Any], tmp_path: Path) -> Non
     assert len(errors) >= 3
     assert all("No space left" in error for error in errors)
     assert any("No space left on device" in error for error in errors)
-    shuffle(tmp_path / "input", output, **options)
-    shuffle(tmp_path / "input", tmp_path / "other", **options)
-    assert kills.read_files(output) == kills.read_files(tmp_path / "other")
+    shuffle(folder / "input", output, **options)
+    shuffle(folder / "input", folder / "other", **options)
+    assert kills.read_files(output) == kills.read_files(folder / "other")

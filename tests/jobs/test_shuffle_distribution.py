@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
+import re
 
 import numpy as np
 import pytest
@@ -22,19 +22,13 @@ from millrace.shuffling.distribution import (
     format_distribution,
     measure_distribution,
 )
-from millrace.shuffling.permutations import make_permutation
 
 
 class Sources:
     """A permutation that is given by the item at each place."""
 
-    name = "test"
-
     def __init__(self, sources: np.ndarray) -> None:
         self._sources, self.size = sources, len(sources)
-
-    def places(self, start: int, stop: int) -> np.ndarray:
-        return np.argsort(self._sources)[start:stop]
 
     def sources(self, start: int, stop: int) -> np.ndarray:
         return self._sources[start:stop]
@@ -84,16 +78,6 @@ def test_counts_are_exact(counts: list[int], num_shards: int, head: int, seed: i
         assert measured[name].totals.tolist() == counts
 
 
-def test_both_permutations_are_measured(tmp_path: Path) -> None:
-    for name in ("numpy", "keyed"):
-        permutation = make_permutation(name, TOTAL, 42, str(tmp_path))
-        domains = dict(zip(("web", "books", "nothing", "code", "math"), COUNTS, strict=True))
-        measured = measure_distribution(permutation, domains, even_sizes(TOTAL, 64))
-        expected = measure(permutation.sources(0, TOTAL), COUNTS)
-        assert measured["shards"].counts.tolist() == expected["shards"].counts.tolist()
-        check_distribution(measured)
-
-
 def test_very_many_shards_are_counted_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = np.random.default_rng(1).permutation(TOTAL)
     alone = measure(sources, COUNTS, 64)["shards"]
@@ -122,9 +106,8 @@ def test_fair_shuffles_of_any_shape_pass(first: int, monkeypatch: pytest.MonkeyP
         num_domains = 1 if seed % 10 == 0 else int(random.integers(1, 20))
         shares = random.dirichlet(np.full(num_domains, 10 ** random.uniform(-1.5, 1)))
         counts = random.multinomial(total, shares).tolist()
-        measured = measure(
-            random.permutation(total), counts, int(random.integers(1, min(total, 200) + 1))
-        )
+        num_shards = int(random.integers(1, min(total, 200) + 1))
+        measured = measure(random.permutation(total), counts, num_shards)
         check_distribution(measured)
         assert "NOT" not in format_distribution(measured)
 
@@ -132,9 +115,8 @@ def test_fair_shuffles_of_any_shape_pass(first: int, monkeypatch: pytest.MonkeyP
 def test_figures_of_fair_shuffles_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEAD", 1000)
     counts = [2500, 1000, 300, 100, 50, 40, 8, 2]
-    tables = [
-        measure(np.random.default_rng(seed).permutation(4000), counts, 20) for seed in range(300)
-    ]
+    orders = [np.random.default_rng(seed).permutation(4000) for seed in range(300)]
+    tables = [measure(order, counts, 20) for order in orders]
     for name in ("head", "shards", "windows"):
         values = [table[name].figures()["p_value"] for table in tables]
         tenths = np.bincount((np.array(values) * 10).astype(int).clip(0, 9), minlength=10)
@@ -142,9 +124,7 @@ def test_figures_of_fair_shuffles_are_spread_evenly(monkeypatch: pytest.MonkeyPa
         deviations = np.concatenate([table[name].deviations for table in tables])
         assert abs(deviations.mean()) < 0.05, name
         assert 0.9 < deviations[:, :5].std() < 1.1, name
-    whole = Parts(
-        name="head", domains=("a", "b"), counts=np.array([[60, 40]]), totals=np.array([60, 40])
-    )
+    whole = Parts("head", ("a", "b"), np.array([[60, 40]]), np.array([60, 40]))
     assert whole.deviations.tolist() == [[0.0, 0.0]]
 
 
@@ -184,16 +164,12 @@ def unfair_shuffles() -> dict[str, np.ndarray]:
         "within domains": np.concatenate(
             [random.permutation(np.arange(a, b)) for a, b in zip(starts, ends, strict=True)]
         ),
-        "within halves": np.concatenate(
-            [random.permutation(half), half + random.permutation(TOTAL - half)]
-        ),
+        "within halves": np.append(random.permutation(half), half + random.permutation(half)),
         "rotated": np.roll(np.arange(TOTAL), 12_345),
         "one domain missing from a shard": missing,
         "one domain crowded into a shard": crowded,
         "dealt in turn": np.argsort(even, kind="stable"),
-        "a small window moves over the input": np.argsort(
-            np.arange(TOTAL) + random.uniform(0, 20_000, TOTAL)
-        ),
+        "a small window": np.argsort(np.arange(TOTAL) + random.uniform(0, 20_000, TOTAL)),
     }
 
 
@@ -207,28 +183,21 @@ def test_other_shuffles_fail(name: str) -> None:
     text = format_distribution(measured)
     assert text.splitlines()[-1].startswith("NOT uniform: ")
     assert text.splitlines()[-1].removeprefix("NOT uniform: ") in str(caught.value)
-    if "shard" in name:
-        assert "shard 0 has" in str(caught.value)
-    if name == "dealt in turn":
-        assert "too small" in str(caught.value)
-
-
-def test_a_shard_without_one_of_its_domains_is_named() -> None:
-    measured = measure(unfair_shuffles()["one domain missing from a shard"], COUNTS)
-    assert measured["shards"].counts[0, 3] == 0
-    with pytest.raises(
-        MillraceError,
-        match=r"shard 0 has 0 of its 1,563 items from domain domain 3, and a fair shuffle 140\.7; "
-        r"that deviates by -12\.\d sigma",
-    ):
-        check_distribution(measured)
+    message = {
+        "one domain missing from a shard": (
+            r"shard 0 has 0 of its 1,563 items from domain domain 3, and a fair shuffle 140\.7; "
+            r"that deviates by -12\.\d sigma"
+        ),
+        "one domain crowded into a shard": "shard 0 has",
+        "dealt in turn": "too small",
+    }
+    assert re.search(message.get(name, ""), str(caught.value))
 
 
 def test_small_outputs_fail_too() -> None:
     check_distribution(measure(np.random.default_rng(0).permutation(300), [150, 150], 2))
-    for bad in (np.arange(300), np.arange(300)[::-1]):
-        with pytest.raises(MillraceError, match="not shuffled evenly"):
-            check_distribution(measure(bad, [150, 150], 2))
+    with pytest.raises(MillraceError, match="not shuffled evenly"):
+        check_distribution(measure(np.arange(300)[::-1], [150, 150], 2))
 
 
 # ---- figures ----
@@ -236,15 +205,13 @@ def test_small_outputs_fail_too() -> None:
 
 def test_figures_are_what_the_formulas_say() -> None:
     """Two domains in two shards of 100: the square of the standardised hypergeometric count."""
-    sources = np.concatenate([np.arange(30), np.arange(40, 110), np.arange(30, 40)])
-    sources = np.concatenate([sources, np.arange(110, 200)])
-    shards = measure(sources, [40, 160], 2)["shards"]
+    parts = np.split(np.arange(200), [30, 40, 110])
+    shards = measure(np.concatenate([parts[n] for n in (0, 2, 1, 3)]), [40, 160], 2)["shards"]
     variance = 100 * 0.2 * 0.8 * 100 / 199
     expected = (30 - 20) / math.sqrt(variance)
     assert shards.counts.tolist() == [[30, 70], [10, 90]]
-    assert shards.deviations.tolist() == pytest.approx(
-        np.array([[expected, -expected], [-expected, expected]])
-    )
+    signs = np.array([[1, -1], [-1, 1]])
+    assert shards.deviations == pytest.approx(signs * expected)
     assert shards.chi_square == (pytest.approx(expected**2), 1)
 
 
@@ -266,7 +233,7 @@ def test_p_values(value: float, degrees: int, probability: float) -> None:
         chi_square = value, degrees  # type: ignore[assignment]
 
     one = np.ones((1, 1), np.int64)
-    parts = Given(name="head", domains=("web",), counts=one, totals=one[0])
+    parts = Given("head", ("web",), one, one[0])
     assert parts.figures()["p_value"] == pytest.approx(probability, rel=0.05)
 
 

@@ -32,15 +32,11 @@ def write_raw(path: Path, tokens: Sequence[int] | NDArray[Any], dtype: str = "in
     np.asarray(tokens, dtype).tofile(path)
 
 
-def write_indexed(
-    prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "int32", **options: Any
-) -> None:
-    """Writes documents, each of which is a list of sequences."""
+def write_documents(prefix: Path, documents: Any, dtype: str = "int32", **options: Any) -> None:
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with IndexedDatasetBuilder(prefix, dtype, **options) as builder:
         for document in documents:
-            tokens = [token for sequence in document for token in sequence]
-            builder.add_document(tokens, [len(sequence) for sequence in document])
+            builder.add_document(document)
 
 
 def read_all(items: SequenceItems, numbers: NDArray[np.int64] | None = None) -> list[list[int]]:
@@ -171,8 +167,8 @@ def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path)
 
 
 def test_raw_tokens_beside_indexed_ones_are_noticed(tmp_path: Path) -> None:
-    write_indexed(tmp_path / "a" / "x", [[[1, 2]]])
-    write_indexed(tmp_path / "a" / "y", [[[3, 4]]])
+    write_documents(tmp_path / "a" / "x", [[1, 2]])
+    write_documents(tmp_path / "a" / "y", [[3, 4]])
     write_raw(tmp_path / "a" / "raw" / "z.bin", [5, 6])
     assert sequence_items(tmp_path, seq_len=2, dtype="int32").contents.notices == []
     (tmp_path / "a" / "y.idx").unlink()
@@ -222,7 +218,7 @@ def test_arrays_of_two_dimensions_are_one_stream(tmp_path: Path) -> None:
 
 def test_a_list_names_folders_files_and_prefixes(tmp_path: Path) -> None:
     write_raw(tmp_path / "raw" / "x.bin", [1, 2])
-    write_indexed(tmp_path / "pair", [[[3]], [[4]]])
+    write_documents(tmp_path / "pair", [[3], [4]])
     np.save(tmp_path / "array.npy", np.array([5, 6], np.int32))
     listing = tmp_path / "list.txt"
     listing.write_text(
@@ -298,7 +294,7 @@ def bad_files(folder: Path) -> dict[str, str]:
     (folder / "lonely.idx").write_text("")
     (folder / "damaged.bin").write_text("")
     (folder / "damaged.idx").write_text("MMIDIDX")
-    write_indexed(folder / "doubles", [[[1]]], "float64")
+    write_documents(folder / "doubles", [[1]], "float64")
     return {
         "fortran.npy": "in Fortran order",
         "scalar.npy": r"the shape \[\]",
@@ -357,7 +353,7 @@ def test_mixed_dtypes_name_two_files(tmp_path: Path) -> None:
 def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         provenance = {"tokenizer": {"name": name, "sha256": name * 64}}
-        write_indexed(tmp_path / "in" / name, [[[1]]], provenance=provenance)
+        write_documents(tmp_path / "in" / name, [[1]], provenance=provenance)
     with pytest.raises(ConfigError, match=r"tokenized with a .*Tokenize one of them again"):
         sequence_items(tmp_path / "in", seq_len=1)
 
