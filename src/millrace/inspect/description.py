@@ -66,11 +66,7 @@ def describe(
     """Counts, dtype, lengths and one document of an indexed dataset.
 
     With a tokenizer, which decodes the document, all tokens are read to count the special ones;
-    without, only the index.
-
-    Raises:
-        ConfigError: A document number out of range.
-        DataError: A damaged sidecar.
+    without, only the index. A ConfigError for a number out of range, a DataError for damage.
     """
     lengths, info = dataset.sequence_lengths, dataset.info()
     is_same = warning = special_tokens = None
@@ -105,17 +101,13 @@ def describe(
 def _spread(lengths: NDArray[Any]) -> dict[str, float]:
     if len(lengths) == 0:
         return {}
-    quantiles = np.quantile(lengths, list(_QUANTILES.values())).tolist()
-    return {
-        "min": int(lengths.min()),
-        **dict(zip(_QUANTILES, quantiles, strict=True)),
-        "mean": float(lengths.mean()),
-        "max": int(lengths.max()),
-    }
+    values = np.quantile(lengths, list(_QUANTILES.values())).tolist()
+    quantiles = dict(zip(_QUANTILES, values, strict=True))
+    ends = {"mean": float(lengths.mean()), "max": int(lengths.max())}
+    return {"min": int(lengths.min()), **quantiles, **ends}
 
 
 def _histogram(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:
-    """The bins from the first to the last that is not empty."""
     counts, _ = np.histogram(lengths, bins=_BINS)
     rows = [(low, end - 1, int(n)) for (low, end), n in zip(pairwise(_BINS), counts, strict=True)]
     occupied = np.flatnonzero(counts)
@@ -205,7 +197,6 @@ def _labelled_lines(rows: Mapping[str, Any]) -> list[str]:
 
 
 def _bar_lines(rows: Iterable[tuple[str, float, str]]) -> list[str]:
-    """Lines of labels, bars (a share of 1 is the longest) and values."""
     rows = list(rows)
     width = max((len(label) for label, _, _ in rows), default=0)
     return [
@@ -215,7 +206,6 @@ def _bar_lines(rows: Iterable[tuple[str, float, str]]) -> list[str]:
 
 
 def _document_lines(document: dict[str, Any], name: str = "document", place: str = "") -> list[str]:
-    """Number, origin, head and tail of a document as lines of text."""
     number, num_tokens = document["number"], document["num_tokens"]
     head, tail = document["head"], document["tail"]
     lines = ["", f"  {name} {number}{place}, {num_tokens:,} tokens:"]
@@ -226,23 +216,15 @@ def _document_lines(document: dict[str, Any], name: str = "document", place: str
         place = f"row {line}" if byte < 0 else f"line {line}, byte {byte}"
         suffix = "" if id_ is None else f", id {id_}"
         lines.append(f"  from {origin['source']}, {place}{suffix}")
-    lines += _excerpt_lines(head)
+
+    def excerpt_lines(tokens: list[int], text: str | None) -> list[str]:
+        return [f"  {tokens}"] if text is None else [f"  | {line}" for line in text.splitlines()]
+
+    lines += excerpt_lines(**head)
     if tail is not None:
         omitted = num_tokens - len(head["tokens"]) - len(tail["tokens"])
-        lines.append(f"  ... {omitted:,} tokens ..." if omitted else "  ...")
-        lines += _excerpt_lines(tail)
-    if head["text"] is None:
-        lines.append("  (--tokenizer FILE decodes it)")
-    return lines
-
-
-def _excerpt_lines(excerpt: dict[str, Any]) -> list[str]:
-    if excerpt["text"] is None:
-        return [f"  {excerpt['tokens']}"]
-    return [f"  | {line}" for line in excerpt["text"].splitlines()]
-
-
-# ---- folders of shards ----
+        lines += [f"  ... {omitted:,} tokens ..." if omitted else "  ...", *excerpt_lines(**tail)]
+    return lines if head["text"] is not None else [*lines, "  (--tokenizer FILE decodes it)"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,15 +265,9 @@ def describe_shards(
 ) -> ShardsDescription:
     """What a folder of shards holds, and one of its sequences or documents.
 
-    Args:
-        folder: Folder of the shards.
-        dtype: Dtype of the tokens, for metadata that do not say it; None: uint32.
-        tokenizer: Tokenizer that decodes the item.
-        document: Number of the sequence or document.
+    `dtype` is for metadata that do not say it; None: uint32. The tokenizer decodes the item.
 
-    Raises:
-        ConfigError: A number out of range, or a dtype that token files cannot have.
-        DataError: Metadata or shards that are missing, damaged or do not agree.
+    A ConfigError for a number out of range, a DataError for damage.
     """
     metadata = shards.read_metadata(folder, dtype=dtype)
     name, total = os.fspath(folder), metadata.num_items
@@ -337,10 +313,7 @@ def _item(
 
 
 def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
-    """The "head", "shards" or "windows" of the output; a DataError if they do not fit the rest.
-
-    The domains are in the order of `domain_stats`.
-    """
+    """The "head", "shards" or "windows" of the output; a DataError if they do not fit the rest."""
     distribution, domains = metadata.distribution, metadata.domain_stats
     totals = np.array([*domains.values()])
     try:
@@ -349,9 +322,8 @@ def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
         if table.dtype.kind != "i" or table.ndim != 2 or table.shape[1] != len(columns):
             raise ValueError
         table = table[: 1 if key == "head" else None, columns].astype(np.int64)
-        if (table < 0).any() or (table > totals).any() or not table.sum(axis=1).all():
-            raise ValueError
-        if key != "head" and (table.sum(axis=0) != totals).any():
+        is_whole = key == "head" or (table.sum(axis=0) == totals).all()
+        if (table < 0).any() or (table > totals).any() or not (table.sum(1).all() and is_whole):
             raise ValueError
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         raise DataError(

@@ -17,7 +17,7 @@ _WIDTH, _LEFT, _RIGHT = 900, 70, 670  # pixels: of the picture, and the ends of 
 _TITLE, _PLOT, _GAP, _FOOT = 64, 220, 64, 40
 _INK, _GRID = "#222", "#ddd"
 _COLOURS = "#3b6fb5 #e08a2b #4f9d5b #c1483f #8363b0 #8c6248 #d681b6 #5f7f8f #b0aa37 #3aa7b5".split()
-_OTHERS = "#b8b8b8"  # of the domains that are too small for a colour of their own, as one band
+_ALL_COLOURS = [*_COLOURS, "#b8b8b8"]  # the last of domains that have none of their own
 _LEAST_SCALE = 4  # standard deviations
 
 
@@ -26,11 +26,8 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
 
     The upper plot has the share of each domain in each window, one on top of the other. The lower
     one has the deviations from the expected shares, in standard deviations of a fair shuffle, which
-    leaves 99.7 % of them between -3 and 3.
-
-    Raises:
-        ConfigError: Metadata without a distribution.
-        DataError: A distribution that does not fit the metadata.
+    leaves 99.7 % of them between -3 and 3. A ConfigError if the metadata have no distribution, a
+    DataError if it does not fit them.
     """
     name = os.fspath(folder)
     if not metadata.distribution:
@@ -59,9 +56,8 @@ class _Picture:
 
     def __init__(self, width: int, height: int) -> None:
         self._lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-            f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13" '
-            f'fill="{_INK}">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 '
+            f'0 {width} {height}" font-family="sans-serif" font-size="13" fill="{_INK}">'
         ]
         self.shape("rect", width=width, height=height, fill="#fff")
 
@@ -86,22 +82,20 @@ class _Picture:
 
 def _bands(parts: Parts) -> Parts:
     """The largest domains in their order, and all others as one."""
-    occupied = np.flatnonzero(parts.totals)
-    order = np.argsort(-parts.totals[occupied], kind="stable")
-    largest = np.sort(occupied[order[: len(_COLOURS)]])
-    others = np.setdiff1d(occupied, largest)
+    order = np.argsort(-parts.totals, kind="stable")[: np.count_nonzero(parts.totals)]
+    largest, others = np.sort(order[: len(_COLOURS)]), order[len(_COLOURS) :]
     counts, names = parts.counts[:, largest], [parts.domains[n] for n in largest.tolist()]
     if others.size > 0:
         names.append(f"{others.size:,} smaller domains")
         counts = np.column_stack([counts, parts.counts[:, others].sum(axis=1)])
-    return Parts(name=parts.name, domains=tuple(names), counts=counts, totals=counts.sum(axis=0))
+    return Parts(parts.name, tuple(names), counts, counts.sum(axis=0))
 
 
 def _draw_shares(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) -> None:
     # The upper edge of each band in each window: 0 is the bottom of the plot, 1 its top.
     tops = np.cumsum(bands.counts, axis=1) / bands.sizes[:, None]
     lower = np.zeros(len(edges) - 1)
-    for colour, upper in zip([*_COLOURS, _OTHERS], tops.T, strict=False):
+    for colour, upper in zip(_ALL_COLOURS, tops.T, strict=False):
         forth = _steps(edges, _TITLE + _PLOT * (1 - upper))
         back = _steps(edges[::-1], _TITLE + _PLOT * (1 - lower[::-1]))
         picture.shape("path", d=f"M{forth}L{back}Z", fill=colour, fill_opacity=0.85)
@@ -112,8 +106,8 @@ def _draw_shares(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) ->
         picture.text(_LEFT - 8, y + 4, f"{share:.0%}", anchor="end")
     expected = np.cumsum(bands.totals)[:-1] / bands.totals.sum()
     for y in (_TITLE + _PLOT * (1 - expected)).tolist():
-        line = f"M{_LEFT} {y:.1f}H{_RIGHT}"
-        picture.shape("path", d=line, stroke="#fff", stroke_dasharray="4 4")
+        d = f"M{_LEFT} {y:.1f}H{_RIGHT}"
+        picture.shape("path", d=d, stroke="#fff", stroke_dasharray="4 4")
 
 
 def _draw_deviations(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) -> None:
@@ -128,7 +122,7 @@ def _draw_deviations(picture: _Picture, bands: Parts, edges: NDArray[np.float64]
         picture.shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke=_GRID)
         picture.text(_LEFT - 8, y + 4, f"{score:+g}" if score else "0", anchor="end")
     centres = ((edges[:-1] + edges[1:]) / 2).tolist()
-    for colour, column in zip([*_COLOURS, _OTHERS], scores.T, strict=False):
+    for colour, column in zip(_ALL_COLOURS, scores.T, strict=False):
         points = zip(centres, (middle - unit * column).tolist(), strict=True)
         dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)  # round ends make dots of them
         picture.shape("path", d=dots, stroke=colour, stroke_width=5, stroke_linecap="round")
@@ -136,7 +130,7 @@ def _draw_deviations(picture: _Picture, bands: Parts, edges: NDArray[np.float64]
 
 def _draw_legend(picture: _Picture, bands: Parts) -> None:
     shares = (bands.totals / bands.totals.sum()).tolist()
-    rows = zip(bands.domains, [*_COLOURS, _OTHERS], shares, strict=False)
+    rows = zip(bands.domains, _ALL_COLOURS, shares, strict=False)
     for row, (name, colour, share) in enumerate(rows):
         x, y = _RIGHT + 16, _TITLE + 12 + 20 * (len(shares) - 1 - row)  # as in the plot: upwards
         label = name if len(name) <= 20 else f"{name[:19]}…"

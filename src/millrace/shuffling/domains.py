@@ -81,10 +81,7 @@ def find_domains(inputs: Inputs, *, dtype: str, has_documents: bool = False) -> 
 
     `dtype` is that of raw files. With `has_documents`, all files must be indexed datasets.
 
-    Raises:
-        ConfigError: A path that is missing, a weight that is not positive, two domains of one name,
-            or a file without documents.
-        DataError: A file that is damaged, cannot be read, or has a dtype that is not possible.
+    A ConfigError is about the folders and the list, a DataError about a file.
     """
     raw_dtype = np.dtype(dtype)
     domains: list[Domain] = []
@@ -118,7 +115,6 @@ def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
 
 
 def _domains_in(folder: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
-    """Name, weight and paths of each domain of a folder."""
     if not os.path.isdir(folder):
         raise ConfigError(
             f"{shown(folder)} is not a folder; give one with a folder for each domain"
@@ -227,7 +223,6 @@ def _notices_of(
 
 
 def _duplicates(paths: Sequence[str]) -> Iterator[str]:
-    """The notice about files that are there under two paths."""
     firsts: dict[tuple[int, int], str] = {}
     pairs = []
     for path in paths:

@@ -31,8 +31,7 @@ _ENTRIES = 1 << 16  # entries of an index that are written at a time
 class SequenceItems:
     """Sequences of a fixed length; see `Items`.
 
-    Raises:
-        ConfigError: An input without a whole sequence, or of two dtypes or tokenizers.
+    A ConfigError for an input without a whole one, or of two dtypes or tokenizers.
     """
 
     has_origins = False

@@ -148,10 +148,7 @@ PLANS: dict[str, type[Gather] | type[Scatter]] = {"gather": Gather, "scatter": S
 def choose_plan(
     items: Items, name: str, output_dir: str, memory: int | None, workers: int
 ) -> ShufflePlan:
-    """The plan of that name, or the fastest one for "auto", with at most so many workers.
-
-    An error if there is too little memory, or room on the disk.
-    """
+    """The plan of that name, or the fastest one for "auto"; an error if memory or disk is short."""
     sizes, budget = sizes_of(items), budget_of(memory, items)
     check_memory(budget, sizes, items)
     free = check_room(items, sizes.num_bytes, output_dir)
@@ -172,7 +169,7 @@ def resume_plan(
 ) -> ShufflePlan:
     """The plan that `to_json` gave, with as many workers as the memory allows now.
 
-    A ConfigError if a limit is less than one worker of the plan needs. Without a limit, one works.
+    Without a limit of the memory, one works in any case.
     """
     fields = {**content, "sizes": ItemSizes(**content["sizes"])}
     plan = PLANS[fields.pop("name")](**fields)

@@ -47,9 +47,7 @@ class Items(Protocol):
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads items, whose numbers ascend, to any places of a buffer.
 
-        Raises:
-            DataError: A file that changed since the items were counted or cannot be read, or a
-                uint32 token of 2**31 or more.
+        A DataError for a file that has changed since, or a uint32 token of 2**31 or more.
         """
         ...
 
@@ -57,10 +55,7 @@ class Items(Protocol):
         """Writes the other files of a shard, whose `.bin` is there: the index, and sidecars.
 
         The shard has the places [start, stop). Returns the paths of the files; each appears whole
-        or not at all.
-
-        Raises:
-            DataError: A `.bin` that does not have the size of these items.
+        or not at all. A DataError if the `.bin` does not have the size of these items.
         """
         ...
 
@@ -197,7 +192,6 @@ def contents_of(
 
 
 def _shortage(domain: Domain, num_tokens: int, num_units: int, unit_name: str) -> str:
-    """The notice about a domain with files and without items."""
     if num_units > 0:
         return (
             f"domain {domain.name} has the weight {float(domain.weight):g}: too small to take a "

@@ -157,12 +157,9 @@ def read_files(
     *,
     or_words: bool = False,
 ) -> int:
-    """Reads pieces of files, whose numbers ascend, to any places of a buffer.
+    """Reads pieces of files, whose numbers ascend, by `_native.read_pieces`, one after the other.
 
-    At most one file is open at a time. See `_native.read_pieces` for the other arguments.
-
-    Raises:
-        DataError: A file that is gone, has changed, or cannot be read.
+    A DataError is about a file that is gone, has changed, or cannot be read.
     """
     bits = 0
     for run in equal_runs(file_numbers):

@@ -38,10 +38,8 @@ _DOCUMENTS = 1 << 16  # documents whose origins are copied at a time: a row grou
 class DocumentItems:
     """Whole documents of indexed datasets; see `Items`. All workers can read the folder.
 
-    Raises:
-        ConfigError: An input without documents, of two dtypes or tokenizers, files with and without
-            modes, or origins where pyarrow is not installed.
-        DataError: An index that is damaged.
+    A ConfigError for an input without documents, of two dtypes or tokenizers, files with and
+    without modes, or origins where pyarrow is not installed.
     """
 
     item_size = None
