@@ -16,10 +16,8 @@ def interrupts_held() -> Iterator[None]:
     """Inside the block Ctrl-C is raised only once, in an `interruptible` block or at the end.
 
     Python raises KeyboardInterrupt between any two instructions: also just after a file or process
-    was made and before it is recorded, and again during the clean-up.
-
-    Does nothing outside the main thread, where Python raises none, and if the program has chosen
-    that Ctrl-C is ignored or ends the process.
+    was made and before it is recorded, and again during the clean-up. Does nothing outside the main
+    thread, where Python raises none, and if the program ignores Ctrl-C or ends at once.
     """
     previous = signal.getsignal(signal.SIGINT)
     if not callable(previous) or threading.current_thread() is not threading.main_thread():
@@ -56,10 +54,7 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupt_once() -> None:
-    """Lets only the first Ctrl-C of the process count, so that none disturbs the clean-up.
-
-    Does nothing if the program has chosen another answer to Ctrl-C than Python's.
-    """
+    """Lets only the first Ctrl-C count, unless the program has another answer than Python's."""
     is_over = False
 
     def raise_once(number: int, frame: FrameType | None) -> None:

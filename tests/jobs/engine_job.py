@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from millrace.engine import Executor, Run, Task
@@ -78,25 +78,10 @@ def expected_output(num_tasks: int) -> bytes:
     return b"".join(map(content_of, range(num_tasks)))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("prefix")
-    parser.add_argument("--tasks", type=int, default=40)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=0.01)
-    parser.add_argument("--restart", action="store_true")
-    options = parser.parse_args(arguments)
-    counts: Any = run_job(
-        options.prefix,
-        options.tasks,
-        workers=options.workers,
-        seconds=options.seconds,
-        restart=options.restart,
-    )
-    print(*counts)
-
-
-def command(prefix: object, *options: object) -> list[str]:
+def command(prefix: Path, **options: Any) -> list[str]:
     """A command that runs the job. Workers cannot load a function of a script."""
-    code = "from tests.jobs.engine_job import main; main()"
-    return [sys.executable, "-c", code, str(prefix), *map(str, options)]
+    options = {"num_tasks": 40, "workers": 2, "seconds": 0.01, **options}
+    code = (
+        f"from tests.jobs.engine_job import run_job; print(*run_job({str(prefix)!r}, **{options}))"
+    )
+    return [sys.executable, "-c", code]

@@ -43,8 +43,8 @@ def run_job(
 ) -> None:
     output.mkdir()
     before = Counter(counts)
-    log, options = output / "out.log", ("--workers", WORKERS, "--seconds", SECONDS)
-    arguments = command(output / "out", "--tasks", job.num_tasks, *options)
+    log, options = output / "out.log", {"workers": WORKERS, "seconds": SECONDS}
+    arguments = command(output / "out", num_tasks=job.num_tasks, **options)
     status = -signal.SIGKILL
     while status == -signal.SIGKILL:
         process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, start_new_session=True)

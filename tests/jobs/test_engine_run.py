@@ -396,9 +396,9 @@ def test_a_journal_of_another_version_is_refused_until_restart(
 # ---- two processes, and no locks ----
 
 
-def started(prefix: Path, *options: object, environment: Any = None) -> subprocess.Popen[bytes]:
+def started(prefix: Path, environment: Any = None, **options: Any) -> subprocess.Popen[bytes]:
     """A job that has finished two tasks."""
-    process = subprocess.Popen(command(prefix, "--workers", 1, *options), env=environment)
+    process = subprocess.Popen(command(prefix, workers=1, **options), env=environment)
     log = prefix.with_name("out.log")
     while not log.exists() or log.read_bytes().count(b"\n") < 3:
         assert process.poll() is None
@@ -408,11 +408,10 @@ def started(prefix: Path, *options: object, environment: Any = None) -> subproce
 
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     prefix = tmp_path / "out"
-    first = started(prefix, "--seconds", 0.3, "--tasks", 100)
-    for restart in ([], ["--restart"]):
-        second = subprocess.run(
-            command(prefix, "--tasks", 100, *restart), capture_output=True, text=True
-        )
+    first = started(prefix, seconds=0.3, num_tasks=100)
+    for restart in (False, True):
+        arguments = command(prefix, num_tasks=100, restart=restart)
+        second = subprocess.run(arguments, capture_output=True, text=True)
         last = second.stderr.splitlines()[-1]
         assert last.startswith(
             "millrace.errors.MillraceError: another process is at work on this job: "
@@ -431,11 +430,11 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     """A killed job continues; two jobs at once end with the right output, or an error."""
     environment, folder = no_flock(tmp_path), tmp_path / "files"
     folder.mkdir()
-    first = started(folder / "out", "--seconds", 0.01, environment=environment)
+    first = started(folder / "out", environment)
     first.kill()
     first.wait()
     options: Any = {"env": environment, "stderr": subprocess.PIPE, "text": True}
-    arguments = command(folder / "out", "--workers", 1, "--seconds", 0.01)
+    arguments = command(folder / "out", workers=1)
     for process in [subprocess.Popen(arguments, **options) for _ in range(2)]:
         _, stderr = process.communicate(timeout=HANG)
         assert process.returncode == 0 or "Error" in stderr
@@ -454,7 +453,7 @@ def test_a_full_disk_is_one_error_and_the_next_run_continues(tmp_path: Path) -> 
     prefix = tmp_path / "out"
     for _ in range(2):
         run = subprocess.run(
-            command(prefix, "--workers", 1), capture_output=True, text=True, preexec_fn=limit
+            command(prefix, workers=1), capture_output=True, text=True, preexec_fn=limit
         )
         assert run.returncode == 1
         assert os.strerror(errno.EFBIG) in run.stderr.splitlines()[-1]

@@ -836,40 +836,29 @@ def test_what_tells_functions_apart(source: str, old: str, new: str) -> None:
     assert not ours.startswith(UNSEEN)
 
 
+A_STATE = """
 class Encoder:
-    """A function with a state."""
-
-    def __call__(self, text: str) -> list[int]:
-        return [len(text)]
-
-
+    def __call__(self, text): return [len(text)]
 an_encoder = Encoder()
+"""
 
 
-def by_an_object(text: str) -> list[int]:
-    return an_encoder(text)
-
-
-class Text(str):
-    """A text with methods of its own."""
-
-
-a_text = Text("a")
-
-
-def by_a_text(text: str) -> list[int]:
-    return [len(a_text) for _ in text]
-
-
-@pytest.mark.parametrize("function", [an_encoder, by_an_object, an_encoder.__call__, by_a_text])
-def test_a_function_that_cannot_be_seen_needs_a_version(jobs: Jobs, function: Any) -> None:
-    path = jobs.write("a.jsonl", make_texts(300))
-    settings: dict[str, Any] = {"vocabulary_size": 10_000, "name": "own"}
-    jobs.tokenizer = Tokenizer.from_function(function, **settings)
+@pytest.mark.parametrize(
+    "source",
+    [
+        A_STATE + "encode = an_encoder",
+        A_STATE + "encode = an_encoder.__call__",
+        A_STATE + "def encode(text): return an_encoder(text)",
+        "class Text(str): 'of its own'\na_text = Text('a')\n"
+        "def encode(text): return [len(a_text) for _ in text]",
+    ],
+)
+def test_a_function_that_cannot_be_seen_needs_a_version(jobs: Jobs, source: str) -> None:
+    path, jobs.tokenizer = jobs.write("a.jsonl", make_texts(300)), by(source)
     assert jobs.stops(2, path)
     jobs.refuses(r"versions\.function .* version.*--restart", path)
     assert "version" in jobs.run(path, restart=True).notices[0]
-    jobs.tokenizer = Tokenizer.from_function(function, version="1", **settings)
+    jobs.tokenizer = by(source, version="1")
     assert jobs.stops(2, path, restart=True)
     result = jobs.run(path)
     assert (result.num_chunks_kept, result.notices) == (2, [])

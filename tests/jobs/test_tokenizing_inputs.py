@@ -216,9 +216,7 @@ def test_wrong_arguments_are_refused_before_any_work(
     assert list(folder.iterdir()) == []
 
 
-def test_inputs_that_would_be_overwritten_or_read_twice_are_refused(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_inputs_that_would_be_overwritten_are_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
     source = write_jsonl(tmp_path / "out_text_document.bin", ["a"])
     content = source.read_bytes()
     with pytest.raises(ConfigError, match="is an input and would be overwritten"):
@@ -226,37 +224,6 @@ def test_inputs_that_would_be_overwritten_or_read_twice_are_refused(
     assert source.read_bytes() == content
     with pytest.raises(ConfigError, match="is not a folder"):
         run(tmp_path / "none", [source], tokenizer)
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="is given twice, but a pipe can be read only once"):
-        run(tmp_path / "other", [tmp_path / "pipe", source, tmp_path / "pipe"], tokenizer)
-
-
-OWN_TOKENIZER = """
-import sys
-from millrace.jobs import tokenize
-from millrace.encoding import Tokenizer
-class Own(Tokenizer): pass
-source, output, tokenizer = sys.argv[1:]
-tokenize([source], output, Own(tokenizer), workers=2)
-"""
-
-
-def test_a_class_that_only_the_script_defines_is_refused_by_name(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", make_texts(100))
-    result = subprocess.run(
-        [sys.executable, "-c", OWN_TOKENIZER, source, tmp_path / "out", tokenizer.path],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("millrace.errors.ConfigError: a worker process cannot load")
-    assert "Own" in last
-    assert "into a module" in last
-    assert result.stderr.count("Traceback") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def test_the_pairs_of_several_keys_are_published_together(

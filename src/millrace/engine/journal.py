@@ -28,19 +28,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace import checks
+from millrace import checks, files
 from millrace.checks import NOTHING, absolute_path, place_of, shown
 from millrace.errors import ConfigError, MillraceError
-from millrace.files import (
-    atomic_file,
-    checksum,
-    file_lock,
-    flush_to_disk,
-    fsync_folder,
-    sum_of,
-    temporaries_of,
-    temporary_name,
-)
 
 _FORMAT = 3  # version of the folder's layout
 _JOB, _OWNER, _DONE, _FILES, _SCRATCH = "job.json", "owner", "done.jsonl", "files", "scratch"
@@ -51,13 +41,10 @@ _MOST_DIFFERENCES = 5  # in a message
 
 
 class Journal:
-    """The journal of one job, `PREFIX.journal`; making it takes the lock.
+    """The journal of one job; making it takes the lock, `open` gives it a run and its folder.
 
     A journal without a finished task is removed when it is closed: a job that fails at its start
     leaves nothing behind.
-
-    Attributes:
-        run, folder: Name of the run, and absolute path of its folder, after `open`.
     """
 
     def __init__(self, path: str) -> None:
@@ -71,10 +58,10 @@ class Journal:
         with contextlib.ExitStack() as stack, _explained(path):
             _check_folder(path)
             try:
-                self._has_lock = stack.enter_context(file_lock(path + ".lock", limit=0))
+                self._has_lock = stack.enter_context(files.file_lock(path + ".lock", limit=0))
             except BlockingIOError as error:
                 raise _is_held(path, str(error.strerror)) from None
-            for left in temporaries_of(path):  # of a removal that was cut off
+            for left in files.temporaries_of(path):  # of a removal that was cut off
                 _remove_tree(left)
             self._stack = stack.pop_all()
 
@@ -96,7 +83,7 @@ class Journal:
                 _remove_tree(path)  # from here on the earlier job is gone
                 os.mkdir(os.path.join(self.path, self.run))
                 content = {"format": _FORMAT, "run": self.run, "job": job}
-                with atomic_file(path) as file:
+                with files.atomic_file(path) as file:
                     file.write(json.dumps(content).encode())
             self._read_lines()
             self._is_ours = True
@@ -123,7 +110,7 @@ class Journal:
         """Removes the folder; the lock is held until `close`."""
         # The rename is the instant at which the journal is gone. If the process is killed
         # afterwards, the next run of this prefix removes the rest.
-        doomed = temporary_name(self.path)
+        doomed = files.temporary_name(self.path)
         with _explained(self.path), contextlib.suppress(FileNotFoundError):
             os.rename(self.path, doomed)
             _remove_tree(doomed)
@@ -165,7 +152,7 @@ class Journal:
             self._file.write(line)
             self._file.flush()
             if time.monotonic() - self._flushed_at > _FLUSH_INTERVAL:
-                flush_to_disk(self._file)
+                files.flush_to_disk(self._file)
                 self._flushed_at = time.monotonic()
         self._places[kind][entry[kind]] = place, len(line)
 
@@ -181,8 +168,8 @@ class Journal:
         is_new = not os.path.exists(path)
         file = self._file = self._stack.enter_context(open(path, "a+b"))  # noqa: SIM115
         if is_new:
-            flush_to_disk(file)
-            fsync_folder(path)
+            files.flush_to_disk(file)
+            files.fsync_folder(path)
         place = file.seek(0)
         for line in file:
             if not line.endswith(b"\n"):
@@ -328,7 +315,7 @@ def differences(old: Any, new: Any) -> str:
 
 
 def _sum_of_json(value: Any) -> str:
-    return checksum([json.dumps(value).encode()])
+    return files.checksum([json.dumps(value).encode()])
 
 
 def _entry_of(line: bytes) -> Any:
@@ -346,7 +333,7 @@ def _are_whole(folder: str, sums: Mapping[str, Any]) -> bool:
     try:
         # The size first: it needs no reading.
         return all(
-            os.path.getsize(path) == size and sum_of(path) == (size, digest)
+            os.path.getsize(path) == size and files.sum_of(path) == (size, digest)
             for name, (size, digest) in sums.items()
             for path in [os.path.join(folder, name)]
         )

@@ -126,8 +126,7 @@ class _Pool:
         self._num_unfinished = 0
         self._threads: list[threading.Thread] = []
         self._workers: list[_Worker] = []
-        self._owner: int | None = os.getpid()  # None: it is closed
-        self._lock = threading.Lock()
+        self._owner, self._is_closed = os.getpid(), False
         self._num_kills = _num_memory_kills()
 
     def submit(self, task: Task, data: bytes) -> None:
@@ -151,8 +150,7 @@ class _Pool:
         """Ends all workers."""
         if self._owner != os.getpid():  # the workers are not a forked child's
             return
-        with self._lock:
-            self._owner = None
+        self._is_closed = True
         for worker in self._workers:
             worker.process.kill()
         for _ in self._threads:
@@ -169,11 +167,12 @@ class _Pool:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         worker: _Worker | None = None
         item, num_deaths = self._tasks.get(), 0
-        while item is not None and self._owner is not None:
+        while item is not None and not self._is_closed:
             task, data = item
             answer: bytes | Exception
             try:
-                worker = worker or self._start()
+                if worker is None or worker.process.poll() is not None:
+                    worker = self._start()
                 answer = worker.ask(data)
             except _DeathError as error:
                 worker, num_deaths = None, num_deaths + 1
@@ -188,17 +187,16 @@ class _Pool:
             item, num_deaths = self._tasks.get(), 0
 
     def _start(self) -> _Worker:
-        with self._lock:
-            if self._owner is None:
-                raise _DeathError(0)
-            try:
-                worker = _Worker()
-            except OSError as error:
-                raise MillraceError(
-                    f"worker process {len(self._threads)} of {self._size} cannot be started: "
-                    f"{error}. Run again with fewer workers; workers=1 starts none"
-                ) from None
-            self._workers.append(worker)
+        try:
+            worker = _Worker()
+        except OSError as error:
+            raise MillraceError(
+                f"worker process {len(self._threads)} of {self._size} cannot be started: {error}. "
+                "Run again with fewer workers; workers=1 starts none"
+            ) from None
+        self._workers.append(worker)
+        if self._is_closed:  # which may not have seen it
+            worker.process.kill()
         result_of(worker.ask(self._work))
         return worker
 
@@ -206,16 +204,16 @@ class _Pool:
         """How a worker ended, and what can be done."""
         if status >= 0:
             return f"exited with status {status}; its output on stderr says why"
-        name = f"signal {-status} ({signal.strsignal(-status)})"
-        if -status == signal.SIGKILL and _num_memory_kills() > self._num_kills:
-            return (
-                f"was ended by {name}; the kernel has ended processes for lack of memory "
-                "meanwhile. Use fewer workers or smaller tasks"
-            )
-        return (
-            f"was ended by {name}: by a user, a limit on memory or time, or a fault in a library. "
-            "Run again, with fewer workers or smaller tasks if memory is short"
+        reason = (
+            ": by a user, a limit on memory or time, or a fault in a library. Run again, with "
+            "fewer workers or smaller tasks if memory is short"
         )
+        if -status == signal.SIGKILL and _num_memory_kills() > self._num_kills:
+            reason = (
+                "; the kernel has ended processes for lack of memory meanwhile. Use fewer workers "
+                "or smaller tasks"
+            )
+        return f"was ended by signal {-status} ({signal.strsignal(-status)}){reason}"
 
 
 def _num_memory_kills() -> int:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from millrace import checks
@@ -46,12 +47,10 @@ def run_ray(
     """Runs a function on tasks on a Ray cluster; an `Executor`, which tells the other arguments.
 
     Uses the Ray runtime of this process if there is one, and leaves it running. Otherwise joins the
-    cluster that the environment variable RAY_ADDRESS names ("auto": one on this machine), and
-    leaves it at the end. Without that variable it starts a cluster of its own on this machine, and
-    ends it. Jobs in several threads at once need a runtime that was started before them.
-
-    Each task takes one CPU of the cluster. Close the iterator to cancel what runs. Inside
-    `interrupts_held`, Ctrl-C is taken while this waits for tasks or results.
+    cluster that the environment variable RAY_ADDRESS names ("auto": one on this machine), or, where
+    it names none, starts one on this machine and ends it. Jobs in several threads at once need a
+    runtime that was started before them. Each task takes one CPU. Close the iterator to cancel what
+    runs. Inside `interrupts_held`, Ctrl-C is taken while this waits for tasks or results.
 
     Args:
         workers: Number of tasks that the cluster has at a time, at least 1; None: twice its CPUs,
@@ -59,8 +58,7 @@ def run_ray(
         note: Called with a sentence that says which cluster runs the tasks.
 
     Raises:
-        ConfigError: If Ray is not installed, the cluster cannot be joined or started, or it has no
-            CPUs.
+        ConfigError: If Ray is not installed, or the cluster cannot be joined or has no CPUs.
     """
     if workers is not None:
         workers = checks.whole("workers", workers, 1)
@@ -87,11 +85,8 @@ def run_ray(
         def submit(task: Task, data: bytes) -> None:
             running[remote.options(name=str(task)).remote(key, work_references, data)] = task
 
-        def receive(seconds: float) -> Iterator[tuple[Task, bytes | Exception]]:
-            return _finished(ray, running, seconds)
-
         try:
-            yield from run_tasks(tasks, limit, submit, receive)
+            yield from run_tasks(tasks, limit, submit, partial(_finished, ray, running))
         finally:
             _cancel(ray, list(running))
 

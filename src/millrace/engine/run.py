@@ -232,11 +232,9 @@ class Run:
         def work() -> Generator[Done, None, None]:
             amount = 0
             with Progress(phase, total, enabled=self._show_progress) as progress:
-                executor: Any = self._engine
-                if executor == "local":
-                    executor = run_local
-                elif executor == "ray":
-                    executor = functools.partial(ray.run_ray, note=progress.note)
+                on_ray = functools.partial(ray.run_ray, note=progress.note)
+                engines: dict[Any, Any] = {"local": run_local, "ray": on_ray}
+                executor = self._engine if callable(self._engine) else engines[self._engine]
                 line = _Line()
                 new = self._new_tasks(tasks, keep, line)
                 is_durable = self._engine != "local"

@@ -39,8 +39,7 @@ class Task(NamedTuple):
 
 
 Function = Callable[[Any, Task], Any]
-"""Called with the context and a task. A task may run twice, after a worker or a machine has died;
-both runs must have the same effect."""
+"""Called with the context and a task; twice with the same effect, if a worker has died."""
 
 
 class Executor(Protocol):

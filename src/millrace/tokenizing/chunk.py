@@ -121,11 +121,11 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[dict[str, Any], list
         batches = stack.enter_context(
             contextlib.closing(_ahead(_read(options, work, lines, record)))
         )
-        compare = Comparison(options, task)
+        random = np.random.default_rng(task.number)
         options.tokenizer.load()  # takes 0.25 s, in which the first batch is read
         for part, documents in batches:
             columns, mask = _encode(options, part, documents, texts)
-            compare(documents)
+            _compare(options, documents, random)
             writer.add(part, documents, columns, mask)
         writer.finish()
     record["rejects"] = [lines.count, texts.count]
@@ -311,31 +311,23 @@ def _encode(
         return [encode_column(texts, options) for texts in documents.texts], mask
 
 
-class Comparison:
+def _compare(options: TokenizeOptions, documents: Documents, random: np.random.Generator) -> None:
     """Compares a random sample of documents with the reference library."""
-
-    def __init__(self, options: TokenizeOptions, task: Task) -> None:
-        self._tokenizer = options.tokenizer
-        is_same = self._tokenizer.encoder_name == self._tokenizer.reference_name
-        self._rate = 0.0 if is_same else options.check_rate
-        self._random = np.random.default_rng(task.number)
-
-    def __call__(self, documents: Documents) -> None:
-        if self._rate == 0:
-            return
-        chosen = np.flatnonzero(self._random.random(len(documents.lines)) < self._rate)
-        texts = (column[number] for number in chosen.tolist() for column in documents.texts)
-        pieces = [piece[:_LONGEST_CHECK] for piece in texts_of(texts)]
-        if not pieces:
-            return
-        ours, theirs = self._tokenizer.encoder_name, self._tokenizer.reference_name
-        reference = self._tokenizer.with_encoder(theirs)
-        difference = compare_encoders(self._tokenizer, reference, pieces)
-        if difference is not None:
-            raise TextError(
-                f"{ours} and {theirs} differ: {difference}. The tokens cannot be trusted: run "
-                f"again with --encoder {theirs} --restart"
-            )
+    tokenizer = options.tokenizer
+    ours, theirs = tokenizer.encoder_name, tokenizer.reference_name
+    if ours == theirs or options.check_rate == 0:
+        return
+    chosen = np.flatnonzero(random.random(len(documents.lines)) < options.check_rate)
+    texts = (column[number] for number in chosen.tolist() for column in documents.texts)
+    pieces = [piece[:_LONGEST_CHECK] for piece in texts_of(texts)]
+    if not pieces:
+        return
+    difference = compare_encoders(tokenizer, tokenizer.with_encoder(theirs), pieces)
+    if difference is not None:
+        raise TextError(
+            f"{ours} and {theirs} differ: {difference}. The tokens cannot be trusted: run again "
+            f"with --encoder {theirs} --restart"
+        )
 
 
 def texts_of(texts: Iterable[str | list[str]]) -> Iterator[str]:

@@ -46,32 +46,29 @@ def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
     Raises:
         ConfigError: Too little memory.
     """
-    most = available_cores()
-    if options.memory is None:
+    most, memory = available_cores(), options.memory
+    if memory is None:
         most = max(min(most, (available_memory() - _JOB_MEMORY) // _WORKER_MEMORY), 1)
     else:
-        most = min(most, _workers_in(options.memory, options, files))
+        encoder, longest = options.tokenizer.encoder_name, options.longest_document
+        num_copies = _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
+        per_worker = _WORKER_MEMORY + longest * num_copies
+        unpacking = max((file.format.unpacking_memory for file in files), default=0)
+        job_memory, least = _JOB_MEMORY + longest * unpacking, options.workers or 1
+        most = min(most, (memory - job_memory) // per_worker)
+        if memory < job_memory + least * per_worker:
+            needed = job_memory + least * per_worker
+            raise ConfigError(
+                f"memory must be at least {needed / MB:,.0f} MB for {least} "
+                f"worker{'s' * (least > 1)} with {encoder} and documents of up to "
+                f"{longest / MB:,.0f} MB, not {memory / MB:,.0f} MB. Give more memory, fewer "
+                "workers, or a lower limit of documents: --max-document-size "
+                "(max_document_size=...)"
+            )
     if options.engine == "local" and not any(file.is_pipe for file in files):
         size = sum((file.size or 0) * (_UNPACKED if file.compression else 1) for file in files)
         most = min(most, max(size // _WORTH_A_WORKER, 1))
     return options.workers or most
-
-
-def _workers_in(memory: int, options: TokenizeOptions, files: Sequence[InputFile]) -> int:
-    """The number of workers that fit into a number of bytes, with the job's own process."""
-    encoder, longest = options.tokenizer.encoder_name, options.longest_document
-    per_worker = _WORKER_MEMORY + longest * _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
-    unpacking = max((file.format.unpacking_memory for file in files), default=0)
-    job_memory = _JOB_MEMORY + longest * unpacking
-    most, least = (memory - job_memory) // per_worker, options.workers or 1
-    if most < least:
-        raise ConfigError(
-            f"memory must be at least {(job_memory + least * per_worker) / MB:,.0f} MB for {least} "
-            f"worker{'s' * (least > 1)} with {encoder} and documents of up to "
-            f"{longest / MB:,.0f} MB, not {memory / MB:,.0f} MB. Give more memory, fewer workers, "
-            "or a lower limit of documents: --max-document-size (max_document_size=...)"
-        )
-    return most
 
 
 # ---- steps ----

@@ -20,16 +20,9 @@ from millrace.files import checksum
 from millrace.option_class import StrPath, identity_of
 from millrace.store.publish import LOCK, files_of, idx_path, remove_leftovers
 from millrace.text import InputFile, Query, find_inputs, parts_of, read_documents
+from millrace.tokenizing import plan
 from millrace.tokenizing.chunk import run_task, texts_of
 from millrace.tokenizing.output import Output, quarantine_path
-from millrace.tokenizing.plan import (
-    MB,
-    InputTasks,
-    absolute,
-    choose_workers,
-    identity_of_file,
-    remove_piece,
-)
 from millrace.tokenizing.tokenize_options import TokenizeKeywords, TokenizeOptions
 
 if TYPE_CHECKING:
@@ -37,7 +30,7 @@ if TYPE_CHECKING:
 
 _FIRST_FILES = 8  # files that are searched for the first documents
 _FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
-_MOST_SKIPPED = MB  # bytes of lines that are not documents, before them
+_MOST_SKIPPED = plan.MB  # bytes of lines that are not documents, before them
 _MOST_BATCHES = 8  # of 256 KB each, which may be blank lines
 _LISTED_INPUTS = 1_000  # in the sidecar
 _SHOWN_OTHERS = 3
@@ -120,8 +113,8 @@ def tokenize(
     _check_outputs(checked, files)
     tokenizer, notice = checked_tokenizer(checked.tokenizer, _first_texts(files, checked))
     checked = replace(checked, tokenizer=tokenizer)
-    workers = choose_workers(checked, files)
-    notices = [*filter(None, [notice, _notice_of(others), _unseen(tokenizer)])]
+    workers = plan.choose_workers(checked, files)
+    notices = [*filter(None, [notice]), *_notices(tokenizer, others)]
     with Run(
         checked.output_prefix,
         _identity(checked, files),
@@ -169,18 +162,18 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
         "last_token": options.last_token,
         "partitions": options.num_partitions,
         "max_document_size": options.longest_document,
-        "inputs": [absolute(file.path) for file in files],
+        "inputs": [plan.absolute(file.path) for file in files],
     }
     if options.format is not None:
         entries["format"] = f"{type(options.format).__module__} {options.format.name}"
     if options.shard is not None:  # the sizes decide where the other shards begin, too
-        entries["bytes and times"] = list(map(identity_of_file, files))
+        entries["bytes and times"] = list(map(plan.identity_of_file, files))
     return entries
 
 
 def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
     """What else decides the output: an earlier result with other details is not of this job."""
-    identities = json.dumps(list(map(identity_of_file, files))).encode()
+    identities = json.dumps(list(map(plan.identity_of_file, files))).encode()
     entries = {
         "on_error": options.on_error,
         "provenance": options.provenance,
@@ -202,7 +195,7 @@ def _write(
             remove_leftovers(lock.removesuffix(LOCK))
     with contextlib.ExitStack() as stack:
         output = Output(options, stack, run.scratch)
-        tasks = InputTasks(run, options, files, workers)
+        tasks = plan.InputTasks(run, options, files, workers)
         num_bytes_done = _append_tasks(run, options, tasks, output, workers)
         output.finish(run.check_interrupt)
         result = TokenizeResult(
@@ -227,7 +220,7 @@ def _write(
 
 
 def _append_tasks(
-    run: Run, options: TokenizeOptions, tasks: InputTasks, output: Output, workers: int
+    run: Run, options: TokenizeOptions, tasks: plan.InputTasks, output: Output, workers: int
 ) -> int:
     """Runs the tasks and appends what they made; returns the bytes of text that were read now."""
     start = time.monotonic()
@@ -251,7 +244,7 @@ def _append_tasks(
             keep=tasks.keep,
         ):
             output.append(done)
-            remove_piece(done.task)
+            plan.remove_piece(done.task)
             num_chunks += 1
             size += done.task.payload.size
             num_bytes += 0 if done.is_kept else done.record["bytes"]
@@ -300,22 +293,18 @@ def _provenance_of(
     return entries
 
 
-def _notice_of(others: Sequence[str]) -> str:
-    if not others:
-        return ""
-    names = ", ".join(others[:_SHOWN_OTHERS]) + (", ..." if len(others) > _SHOWN_OTHERS else "")
-    count = "1 file" if len(others) == 1 else f"{len(others):,} files"
-    return f"{count} in folders left out, as no known ending tells the format: {names}"
-
-
-def _unseen(tokenizer: Tokenizer) -> str:
-    """What is said of a function that another run of the job could not compare."""
-    if not tokenizer.versions.get("function", "").startswith(UNSEEN):
-        return ""
-    return (
-        "the code of the tokenizer's function cannot be seen, so this job cannot continue after an "
-        "interruption: give Tokenizer.from_function a version"
-    )
+def _notices(tokenizer: Tokenizer, others: Sequence[str]) -> Iterator[str]:
+    """What is said of files that are left out, and of a function that cannot be compared."""
+    if others:
+        names = ", ".join(others[:_SHOWN_OTHERS])
+        names += ", ..." if len(others) > _SHOWN_OTHERS else ""
+        count = "1 file" if len(others) == 1 else f"{len(others):,} files"
+        yield f"{count} in folders left out, as no known ending tells the format: {names}"
+    if tokenizer.versions.get("function", "").startswith(UNSEEN):
+        yield (
+            "the code of the tokenizer's function cannot be seen, so this job cannot continue "
+            "after an interruption: give Tokenizer.from_function a version"
+        )
 
 
 def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None:
@@ -343,15 +332,15 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
     def skip(line: int, byte_offset: int, reason: str, data: bytes) -> None:
         """Leaves a line out, which the job itself meets again; ends a file of such lines."""
         nonlocal skipped
-        skipped += len(data) or MB  # a line that is too long comes without its bytes
+        skipped += len(data) or plan.MB  # a line that is too long comes without its bytes
         if skipped > _MOST_SKIPPED:
             raise _TooManyLinesError
 
     keys = tuple(options.json_keys)
-    query = Query(keys=keys, reject=skip, id_key=options.id_key, max_size=MB)
+    query = Query(keys=keys, reject=skip, id_key=options.id_key, max_size=plan.MB)
     for file in files[:_FIRST_FILES]:
         # An Arrow file without batches has no part.
-        for part in [] if file.is_pipe else parts_of(file, MB)[:1]:
+        for part in [] if file.is_pipe else parts_of(file, plan.MB)[:1]:
             batches = itertools.islice(read_documents(part, query), _MOST_BATCHES)
             columns = itertools.chain.from_iterable(documents.texts for documents in batches)
             with contextlib.suppress(_TooManyLinesError):
