@@ -20,6 +20,7 @@ import functools
 import gc
 import gzip
 import io
+import itertools
 import json
 import lzma
 import math
@@ -31,7 +32,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ Documents = Sequence[dict[str, Value]]
 class Case:
     """Documents and options; those after `keep_sequential_samples` must not change the output."""
 
-    documents: list[dict[str, Value]]
+    documents: list[dict[str, Value]] = field(repr=False)
     keys: tuple[str, ...]
     tokenizer: str
     append_eod: bool
@@ -78,10 +79,6 @@ class Case:
     workers: int
     chunk_size: int
     spelling_seed: int
-
-    def __str__(self) -> str:
-        values = {**vars(self), "documents": len(self.documents)}
-        return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 # ---- what Megatron-LM's script writes ----
@@ -218,12 +215,11 @@ def sentencepiece_model(folder: Path) -> Reference:
     )
     path = folder / "tokenizer.model"
     processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    both = {"add_bos": True, "add_eos": True}
     return Reference(
         path=path,
         tokenize=processor.encode,
-        tokenize_with_special_tokens=functools.partial(
-            processor.encode, add_bos=True, add_eos=True
-        ),
+        tokenize_with_special_tokens=functools.partial(processor.encode, **both),
         vocabulary_size=processor.get_piece_size(),
         eod=processor.eos_id(),
     )
@@ -269,7 +265,13 @@ def random_case(seed: int, number: int) -> Case:
     keys = tuple(choices.sample(KEYS, choices.choice([1, 1, 2, 3])))
     partitions = choices.choice([1, 1, 1, 2, 3])
     count = choices.choice([1, 2, 5, 20, 60, 150])
-    documents = [{key: random_value(choices, has_lists) for key in keys} for _ in range(count)]
+
+    def random_value() -> Value:
+        if has_lists and choices.random() < 0.6:
+            return [random_text(choices) for _ in range(choices.choice([0, 1, 2, 5]))]
+        return random_text(choices)
+
+    documents = [{key: random_value() for key in keys} for _ in range(count)]
     formats = [*FORMATS]
     if has_lists and choices.random() >= 0.3:
         formats = ["jsonl"]
@@ -301,12 +303,6 @@ def random_case(seed: int, number: int) -> Case:
     )
 
 
-def random_value(choices: random.Random, has_lists: bool) -> Value:
-    if has_lists and choices.random() < 0.6:
-        return [random_text(choices) for _ in range(choices.choice([0, 1, 2, 5]))]
-    return random_text(choices)
-
-
 def random_text(choices: random.Random) -> str:
     kind = choices.random()
     if kind < 0.1:
@@ -330,8 +326,8 @@ def write_inputs(case: Case, folder: Path) -> list[Path]:
     bounds = [len(case.documents) * i // case.num_files for i in range(case.num_files + 1)]
     spelling = random.Random(case.spelling_seed)
     paths = []
-    for number in range(case.num_files):
-        documents = case.documents[bounds[number] : bounds[number + 1]]
+    for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        documents = case.documents[start:stop]
         data = WRITERS[case.file_format](documents, case.keys, spelling)
         suffix = {"gzip": ".gz", "zstd": ".zst", "bz2": ".bz2", "xz": ".xz"}
         name = f"input{number}.{case.file_format}{suffix.get(case.compression, '')}"
@@ -404,10 +400,7 @@ def table_of(documents: Documents, keys: Sequence[str], spelling: random.Random)
 
 
 def separated(
-    documents: Documents,
-    keys: Sequence[str],
-    spelling: random.Random,
-    delimiter: str = ",",
+    documents: Documents, keys: Sequence[str], spelling: random.Random, delimiter: str = ","
 ) -> bytes:
     file = io.StringIO(newline="")
     end = spelling.choice(["\n", "\r\n"])
@@ -418,13 +411,8 @@ def separated(
     return file.getvalue().encode()
 
 
-WRITERS: dict[str, Callable[..., bytes]] = {
-    "jsonl": jsonl,
-    "parquet": parquet,
-    "arrow": arrow,
-    "csv": separated,
-    "tsv": functools.partial(separated, delimiter="\t"),
-}
+WRITERS: dict[str, Callable[..., bytes]] = {"jsonl": jsonl, "parquet": parquet, "arrow": arrow}
+WRITERS |= {"csv": separated, "tsv": functools.partial(separated, delimiter="\t")}
 
 
 # ---- the comparison ----
@@ -450,18 +438,12 @@ def run_case(case: Case, references: dict[str, Reference], folder: Path) -> None
         status = millrace(["tokenize", *inputs_option, "--output-prefix", prefix, *options])
     assert status == 0, "millrace failed"
     assert json.loads(output.getvalue())["documents"] == len(case.documents)
-    assert_pairs_equal(folder / "ours", folder / "theirs")
-
-
-def assert_pairs_equal(ours: Path, theirs: Path) -> None:
-    """Compares every pair in two folders; ours may hold sidecars and the job's result, too."""
-    names = {path.name for path in theirs.iterdir()}
-    prefixes = {name.removesuffix(".bin").removesuffix(".idx") for name in names}
-    sidecars = {f"{p}{s}" for p in prefixes for s in (".info.json", ".origins.parquet")}
-    left_over = {path.name for path in ours.iterdir()} - names - sidecars - {f"out{RESULT}"}
+    theirs, ours = ({p.name: p for p in (folder / n).iterdir()} for n in ("theirs", "ours"))
+    sidecars = {Path(n).stem + s for n in theirs for s in (".info.json", ".origins.parquet")}
+    left_over = {*ours} - {*theirs} - sidecars - {f"out{RESULT}"}
     assert not left_over, f"beside the pairs lie {sorted(left_over)}"
-    for name in sorted(names):
-        assert (ours / name).read_bytes() == (theirs / name).read_bytes(), f"{name} differs"
+    for name, path in theirs.items():
+        assert ours[name].read_bytes() == path.read_bytes(), f"{name} differs"
 
 
 # ---- any number of cases ----

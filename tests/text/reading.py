@@ -75,6 +75,13 @@ def read_file(path: Path | str, keys: Sequence[str] = ("text",), **options: Any)
     return read_part(part, keys, **options)
 
 
+def read_data(folder: Path, data: bytes | str, *arguments: Any, **options: Any) -> Reading:
+    """All documents of JSON lines."""
+    path = folder / "a.jsonl"
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return read_file(path, *arguments, **options)
+
+
 def read_in_parts(
     path: Path | str, size: int, keys: Sequence[str] = ("text",), **options: Any
 ) -> Reading:

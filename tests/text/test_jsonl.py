@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace import ConfigError
-from tests.text.reading import read_file, read_in_parts
+from tests.text.reading import read_data, read_file, read_in_parts
 
 BOM = b"\xef\xbb\xbf"
 
@@ -156,9 +156,7 @@ def test_json_means_what_pythons_json_means(
 def test_a_bad_line_is_rejected_and_reading_goes_on(
     tmp_path: Path, line: bytes, reason: str
 ) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
-    reading = read_file(path)
+    reading = read_data(tmp_path, b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
     assert reading.texts == [["a", "b"]]
     assert reading.lines == [0, 2]
     [(number, offset, text, data)] = reading.rejected
@@ -167,32 +165,30 @@ def test_a_bad_line_is_rejected_and_reading_goes_on(
 
 
 def test_keys_are_literal_before_dots_reach_into_objects(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(
+    data = (
         '{"doc.text": "literal", "doc": {"text": "nested"}}\n{"doc": {"text": "nested"}}\n'
         '{"doc": ["text"]}\n{"doc": {}}\n'
     )
-    reading = read_file(path, ["doc.text"], id_key="doc.text")
+    reading = read_data(tmp_path, data, ["doc.text"], id_key="doc.text")
     assert reading.texts == [["literal", "nested"]]
     assert reading.ids == ["literal", "nested"]
     assert len(reading.rejected) == 2
 
 
 def test_ids_are_exact(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(
-        '{"text": "", "id": 123456789012345678901234567890}\n{"text": "", "id": 0.1}\n'
-        '{"text": "", "id": [1]}\n{"text": "", "id": "\\ud800"}\n{"text": ""}\n'
-    )
-    assert read_file(path).ids == ["123456789012345678901234567890", "0.1", None, None, None]
+    """Also of a line that Python cannot nest."""
+    ids = ["123456789012345678901234567890", "0.1", "[1]", '"\\ud800"', "null"]
+    lines = [f'{{"text": "", "id": {id_}}}\n' for id_ in ids]
+    lines.append('{"id": 7.5, "text": "a", "deep": ' + "[" * 1000 + "]" * 1000 + "}\n")
+    data = "".join([*lines, '{"text": ""}'])
+    assert read_data(tmp_path, data).ids == [*ids[:2], None, None, None, "7.5", None]
 
 
 def test_empty_documents_are_rejected_on_request(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"a": "", "b": ""}\n{"a": "", "b": "x"}\n{"a": [""], "b": []}\n')
-    reading = read_file(path, ["b", "a"])
+    data = '{"a": "", "b": ""}\n{"a": "", "b": "x"}\n{"a": [""], "b": []}\n'
+    reading = read_data(tmp_path, data, ["b", "a"])
     assert (reading.texts, reading.lines) == ([["", "x", []], ["", "", [""]]], [0, 1, 2])
-    reading = read_file(path, ["a", "b"], skip_empty=True)
+    reading = read_data(tmp_path, data, ["a", "b"], skip_empty=True)
     assert reading.lines == [1]
     assert reading.reasons == ["the document is empty"] * 2
 
@@ -201,29 +197,18 @@ def test_empty_documents_are_rejected_on_request(tmp_path: Path) -> None:
 def test_a_line_beyond_the_limit_is_rejected_without_its_bytes(
     tmp_path: Path, block_size: int
 ) -> None:
-    path = tmp_path / "a.jsonl"
     long = b'{"text": "' + b"x" * 500 + b'"}'
-    path.write_bytes(b'{"text": "a"}\n' + long + b'\n{"text": "b"}\n' + long)
-    reading = read_file(path, max_document_size=100, block_size=block_size)
+    data = b'{"text": "a"}\n' + long + b'\n{"text": "b"}\n' + long
+    reading = read_data(tmp_path, data, max_document_size=100, block_size=block_size)
     assert reading.texts == [["a", "b"]]
     assert reading.lines == [0, 2]
     assert reading.num_lines == 4
-    assert [(line, offset, data) for line, offset, _, data in reading.rejected] == [
-        (1, 14, b""),
-        (3, 541, b""),
-    ]
+    rejected = [(line, offset, data) for line, offset, _, data in reading.rejected]
+    assert rejected == [(1, 14, b""), (3, 541, b"")]
     assert all("100 bytes" in reason for reason in reading.reasons)
 
 
 def test_wrong_keys_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text("")
     for keys in ("text", [], ["a", "a"], [1]):
         with pytest.raises(ConfigError, match="json_keys"):
-            read_file(path, keys)  # type: ignore[arg-type]
-
-
-def test_a_fractional_id_of_a_line_that_python_cannot_nest(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"id": 7.5, "text": "a", "deep": ' + "[" * 1000 + "]" * 1000 + "}\n")
-    assert read_file(path).ids == ["7.5"]
+            read_data(tmp_path, "", keys)

@@ -1,8 +1,7 @@
 """Where documents come from, and which tokenizer made their tokens.
 
-A pair does not know of this room. `origins` reads the sidecar `PREFIX.origins.parquet`, and
-`origins_writer` writes it when the pair is there. `tokenizers` compares what the sidecars
-`PREFIX.info.json` say of tokenizers.
+A pair does not know of this room: it reads and writes the sidecar `PREFIX.origins.parquet`, and
+compares what the sidecars `PREFIX.info.json` say of tokenizers.
 """
 
 from millrace.provenance.origins import Origin, Origins, OriginsFile, has_origins, origins_file

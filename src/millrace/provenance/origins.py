@@ -35,14 +35,8 @@ _REMEDY = "The tokens are not affected: restore the file, remove it, or write th
 
 
 class Origin(NamedTuple):
-    """Where one document came from.
-
-    Attributes:
-        source: Path of the source file.
-        line: Its line (from 1) or row (from 0) in the source.
-        byte_offset: Position of the line in the decompressed source; -1: not known.
-        id: The document's id; None: it has none.
-    """
+    """Where one document came from: its line (from 1) or row (from 0) in a file, the position of
+    the line in the decompressed file (-1: not known), and its id, if it has one."""
 
     source: str
     line: int
@@ -80,13 +74,7 @@ def origins_file(dataset: IndexedDataset) -> OriginsFile | None:
 
 
 class OriginsFile:
-    """The sidecar of a pair.
-
-    Raises:
-        FileNotFoundError: A pair without a sidecar.
-        DataError: A sidecar that is damaged, or of another pair.
-        ConfigError: pyarrow is not installed.
-    """
+    """The sidecar of a pair; DataError if it is damaged, or of another pair."""
 
     def __init__(self, dataset: IndexedDataset) -> None:
         self.path = paths_to_read(dataset.prefix, dataset.storage).origins
@@ -204,14 +192,9 @@ def has_pyarrow() -> bool:
 def schema() -> Any:
     """The columns of a sidecar."""
     pa = import_pyarrow()
-    return pa.schema(
-        [
-            pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
-            pa.field("line", pa.int64(), nullable=False),
-            pa.field("byte_offset", pa.int64(), nullable=False),
-            pa.field("id", pa.string()),
-        ]
-    )
+    sources = pa.dictionary(pa.int32(), pa.string())
+    types = {"source": sources, "line": pa.int64(), "byte_offset": pa.int64(), "id": pa.string()}
+    return pa.schema([pa.field(name, type_, name == "id") for name, type_ in types.items()])
 
 
 def with_own_sources(table: Any) -> Any:

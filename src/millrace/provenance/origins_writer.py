@@ -47,16 +47,6 @@ class OriginsWriter:
 
     Raises:
         ConfigError: In all methods, if pyarrow is not installed.
-
-    Example:
-        >>> import tempfile, millrace
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with millrace.IndexedDatasetBuilder(f"{folder}/web") as builder:
-        ...         builder.add_documents([1, 2, 3], [2, 1])
-        ...     with OriginsWriter(f"{folder}/web") as origins:
-        ...         origins.add(["web.jsonl"], [0, 0], [1, 2], [0, 70], ["a", "b"])
-        ...     millrace.IndexedDataset(f"{folder}/web").origin(1)
-        Origin(source='web.jsonl', line=2, byte_offset=70, id='b')
     """
 
     def __init__(self, prefix: str | os.PathLike[str], *, durable: bool = True) -> None:
@@ -109,8 +99,6 @@ class OriginsWriter:
         pa = import_pyarrow()
         if isinstance(sources, str) or not all(isinstance(source, str) for source in sources):
             raise ConfigError(f"sources are {shown(sources)}; give a list of texts")
-        if isinstance(ids, str):
-            raise ConfigError(f"ids are {shown(ids)}; give a list of texts")
         numbers = whole_numbers("source_numbers", source_numbers)
         columns = {
             "lines": pa.array(whole_numbers("lines", lines)),
@@ -140,12 +128,7 @@ class OriginsWriter:
             self._write_groups()
 
     def publish(self) -> None:
-        """Writes the sidecar beside its pair, and its checksums where the pair has some.
-
-        Raises:
-            ConfigError: Rows that are not as many as the pair's documents.
-            MillraceError: Another process is building a pair at the prefix.
-        """
+        """Writes the sidecar beside its pair, and its checksums where the pair has some."""
         with prefix_lock(self._prefix), IndexedDataset(self._prefix) as dataset:
             if self.num_rows != dataset.num_documents:
                 raise ConfigError(
@@ -153,8 +136,8 @@ class OriginsWriter:
                     f"{self.num_rows} were added; add one for each document"
                 )
             self._write_groups(is_last=True)
-            pair = {VERSION_KEY: VERSION, PAIR_KEY: dataset.fingerprint}
-            self._writer.add_key_value_metadata(pair)
+            keys = {VERSION_KEY: VERSION, PAIR_KEY: dataset.fingerprint}
+            self._writer.add_key_value_metadata(keys)
             self._writer.close()
             hasher, written = BlockHasher(), self._sink.file
             written.seek(0)
@@ -231,15 +214,10 @@ class _Sink(io.RawIOBase):
 def copied_origins(
     prefix: str, parts: Iterable[tuple[IndexedDataset, tuple[int, int] | None]]
 ) -> OriginsWriter | None:
-    """The origins of documents of other pairs, one after the other, ready to be published.
+    """The origins of documents (start, stop; None: all) of other pairs, ready to be published.
 
-    Args:
-        prefix: Path prefix of the pair that has these documents.
-        parts: The pairs, and which documents (start, stop) of each; None: all.
-
-    Returns:
-        The writer; None if documents without an origin are among them, as half a sidecar would
-        invite wrong conclusions, or if there are no documents.
+    None if documents without an origin are among them, as half a sidecar would invite wrong
+    conclusions, or if there are no documents.
     """
     spans = [(data, span or (0, data.num_documents)) for data, span in parts]
     files = [(data.origins_file, start, stop) for data, (start, stop) in spans if start < stop]
@@ -255,14 +233,13 @@ def copied_origins(
 def _texts(name: str, values: Sequence[str | None]) -> Any:
     """Texts as an array; a lone surrogate (of a file name that is not UTF-8) is written \\udc80."""
     pa = import_pyarrow()
+    if isinstance(values, str):
+        raise ConfigError(f"{name} are {shown(values)}; give a list of texts")
     try:
         try:
             return pa.array(values, pa.string())
         except UnicodeEncodeError:
-            safe = [
-                value if value is None else value.encode("utf-8", "backslashreplace").decode()
-                for value in values
-            ]
+            safe = [v and v.encode("utf-8", "backslashreplace").decode() for v in values]
             return pa.array(safe, pa.string())
     except (pa.ArrowException, TypeError, AttributeError) as error:
         raise ConfigError(f"{name} are {shown(values)}; give texts ({error})") from None

@@ -23,10 +23,9 @@ _START = re.compile(r'\s*\{\s*"version":\s*1,\s*"provenance":\s*')
 
 
 class TokenizerRecord(NamedTuple):
-    """What a sidecar says of the tokenizer.
+    """What the sidecar of a pair says of the tokenizer.
 
     Attributes:
-        prefix: Path prefix of the pair.
         entry: The entry "tokenizer" of the provenance.
         fingerprints: Hashes of the tokenizer; two with a hash in common are the same.
         sentences: Library, version and language of the splitter of sentences, and whether it keeps
@@ -75,16 +74,16 @@ def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str | None:
     """A sentence about the first two pairs of different tokenizers, or splitters."""
     known = [record for record in records if record is not None]
     for record in known[1:]:
-        if not record.is_same(known[0].fingerprints):
-            first = known[0]
+        first = known[0]
+        if not record.is_same(first.fingerprints):
             return (
                 f"{first.prefix} was tokenized with {first}, and {record.prefix} with {record}: "
                 "the same ids mean different texts"
             )
     split = [record for record in known if record.sentences]
     for record in split[1:]:
-        if record.splitter != split[0].splitter:
-            first = split[0]
+        first = split[0]
+        if record.splitter != first.splitter:
             return (
                 f"the sentences of {first.prefix} were split by {first.sentences}, and those of "
                 f"{record.prefix} by {record.sentences}: they end at different places"

@@ -139,9 +139,8 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f"json_keys is {keys!r}, one key alone; give a list: [{keys!r}]")
     names = tuple(keys) if isinstance(keys, Iterable) else ()
     if not names or not all(isinstance(key, str) for key in names) or len({*names}) < len(names):
-        raise ConfigError(
-            f"json_keys are {checks.shown(keys)}; give a list of at least one key, each once"
-        )
+        problem = f"json_keys are {checks.shown(keys)}"
+        raise ConfigError(f"{problem}; give a list of at least one key, each once")
     for name in names:
         if "\0" in name or not is_unicode(name):
             raise ConfigError(f"the key {name!r} cannot be part of a file name; rename it")

@@ -40,9 +40,8 @@ def find_inputs(
 
     Args:
         inputs: Files, folders, patterns (`*`, `?`, `[...]`, and `**` for any folders) and "-" for
-            standard input. Of a folder, all files with a known ending are read, sorted by path;
-            hidden files and what this library writes are left out, and so are notes such as
-            README.md beside tables. A file that is given twice is read twice.
+            standard input. Of a folder, files with a known ending are read, sorted by path, but not
+            hidden files, what this library writes, and notes such as README.md beside tables.
         separator: Text between the documents of plain text files; None: a file is a document.
         format: Format of all files; None: the names and first bytes of files tell it.
         others: List to which the files of folders are appended whose ending is not known.
@@ -80,13 +79,10 @@ def find_inputs(
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[str]:
-    """The inputs that a file lists, one a line.
-
-    Blank lines and lines that begin with "#" are skipped. Relative paths count from the current
-    folder, as on the command line.
+    """The inputs that a file lists, one a line, but for blank lines and those that begin with "#".
 
     Raises:
-        TextError: A list that cannot be read, is not UTF-8, or names nothing.
+        TextError: A list that cannot be read, or names nothing.
     """
     path = checks.one_path("path", path)
     with readable(path), open_path(path) as file:

@@ -96,7 +96,6 @@ class InputFile:
 
     @property
     def is_pipe(self) -> bool:
-        """Whether the file can be read only once, from start to end."""
         return self.size is None
 
     @property
@@ -154,7 +153,6 @@ class Part:
 
     @property
     def unit(self) -> str:
-        """What is counted: "row" or "line"."""
         return self.format.unit
 
     @property

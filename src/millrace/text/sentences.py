@@ -51,16 +51,11 @@ class SentenceSplitter:
         library: The library that splits, "punkt" or "sentencex".
 
     Attributes:
-        library: As given.
         name: Library, version and language, for the provenance of token files.
 
     Raises:
         ConfigError: An unknown language or library.
         TextError: The library or its data is not installed; in `split`, a text at which it fails.
-
-    Example:
-        >>> SentenceSplitter("english", library="sentencex").split("It rains.  Does it? Yes.")
-        ['It rains.', 'Does it?', 'Yes.']
     """
 
     def __init__(
@@ -71,7 +66,6 @@ class SentenceSplitter:
         if library not in LIBRARIES:
             raise ConfigError(f"library is {shown(library)}; it is one of {', '.join(LIBRARIES)}")
         self.library, self._code = library, code
-        self._punkt: Any = None  # Punkt's parameters
         if library == "punkt":
             self._punkt = _load_punkt(language)
             self.name = f"nltk {version('nltk')} punkt_tab {language}"
@@ -88,13 +82,9 @@ class SentenceSplitter:
     def _split(self, text: str) -> list[str]:
         if self.library == "punkt":
             try:
-                sentences: list[str] = self._tokenizer.tokenize(text)
+                return list(self._tokenizer.tokenize(text))
             except TimeoutError as error:  # later versions of NLTK stop a search that takes long
-                raise TextError(
-                    f"Punkt cannot split a text of {len(text)} characters ({error}). Remove the "
-                    "text, or split with sentencex"
-                ) from None
-            return sentences
+                raise _failure("Punkt", text, error, "sentencex") from None
         pieces = self._segments(text)
         if self.keep_newlines:
             return _with_whitespace(pieces)
@@ -122,14 +112,18 @@ class SentenceSplitter:
         except BaseException as error:  # a panic in Rust is not an Exception
             if type(error).__name__ != "PanicException":
                 raise
-            raise TextError(
-                f"sentencex cannot split a text of {len(text)} characters ({error}). Remove the "
-                "text, or split with Punkt"
-            ) from None
+            raise _failure("sentencex", text, error, "Punkt") from None
         if is_safe:
             return pieces
         ends = itertools.accumulate(map(len, pieces), initial=0)
         return [text[start:stop] for start, stop in itertools.pairwise(ends)]
+
+
+def _failure(library: str, text: str, error: BaseException, other: str) -> TextError:
+    return TextError(
+        f"{library} cannot split a text of {len(text)} characters ({error}). Remove the text, or "
+        f"split with {other}"
+    )
 
 
 def _language(lang: Any) -> tuple[str, str]:
@@ -164,9 +158,6 @@ def _import_sentencex() -> Any:
             "the package sentencex is not installed: pip install 'millrace[tokenizers]'"
         ) from None
     return sentencex
-
-
-# ---- Punkt ----
 
 
 def _load_punkt(language: str) -> Any:

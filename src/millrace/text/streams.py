@@ -169,8 +169,7 @@ class _LineRange(ByteStream):
 class _Decompressed(ByteStream):
     """Bytes of a compressed file, which may be several streams one after the other.
 
-    The file classes of Python's modules are not used: they take a damaged beginning of a second
-    stream for the end of the file.
+    Python's own file classes take a damaged beginning of a second stream for the end of the file.
     """
 
     def __init__(self, raw: _RawFile, compression: str) -> None:

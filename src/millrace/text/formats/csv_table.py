@@ -96,37 +96,26 @@ class Csv(Format):
 
 
 class _Row(NamedTuple):
-    """A row; without fields if it is blank.
+    """A row; without fields if it is blank."""
 
-    Attributes:
-        fields: Values of its columns; a character stands for each byte (Latin-1).
-        data: Bytes of the row with its line break; none of a row that is too long.
-        is_long: Whether the row is longer than the limit.
-        problem: What else is wrong with it; empty if nothing is.
-    """
-
-    fields: list[str]
-    data: bytes
+    fields: list[str]  # a character stands for each byte (Latin-1)
+    data: bytes  # with the line break; none of a row that is too long
     is_long: bool
-    problem: str
+    problem: str  # what else is wrong with it
 
     def field(self, place: int) -> bytes:
         return self.fields[place].encode("latin-1")
 
 
 def _read_header(rows: Iterator[_Row], source: str) -> tuple[list[str], int, bytes]:
-    """The names of the columns, the number of rows that were read, and the bytes of the header.
-
-    Raises:
-        TextError: A header that is not UTF-8, or too long, or has an open quote.
-    """
+    """The names of the columns, the number of rows that were read, and the bytes of the header."""
     number = 0
     for number, row in enumerate(rows, start=1):
         problem = "it is too long. Is it a CSV file?" if row.is_long else row.problem
         if problem:
             raise TextError(f"{source}, row {number}, the header: {problem}")
         try:
-            columns = [field.encode("latin-1").decode() for field in row.fields]
+            columns = [row.field(place).decode() for place in range(len(row.fields))]
         except UnicodeDecodeError:
             raise TextError(
                 f"{source}, row {number}: the header is not UTF-8. Convert the file to UTF-8"
