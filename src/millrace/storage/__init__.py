@@ -24,6 +24,7 @@ from millrace.checks import absolute_path, shown
 from millrace.errors import ConfigError, DataError
 
 Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.int64]
 Access = Literal["mmap", "file"]
 
 MAX_OPEN = 64  # files of a process that keep a descriptor; each thread may use one more
@@ -67,7 +68,7 @@ class BinReader(Protocol):
         """Bytes [byte_offset, byte_offset + num_bytes): uint8 [num_bytes], perhaps read-only."""
         ...
 
-    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
         """Many pieces, one after the other: uint8 [sum of byte_counts]; the arrays are [pieces]."""
         ...
 
@@ -113,20 +114,15 @@ def storage_of(path: str, storage: Storage | None = None) -> Storage:
     Raises:
         ConfigError: A path such as `s3://bucket/name` without a storage.
     """
-    if storage is None:
-        check_local(path)
-        return LOCAL
-    return storage
-
-
-def check_local(path: str) -> None:
-    """Raises ConfigError for a path that has the scheme of another storage."""
+    if storage is not None:
+        return storage
     if scheme := re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path):
         raise ConfigError(
             f"{path} is in a storage of the kind {scheme[0]}, which millrace has no reader for: "
             "copy it to a file system, or read it with IndexedDataset(prefix, storage=...) and "
             "your own storage"
         )
+    return LOCAL
 
 
 def exists(storage: Storage, path: str) -> bool:
@@ -189,9 +185,7 @@ def bytes_in_memory(reader: BinReader) -> Bytes | None:
 
 
 def gather_in_turn(
-    read: Callable[[int, int], Bytes],
-    byte_offsets: NDArray[np.int64],
-    byte_counts: NDArray[np.int64],
+    read: Callable[[int, int], Bytes], byte_offsets: Numbers, byte_counts: Numbers
 ) -> Bytes:
     """The pieces, read one by one: a `gather` for any reader."""
     spans = zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True)
@@ -235,9 +229,8 @@ class LocalStorage:
 
     def list(self, prefix: str) -> Iterator[str]:
         folder, start = os.path.split(prefix)
-        for name in os.listdir(folder or "."):
-            if name.startswith(start):
-                yield os.path.join(folder, name)
+        names = os.listdir(folder or ".")
+        return (os.path.join(folder, name) for name in names if name.startswith(start))
 
 
 LOCAL = LocalStorage()
@@ -257,10 +250,10 @@ class MappedFile:
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return self.bytes[byte_offset : byte_offset + num_bytes]
 
-    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
         return _native.copy_pieces(self.bytes, byte_offsets, byte_counts)
 
-    def prefetch(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> None:
+    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
         _native.prefetch_mapped(self.bytes, byte_offsets, byte_counts)
 
 
@@ -290,7 +283,7 @@ class PositionedFile:
             count += step
         return data
 
-    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
         descriptor = self._open()
         try:
             return _native.read_packed(descriptor, self.size, byte_offsets, byte_counts)
@@ -300,7 +293,7 @@ class PositionedFile:
                 raise self._cut_short(size) from None
             raise
 
-    def prefetch(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> None:
+    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
         _native.prefetch_file(self._open(), self.size, byte_offsets, byte_counts)
 
     def _open(self) -> _Descriptor:

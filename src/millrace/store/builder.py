@@ -15,7 +15,7 @@ from millrace.checks import MAX_INT32, flag, one_path, shown, whole_numbers
 from millrace.errors import ConfigError
 from millrace.files import naming, temporary_name
 from millrace.interrupts import interrupts_held
-from millrace.storage import check_local
+from millrace.storage import storage_of
 from millrace.store.layout import dtype_code
 from millrace.store.publish import bin_path, files_of, origins_path, publish
 from millrace.store.reader import IndexedDataset
@@ -296,7 +296,7 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
 
 def _check_prefix(prefix: str) -> None:
     """Raises ConfigError before any work for a pair whose files could not be published."""
-    check_local(prefix)
+    storage_of(prefix)  # a path such as s3://bucket/name is refused
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")
