@@ -64,9 +64,8 @@ class GPTDataset(CachedIndices, MegatronDataset):
         what = indexed_dataset, dataset_path, indexed_indices, num_samples
         super().__init__(*what, index_split, config)
         self._source: tuple[tuple[Any, ...], StoredTokens] | None = None
-        self.document_index, self.sample_index, self.shuffle_index = (
-            self._build_document_sample_shuffle_indices()
-        )
+        indices = self._build_document_sample_shuffle_indices()
+        self.document_index, self.sample_index, self.shuffle_index = indices
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
@@ -210,7 +209,10 @@ class GPTDataset(CachedIndices, MegatronDataset):
                     add_extra_token=options.add_extra_token,
                 )
                 self._source = parts, StoredTokens(token_file, order)
-            return _fill(self._source[1].tokens(np.array([number % count])).tokens, options)
+            source, numbers = self._source[1], np.array([number % count])
+            if source.is_in_core:
+                return tuple(array[0] for array in source.gather(numbers, options).values())
+            return _fill(source.tokens(numbers).tokens, options)
         except ValueError as error:
             raise DataAssertionError(
                 f"{self.dataset_path}, sample {number}: {error}. Remove the cached indices, and "
@@ -385,8 +387,7 @@ def _build_document_index(
     final_epochs = 1 if separate_final_epoch and num_epochs > 1 else 0
     ranges = [(0, len(documents), count) for count in (num_epochs - final_epochs, final_epochs)]
     places = _native.shuffled_ranges(ranges, np.int32, numpy_random_state)
-    index: NDArray[np.int32] = np.asarray(documents, np.int32)[places]
-    return index
+    return np.take(np.asarray(documents, np.int32), places)
 
 
 def _build_shuffle_index(
