@@ -49,8 +49,7 @@ class SampleOptions:
         }
         for name in ("add_extra_token", "reset_position_ids", "eod_mask_loss"):
             plain[name] = flag(name, getattr(self, name))
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(plain)
         has_eod_rules = self.reset_position_ids or self.eod_mask_loss
         if has_eod_rules and self.eod_token is None:
             raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -58,19 +59,14 @@ class Plain:
 
 
 def test_loaders_that_resume_are_accepted(make_dataset: Make) -> None:
-    dataset = GPTDataset(make_dataset([30, 0, 50, 7, 101]), sequence_length=8, seed=3)
-    assert assert_resumes(lambda: Loader(dataset, micro_batch_size=3)) == len(dataset) // 3
-    assert assert_resumes(lambda: Loader(dataset, micro_batch_size=1, consumed_samples=5)) == (
-        len(dataset) - 5
-    )
-    assert assert_resumes(lambda: Loader(Numbers(), micro_batch_size=4, drop_last=False)) == 3
-    assert assert_resumes(Plain) == 6
-
-
-def test_samplers_and_external_batches_are_accepted() -> None:
+    gpt = GPTDataset(make_dataset([30, 0, 50, 7, 101]), sequence_length=8, seed=3)
     numbers = Numbers(21)
     external = partial(ExternalBatches, samples_per_step=2)
     for make, max_steps, num_steps in (
+        (Plain, None, 6),
+        (lambda: Loader(gpt, micro_batch_size=3), None, len(gpt) // 3),
+        (lambda: Loader(gpt, micro_batch_size=1, consumed_samples=5), None, len(gpt) - 5),
+        (lambda: Loader(Numbers(), micro_batch_size=4, drop_last=False), None, 3),
         (lambda: Loader(numbers, sampler=CyclicSampler(21, micro_batch_size=4)), 12, 12),
         (lambda: Loader(numbers, sampler=FullValidationSampler(21, micro_batch_size=4)), None, 6),
         (lambda: Loader(external([[1, 2], [3, 4], {"x": 5}])), None, 3),
@@ -138,9 +134,17 @@ class LosesOne(Plain):
         return {"position": min(self.position + (self.position > 2), self.size)}
 
 
-class Forgets(Plain):
+class ChangesOnResume(Plain):
+    """It knows that it was resumed after step 4."""
+
+    was_resumed = False
+
     def load_state_dict(self, state: Any) -> None:
-        pass
+        super().load_state_dict(state)
+        self.was_resumed = state["position"] == 4
+
+    def dtype(self) -> str:
+        return "float64" if self.was_resumed else "float32"
 
 
 class CountsFromTheResume(Plain):
@@ -163,48 +167,16 @@ class SharesItsState(Plain):
         return self.state
 
 
-class IsRandom(Plain):
-    def make(self, number: int) -> Any:
-        return {"x": np.array([random.random()])}
+class GoesOn(ChangesOnResume):
+    change = 1
 
-
-class ChangesItsDtype(Plain):
-    was_resumed = False
-
-    def load_state_dict(self, state: Any) -> None:
-        super().load_state_dict(state)
-        self.was_resumed = state["position"] == 4
-
-    def make(self, number: int) -> Any:
-        return {"x": np.full(3, number, np.float64 if self.was_resumed else np.float32)}
-
-
-class ChangesItsNames(ChangesItsDtype):
-    def make(self, number: int) -> Any:
-        return {"y" if self.was_resumed else "x": np.zeros(3)}
-
-
-class ChangesItsZero(ChangesItsDtype):
-    def make(self, number: int) -> Any:
-        return {"x": np.array([1.0, -0.0 if self.was_resumed else 0.0])}
-
-
-class GoesOn(ChangesItsDtype):
     def __iter__(self) -> Iterator[Any]:
-        self.size += self.was_resumed
+        self.size += self.change * self.was_resumed
         return super().__iter__()
 
-    def make(self, number: int) -> Any:
-        return number
 
-
-class EndsEarly(ChangesItsDtype):
-    def __iter__(self) -> Iterator[Any]:
-        self.size -= self.was_resumed
-        return super().__iter__()
-
-    def make(self, number: int) -> Any:
-        return number
+class EndsEarly(GoesOn):
+    change = -1
 
 
 class Refuses(Plain):
@@ -214,7 +186,7 @@ class Refuses(Plain):
         super().load_state_dict(state)
 
 
-class Fails(ChangesItsDtype):
+class Fails(ChangesOnResume):
     def make(self, number: int) -> Any:
         if self.was_resumed:
             raise OSError("no such shard")
@@ -230,14 +202,6 @@ class MovesWithItsState(Plain):
         return len(self.log)
 
 
-class NeedsIntegerKeys(Plain):
-    def state_dict(self) -> Any:
-        return {0: self.position}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.position = state[0]
-
-
 class UsesItsBufferAgain(Plain):
     def make(self, number: int) -> Any:
         self.buffer = getattr(self, "buffer", np.zeros(3))
@@ -245,44 +209,56 @@ class UsesItsBufferAgain(Plain):
         return {"x": self.buffer}
 
 
-class HasAWrongBatch(Plain):
-    consumed_samples = 0
-
-    def batch(self, step: int) -> Any:
-        return self.make(step + (step == 3))
-
-
-class MovesInBatch(Plain):
-    consumed_samples = 0
-
-    def batch(self, step: int) -> Any:
-        self.position = step
-        return self.make(step)
+def changed(base: type[Plain], **methods: Any) -> type[Plain]:
+    return type(base.__name__, (base,), methods)
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
         (LosesOne, r"resumes after 3 steps differs in step 3: batch\.x\[0\] is 3\.0 in the"),
-        (Forgets, "resumes after 1 steps differs in step 1: .* is 1.0 in the first run, 0.0 now"),
-        (CountsFromTheResume, "stops and resumes after every step differs in step 2"),
-        (SharesItsState, r"after 0 steps has changed while its loader .*position is 0 in"),
-        (IsRandom, r"a second loader of make_loader\(\) differs in step 0"),
         (
-            ChangesItsDtype,
+            changed(Plain, load_state_dict=lambda self, state: None),
+            "resumes after 1 steps differs in step 1: .* is 1.0 in the first run, 0.0 now",
+        ),
+        (
+            changed(Plain, make=lambda self, number: np.array([random.random()])),
+            r"a second loader of make_loader\(\) differs in step 0",
+        ),
+        (
+            changed(ChangesOnResume, make=lambda self, _: {"x": np.zeros(3, self.dtype())}),
             r"after 4 steps differs in step 4: batch\.x is an array float32 \[3\] in the",
         ),
-        (ChangesItsNames, r"batch\.x is an array .* in the first run, nothing now"),
-        (ChangesItsZero, r"after 4 steps .*\[1\] is 0.0 in the first run, -0.0 now \(1 of 2 val"),
+        (
+            changed(ChangesOnResume, make=lambda self, _: {"xy"[self.was_resumed]: np.zeros(3)}),
+            r"batch\.x is an array .* in the first run, nothing now",
+        ),
+        (
+            changed(ChangesOnResume, make=lambda self, _: np.array([1, 0.0 * -self.was_resumed])),
+            r"after 4 steps .*\[1\] is 0.0 in the first run, -0.0 now \(1 of 2 val",
+        ),
+        (CountsFromTheResume, "stops and resumes after every step differs in step 2"),
+        (SharesItsState, r"after 0 steps has changed while its loader .*position is 0 in"),
         (GoesOn, "after 4 steps goes on after step 5, the last of the run"),
         (EndsEarly, "after 4 steps has no step 5; without a stop it has one"),
         (Refuses, r"after 3 steps refuses its state \{'position': 3\}: three is bad"),
         (Fails, "resumes after 4 steps fails in step 4: no such shard"),
         (MovesWithItsState, r"a second loader of make_loader\(\) differs in step 0"),
-        (NeedsIntegerKeys, r"after 0 steps refuses its state \{'0': 0\}"),
+        (
+            changed(Plain, state_dict=lambda _: {0: 0}, load_state_dict=lambda _, state: state[0]),
+            r"after 0 steps refuses its state \{'0': 0\}",
+        ),
         (UsesItsBufferAgain, "the batch of step 0 has changed .* is 0.0 in the first run, 5.0 now"),
-        (HasAWrongBatch, r"loader\.batch\(3\) differs from step 3"),
-        (MovesInBatch, r"loader\.batch\(1\) has changed the state"),
+        (
+            changed(Plain, consumed_samples=0, batch=lambda self, k: self.make(k + (k == 3))),
+            r"loader\.batch\(3\) differs from step 3",
+        ),
+        (
+            changed(
+                Plain, consumed_samples=0, batch=lambda self, k: [*zip(range(k + 1), self)][k][1]
+            ),
+            r"loader\.batch\(1\) has changed the state",
+        ),
     ],
 )
 def test_loaders_that_do_not_resume_are_named(kind: type[Plain], message: str) -> None:
@@ -290,13 +266,15 @@ def test_loaders_that_do_not_resume_are_named(kind: type[Plain], message: str) -
         assert_resumes(kind)
 
 
-def test_what_is_not_a_loader_is_refused() -> None:
-    loader = Plain()
-    with pytest.raises(ConfigError, match="the same loader twice"):
-        assert_resumes(lambda: loader)
-    with pytest.raises(ConfigError, match="list, which has no state_dict, load_state_dict"):
-        assert_resumes(lambda: [1, 2])
-    with pytest.raises(ConfigError, match="returns no batch"):
-        assert_resumes(lambda: Plain(0))
-    with pytest.raises(ConfigError, match="max_steps must be at least 1, not 0"):
-        assert_resumes(Plain, max_steps=0)
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (partial(next, itertools.repeat(Plain())), {}, "the same loader twice"),
+        (lambda: [1, 2], {}, "list, which has no state_dict, load_state_dict"),
+        (lambda: Plain(0), {}, "returns no batch"),
+        (Plain, {"max_steps": 0}, "max_steps must be at least 1, not 0"),
+    ],
+)
+def test_what_is_not_a_loader_is_refused(make: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assert_resumes(make, **options)

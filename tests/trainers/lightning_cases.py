@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
@@ -95,15 +96,12 @@ def epochs(folder: Path) -> None:
     """Epochs of three batches; the run resumes with epochs of two, so no count may be reused."""
     whole = {"limit_train_batches": 3, "max_epochs": 2}
     rest = {"limit_train_batches": 2, "max_epochs": 4}
+    validated = {"validation": sequential, "limit_val_batches": 1}
     for name, options in {
         "end": {},
         "accumulating": {"accumulate_grad_batches": 2},
-        "validated": {"validation": sequential, "limit_val_batches": 1},
-        "in between": {
-            "validation": sequential,
-            "limit_val_batches": 1,
-            "val_check_interval": 1,
-        },
+        "validated": validated,
+        "in between": {**validated, "val_check_interval": 1},
         "fails": {"fails_at": 1},
     }.items():
         path = folder / name
@@ -137,13 +135,6 @@ def epochs(folder: Path) -> None:
     assert trained(batches(sequential, data=data, resume=saved, **rest))[:1] == steps(6, 7)
 
 
-def main() -> None:
-    if sys.argv[2] == "epochs":
-        epochs(Path(sys.argv[1]))
-    else:
-        unfinished(Path(sys.argv[1]))
-
-
 def unfinished(folder: Path) -> None:
     for make in (sequential, endless):
         expected = batches(make, 6)
@@ -158,18 +149,13 @@ def unfinished(folder: Path) -> None:
     assert len(batches(sequential, 10, save=path)) == 10
     assert batches(sequential, 10, resume=path) == []
     assert batches(sequential, -1, max_epochs=1, resume=path) == []
-    message = ""
     for options in ({"resume": path}, {}):
-        try:
+        with pytest.raises(ConfigError, match=r"^the training samples end at consumed_samples=40"):
             batches(sequential, 12, **options)
-        except ConfigError as error:
-            message = str(error)
-        assert message.startswith("the training samples end at consumed_samples=40"), message
-    validated = batches(
-        sequential, 4, validation=sequential, val_check_interval=2, limit_val_batches=1
-    )
+    options = {"validation": sequential, "val_check_interval": 2, "limit_val_batches": 1}
+    validated = batches(sequential, 4, **options)
     assert validated.count(["validation", 0, 1, 2, 3]) == 2, validated
 
 
 if __name__ == "__main__":
-    main()
+    {"epochs": epochs, "unfinished": unfinished}[sys.argv[2]](Path(sys.argv[1]))

@@ -60,35 +60,29 @@ def test_ranks_that_differ_are_named_on_every_rank(cases_by_rank: list[dict[str,
             outside = "ConfigError: this process is not in the group"
             assert cases[f"pair {number}"].startswith("agree" if rank in pair else outside)
         refused = "ConfigError: timeout must be above 0, up to 1,000,000 seconds, not -1"
-        assert cases["bad argument"] == (
-            refused if rank == 1 else f"MillraceError: rank 1: {refused}"
-        )
-        assert cases["failure"] == (error if rank == 1 else f"MillraceError: rank 1: {error}")
+        others = "" if rank == 1 else "MillraceError: rank 1: "
+        assert (cases["bad argument"], cases["failure"]) == (others + refused, others + error)
 
 
 def test_a_dead_rank_does_not_hold_up_the_others(cases_by_rank: list[dict[str, str]]) -> None:
     for rank, cases in enumerate(cases_by_rank):
-        if rank == DEAD:
-            assert "dead" not in cases
-        else:
-            assert cases["dead"].startswith(f"MillraceError: rank {DEAD} did not answer within ")
+        message = f"MillraceError: rank {DEAD} did not answer within "
+        assert ("dead" in cases) == (rank != DEAD)
+        assert cases.get("dead", message).startswith(message)
 
 
 def test_without_a_process_group_only_arguments_are_checked() -> None:
     loader: Any = Loader(Numbers(), micro_batch_size=2)
     check_consistency(loader)
-    with pytest.raises(ConfigError, match=r"timeout .* nan"):
-        check_consistency(loader, timeout=float("nan"))
-    with pytest.raises(ConfigError, match=r"checksum_batches must be .* not -1"):
-        check_consistency(loader, checksum_batches=-1)
-    with pytest.raises(ConfigError, match=r"data_parallel_rank must be .* not 0\.5"):
-        check_consistency(loader, data_parallel_rank=0.5)  # type: ignore[arg-type]
+    for name, wrong in (("timeout", "nan"), ("checksum_batches", -1), ("data_parallel_rank", 0.5)):
+        value: Any = float(wrong) if wrong == "nan" else wrong
+        with pytest.raises(ConfigError, match=rf"{name} must be .* not {wrong}"):
+            check_consistency(loader, **{name: value})
 
 
-def test_checksums_are_taken_while_no_thread_is_in_the_dataset(
-    tmp_path: Path,
-) -> None:
+def test_checksums_are_taken_while_no_thread_is_in_the_dataset(tmp_path: Path) -> None:
     inside: list[int] = []
+    most: list[int] = []
 
     class Seeking(Numbers):
         """Numbers of a file with one position."""
@@ -100,10 +94,8 @@ def test_checksums_are_taken_while_no_thread_is_in_the_dataset(
             inside.pop()
             return super().batch(sample_numbers)
 
-    most: list[int] = []
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
+    meeting = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     try:
         with Loader(Seeking(), micro_batch_size=2) as loader:
             for _ in range(10):

@@ -57,15 +57,12 @@ CASES = {
 @pytest.mark.parametrize("script", CASES)
 def test_a_killed_run_resumes_on_other_ranks_bit_for_bit(script: str, tmp_path: Path) -> None:
     modules, (whole, killed, resumed) = CASES[script]
-    launch(
-        script,
-        modules,
-        [
-            run(tmp_path / "whole", whole),
-            run(tmp_path / "killed", killed, "--kill-at", "3", is_killed=True),
-            run(tmp_path / "killed", resumed),
-        ],
-    )
+    runs = [
+        run(tmp_path / "whole", whole),
+        run(tmp_path / "killed", killed, "--kill-at", "3", is_killed=True),
+        run(tmp_path / "killed", resumed),
+    ]
+    launch(script, modules, runs)
     expected = losses(tmp_path / "whole")
     assert sorted(expected) == list(range(1, STEPS + 1))
     assert losses(tmp_path / "killed") == expected
@@ -73,8 +70,6 @@ def test_a_killed_run_resumes_on_other_ranks_bit_for_bit(script: str, tmp_path: 
 
 @pytest.mark.parametrize("cases", ["unfinished", "epochs"])
 def test_lightning_goes_on_after_the_last_finished_batch(cases: str, tmp_path: Path) -> None:
-    launch(
-        str(Path(__file__).parent / "lightning_cases.py"),
-        "millrace.lightning,millrace.torch",
-        [{"ranks": 1, "arguments": [str(tmp_path), cases]}],
-    )
+    script = str(Path(__file__).parent / "lightning_cases.py")
+    runs = [{"ranks": 1, "arguments": [str(tmp_path), cases]}]
+    launch(script, "millrace.lightning,millrace.torch", runs)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import millrace
 from millrace import ConfigError, Loader, ResumeError
@@ -30,6 +31,7 @@ pytestmark = [
 ]
 
 WORKERS = [(0, None, False), (3, "fork", False), (2, "forkserver", True), (1, "spawn", True)]
+RANKS = {"micro_batch_size": 3, "data_parallel_rank": 1, "data_parallel_size": 2}
 
 
 @pytest.fixture
@@ -39,14 +41,20 @@ def dataset(make_dataset: Callable[..., Any]) -> millrace.GPTDataset:
 
 
 def loader_of(dataset: Any, **options: Any) -> Loader:
-    ranks = {"micro_batch_size": 3, "data_parallel_rank": 1, "data_parallel_size": 2}
-    return Loader(dataset, transform=to_tensors, **{**ranks, **options})
+    return Loader(dataset, transform=to_tensors, **{**RANKS, **options})
 
 
 def sampler_of(dataset: Any) -> millrace.SequentialSampler:
-    return millrace.SequentialSampler(
-        len(dataset), micro_batch_size=3, data_parallel_rank=1, data_parallel_size=2
-    )
+    return millrace.SequentialSampler(len(dataset), **RANKS)
+
+
+def by_number(dataset: Any, kind: Any = DataLoader, **options: Any) -> Any:
+    batches = BatchSampler(sampler_of(dataset))
+    return kind(MapDataset(dataset), batch_sampler=batches, collate_fn=collate, **options)
+
+
+def by_step(loader: Loader, kind: Any = DataLoader, **options: Any) -> Any:
+    return kind(IterableDataset(loader), batch_size=None, **options)
 
 
 def tokens(batches: Any) -> list[list[Any]]:
@@ -64,16 +72,11 @@ def test_a_data_loader_has_the_order_of_the_loader(
 ) -> None:
     options = worker_options(workers, method, is_persistent)
     expected = tokens(loader_of(dataset, prefetch=0))
-    batches = BatchSampler(sampler_of(dataset))
-    by_number = DataLoader(
-        MapDataset(dataset), batch_sampler=batches, collate_fn=collate, **options
-    )
-    assert len(by_number) == len(expected)
-    assert tokens(by_number) == expected
-    assert tokens(by_number) == expected  # each iteration starts at the beginning again
-    steps = DataLoader(IterableDataset(loader_of(dataset, prefetch=0)), batch_size=None, **options)
-    assert len(steps) == len(expected)
-    assert tokens(steps) == expected
+    batches = by_number(dataset, **options)
+    steps = by_step(loader_of(dataset, prefetch=0), **options)
+    assert len(batches) == len(steps) == len(expected)
+    assert tokens(batches) == tokens(steps) == expected
+    assert tokens(batches) == expected  # each iteration starts at the beginning again
     if is_persistent:
         assert tokens(steps) == expected
 
@@ -81,19 +84,10 @@ def test_a_data_loader_has_the_order_of_the_loader(
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stop", [0, 1, 4])
 def test_torchdata_resumes_at_the_next_batch(dataset: Any, workers: int, stop: int) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     expected = tokens(loader_of(dataset, prefetch=0))
     makers: list[Callable[[], Any]] = [
-        lambda: StatefulDataLoader(
-            IterableDataset(loader_of(dataset)), batch_size=None, num_workers=workers
-        ),
-        lambda: StatefulDataLoader(
-            MapDataset(dataset),
-            batch_sampler=BatchSampler(sampler_of(dataset)),
-            collate_fn=collate,
-            num_workers=workers,
-        ),
+        lambda: by_step(loader_of(dataset), StatefulDataLoader, num_workers=workers),
+        lambda: by_number(dataset, StatefulDataLoader, num_workers=workers),
     ]
     for make in makers:
         first = make()
@@ -112,26 +106,18 @@ def test_torchdata_resumes_at_the_next_batch(dataset: Any, workers: int, stop: i
 def test_torchdata_refuses_other_data_and_another_seed(
     dataset: Any, make_dataset: Callable[..., Any], workers: int, method: str | None
 ) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    def stateful(of: Any) -> Any:
-        batches = BatchSampler(sampler_of(of))
-        options = worker_options(workers, method, False)
-        return StatefulDataLoader(
-            MapDataset(of), batch_sampler=batches, collate_fn=collate, **options
-        )
-
     def gpt(length: int, seed: int) -> Any:
         data = make_dataset([30, 41, 7, 60, 33, length], name=f"{length} {seed}")
         return millrace.GPTDataset(data, sequence_length=8, seed=seed, num_samples=60)
 
-    loader = stateful(dataset)
+    options = worker_options(workers, method, False)
+    loader = by_number(dataset, StatefulDataLoader, **options)
     next(iter(loader))
     state = loader.state_dict()
     del loader
     cases = [(gpt(52, 4), "seed: saved 3, now 4"), (gpt(53, 3), "lengths: saved")]
     for other, place in cases[: 1 if method else 2]:
-        resumed = stateful(other)
+        resumed = by_number(other, StatefulDataLoader, **options)
         resumed.load_state_dict(state)
         with pytest.raises(ResumeError, match=place):
             next(iter(resumed))
@@ -156,23 +142,20 @@ def test_a_map_dataset_compares_its_state(dataset: Any) -> None:
 def test_an_iteration_after_the_end_starts_again(
     dataset: Any, workers: int, is_persistent: bool
 ) -> None:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
     options = worker_options(workers, "fork", is_persistent)
     expected = tokens(loader_of(dataset, consumed_samples=12, prefetch=0))
     loader = loader_of(dataset, consumed_samples=12)
     for kind in (DataLoader, StatefulDataLoader):
-        steps = kind(IterableDataset(loader), batch_size=None, **options)
+        steps = by_step(loader, kind, **options)
         assert [tokens(steps) for _ in range(3)] == [expected] * 3
         loader.load_state_dict({**loader.state_dict(), "consumed_samples": 36})  # the caller's move
         if not is_persistent:
             assert [tokens(steps) for _ in range(2)] == [expected[4:]] * 2
         loader.load_state_dict({**loader.state_dict(), "consumed_samples": 12})
-    finished = StatefulDataLoader(IterableDataset(loader), batch_size=None, **options)
+    finished = by_step(loader, StatefulDataLoader, **options)
     assert tokens(finished) == expected
     state = finished.state_dict()
-    resumed = IterableDataset(loader_of(dataset, consumed_samples=12))
-    again = StatefulDataLoader(resumed, batch_size=None, **options)
+    again = by_step(loader_of(dataset, consumed_samples=12), StatefulDataLoader, **options)
     again.load_state_dict(state)
     assert [tokens(again) for _ in range(2)] == [expected] * 2
 
@@ -182,7 +165,7 @@ def test_an_iteration_from_the_end_is_refused(dataset: Any, workers: int) -> Non
     loader = loader_of(dataset)
     whole, end = tokens(loader_of(dataset, prefetch=0)), 6 * len(loader)
     loader.load_state_dict({**loader.state_dict(), "consumed_samples": end})
-    steps = DataLoader(IterableDataset(loader), batch_size=None, num_workers=workers)
+    steps = by_step(loader, num_workers=workers)
     with pytest.raises(ConfigError, match=f"consumed_samples={end}"):
         list(steps)
     loader.load_state_dict({**loader.state_dict(), "consumed_samples": 0})
@@ -299,42 +282,53 @@ def test_tensors_share_the_memory_of_a_batch(dataset: Any) -> None:
 
 
 def test_to_device(dataset: Any) -> None:
-    loader = Loader(dataset, micro_batch_size=2, prepare=to_device("cpu"))
-    assert next(loader)["tokens"].device.type == "cpu"
-    meta = Loader(dataset, micro_batch_size=2, prepare=to_device("meta"))
-    assert next(meta)["tokens"].device.type == "meta"
-    with pytest.raises(ConfigError, match="device is 'nowhere'"):
-        to_device("nowhere")
+    for device in ("cpu", "meta"):
+        loader = Loader(dataset, micro_batch_size=2, prepare=to_device(device))
+        assert next(loader)["tokens"].device.type == device
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="CUDA is not available"):
             to_device("cuda:0")
 
 
 def test_a_state_in_one_entry(dataset: Any) -> None:
-    loader = loader_of(dataset)
+    loader, other = loader_of(dataset), loader_of(dataset)
     next(loader)
     state = CheckpointState(loader).state_dict()
     assert set(map(type, state.values())) == {str}
-    other = loader_of(dataset)
     CheckpointState(other).load_state_dict(state)
     assert other.consumed_samples == 6
-    with pytest.raises(ResumeError, match="was not saved by CheckpointState"):
-        CheckpointState(other).load_state_dict({"consumed_samples": 4})
 
 
-def test_a_state_that_is_not_a_batch_samplers(dataset: Any) -> None:
-    batches = BatchSampler(sampler_of(dataset))
-    with pytest.raises(ResumeError, match="it has no consumed_samples"):
-        batches.load_state_dict({"position": 4})
-    with pytest.raises(ConfigError, match="consumed_samples must be at least 0, not -1"):
-        batches.load_state_dict({"consumed_samples": -1})
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda of: state_of(of).load_state_dict({"x": 4}), ResumeError, "by CheckpointState"),
+        (lambda of: state_of(of).load_state_dict({"json": "{"}), ResumeError, "is not JSON"),
+        (lambda of: steps_of(of).load_state_dict({"x": 4}), ResumeError, "no consumed_samples"),
+        (lambda of: steps_of(of).load_state_dict({"consumed_samples": -1}), ConfigError, "not -1"),
+        (lambda of: steps_of(of, 99), ConfigError, "is 99; the dataset has 83 samples"),
+        (lambda of: IterableDataset(of), ConfigError, "loader is a GPTDataset; a millrace"),
+        (lambda of: BatchSampler(loader_of(of)), ConfigError, "sampler is a Loader; a sampler"),
+        (lambda of: MapDataset(None), ConfigError, "dataset is a NoneType; a dataset"),
+        (lambda of: MapDataset(of)[1.5], ConfigError, "integers of shape"),
+        (lambda of: list(by_step(Loader(EXTERNAL), num_workers=1)), ConfigError, "num_workers=0"),
+        (lambda of: to_device("nowhere"), ConfigError, "device is 'nowhere'"),
+    ],
+)
+def test_what_cannot_work_is_refused(dataset: Any, use: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        use(dataset)
 
 
-def test_workers_cannot_share_external_batches() -> None:
-    external = millrace.ExternalBatches([1, 2, 3], samples_per_step=2, num_steps=3)
-    steps = DataLoader(IterableDataset(Loader(external)), batch_size=None, num_workers=1)
-    with pytest.raises(ConfigError, match="use num_workers=0"):
-        list(steps)
+EXTERNAL = millrace.ExternalBatches([1, 2, 3], samples_per_step=2, num_steps=3)
+
+
+def state_of(dataset: Any) -> CheckpointState:
+    return CheckpointState(loader_of(dataset))
+
+
+def steps_of(dataset: Any, *position: int) -> BatchSampler:
+    return BatchSampler(sampler_of(dataset), *position)
 
 
 def test_arrays_that_torch_cannot_map_are_copied_or_refused() -> None:
@@ -350,16 +344,8 @@ def test_arrays_that_torch_cannot_map_are_copied_or_refused() -> None:
         to_tensors({"names": np.array(["a"])})
 
 
-def test_what_is_not_a_dataset_sampler_or_loader_is_refused(dataset: Any) -> None:
-    with pytest.raises(ConfigError, match="loader is a GPTDataset; a millrace"):
-        IterableDataset(dataset)
-    with pytest.raises(ConfigError, match="sampler is a Loader; a sampler"):
-        BatchSampler(loader_of(dataset))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="dataset is a NoneType; a dataset"):
-        MapDataset(None)  # type: ignore[arg-type]
+def test_a_batch_may_be_empty(dataset: Any) -> None:
     ours = MapDataset(dataset)
-    with pytest.raises(ConfigError, match="integers of shape"):
-        ours[1.5]  # type: ignore[index]
     assert collate(ours.__getitems__([]))["tokens"].shape == (0, 8)
     with pytest.raises(IndexError, match="batches that may be empty need collate_fn"):
         torch.utils.data.default_collate(ours.__getitems__([]))
@@ -382,10 +368,6 @@ def test_a_batch_sampler_refuses_positions_and_orders_of_others(dataset: Any) ->
         batches(4).load_state_dict(state)
     with pytest.raises(ConfigError, match="3 samples into epoch 0"):
         second.load_state_dict({**state, "consumed_samples": 3})
-    with pytest.raises(ConfigError, match="consumed_samples is 99; the dataset has 60 samples"):
-        BatchSampler(millrace.SequentialSampler(60, micro_batch_size=3), 99)
-    with pytest.raises(ResumeError, match="the state is not JSON"):
-        CheckpointState(loader_of(dataset)).load_state_dict({"json": "{"})
 
 
 def test_a_map_dataset_compares_all_samples_and_a_batch_sampler_those_drawn() -> None:

@@ -70,8 +70,7 @@ class BlendedDataset(TokenDataset):
         order: Any mixture, in place of weights and size.
 
     Attributes:
-        datasets: The datasets.
-        order: From which of them each sample is drawn.
+        datasets, order: The datasets, and from which of them each sample is drawn.
 
     Raises:
         ConfigError: Weights that are not positive, too few samples in a dataset, or datasets whose
@@ -128,7 +127,6 @@ class BlendedDataset(TokenDataset):
 
     @property
     def stores(self) -> Sequence[StoredTokens | None]:
-        """See `TokenDataset.stores`."""
         return self._stores
 
     def _draws(self, sample_numbers: Numbers) -> _Draws:
@@ -177,13 +175,7 @@ class BlendedDataset(TokenDataset):
         if options is not None and options.boundaries == "eod":
             leaves = self._leaves(draws)
             if leaves is not None:
-                return gather(
-                    *leaves[:3],
-                    options,
-                    form,
-                    sample_numbers=numbers,
-                    dataset_numbers=draws.dataset_numbers,
-                )
+                return gather(*leaves[:3], options, form, numbers, draws.dataset_numbers)
         views: list[Any] = [one.options if is_ours(one) else None for one in draws.datasets]
         if None in views:
             return _merge_finished(draws, numbers, form)
@@ -222,7 +214,6 @@ class BlendedDataset(TokenDataset):
         return batches[0] if len(batches) == 1 else concatenate(batches).select(draws.order())
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        """See `TokenDataset.prefetch`."""
         for _, dataset, numbers in self._draws(check_numbers(sample_numbers, len(self))).each():
             if isinstance(dataset, TokenDataset):
                 dataset.prefetch(numbers)
@@ -238,11 +229,9 @@ class BlendedDataset(TokenDataset):
         return f"{samples} of the blend"
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """See `Dataset.fingerprint`; each dataset tells all of its samples."""
-        return {
-            **fingerprint_of(self.order, consumed_samples),
-            "datasets": [dataset.fingerprint() for dataset in self.datasets],
-        }
+        """See `Dataset`; each dataset of the blend tells all of its samples."""
+        datasets = [dataset.fingerprint() for dataset in self.datasets]
+        return {**fingerprint_of(self.order, consumed_samples), "datasets": datasets}
 
 
 def _merge_finished(draws: _Draws, sample_numbers: Numbers, form: BatchForm | None) -> Batch:
@@ -259,10 +248,9 @@ def _merge_finished(draws: _Draws, sample_numbers: Numbers, form: BatchForm | No
         batches.append(batch)
         is_even = all(array.shape[:1] == numbers.shape for array in batch.values())
         if not is_even or _layout(batch) != _layout(batches[0]):
-            shapes = {name: f"{array.dtype} {list(array.shape)}" for name, array in batch.items()}
             raise DataError(
-                f"{name_of(dataset)} returned {shapes} for {len(numbers)} samples; rows of "
-                f"{_layout(batches[0])} are needed"
+                f"{name_of(dataset)} returned rows of {_layout(batch)}, of which each array must "
+                f"have {len(numbers)}; rows of {_layout(batches[0])} are needed"
             )
     order = draws.order()
     merged = {
@@ -300,7 +288,7 @@ def _build_blend_order(
 
 
 def _check_forms(datasets: Sequence[Any], views: Sequence[Any]) -> None:
-    """Checks that all samples have the same arrays; datasets that share their options do."""
+    """A ConfigError unless all samples have the same arrays; with the same options they do."""
     first = _form(datasets[0])
     for number, (dataset, view) in enumerate(zip(datasets, views, strict=True)):
         is_same = view is not None and view is views[0]

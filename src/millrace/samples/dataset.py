@@ -52,17 +52,12 @@ class Dataset(Protocol):
 
 
 class TokenDataset:
-    """Rows made of the tokens of any source.
-
-    It is a source of tokens itself, those that its transforms return.
+    """Rows made of the tokens of any source; a source itself, of what its transforms return.
 
     Args:
         source: Where the tokens come from.
         options: What a sample looks like. None: the datasets of a blend differ in it.
         transforms: Functions of the token batch, applied in their order (see `Transform`).
-
-    Attributes:
-        source, options, transforms: As given.
 
     Raises:
         ConfigError: A source without tokens, or transforms that cannot work.
@@ -125,13 +120,10 @@ class TokenDataset:
         return batch
 
     def tokens(self, sample_numbers: ArrayLike) -> TokenBatch:
-        """The tokens of the samples of these numbers, transformed.
+        """The tokens of the samples of these numbers, transformed; errors are those of `batch`.
 
         They include the extra token, the last label. Nothing is padded or masked: a last partial
         sample is shorter than the others.
-
-        Raises:
-            ConfigError, IndexError, DataError: As `batch`.
         """
         batch: TokenBatch = self._named(self._tokens, sample_numbers)
         options = self.options
@@ -193,7 +185,6 @@ class TokenDataset:
             raise _placed(self._where(f"samples {shown(numbers.tolist())}"), error) from None
 
     def _read_alone(self, read: Callable[..., Any], number: Numbers, *form: Any) -> None:
-        """Reads one sample, for the error that names it."""
         read(number, *form)
 
     def _where(self, samples: str) -> str:
@@ -260,9 +251,6 @@ class TransformedDataset(TokenDataset):
             transform changes tokens, with `options`.
         transforms: The transforms, applied in their order: `LossRanges`, `FillInMiddle`,
             `RepeatGuard` or others (see `Transform`).
-
-    Attributes:
-        dataset, transforms: As given.
 
     Raises:
         ConfigError: A dataset or a transform that lacks what is needed, or transforms in an order

@@ -76,10 +76,6 @@ class BatchForm:
 
     Raises:
         ConfigError: A field that is named twice, or an option outside its limits.
-
-    Example:
-        >>> BatchForm(fields=["tokens", "labels"], token_dtype="int32").fields
-        ('tokens', 'labels')
     """
 
     fields: tuple[str, ...] = FIELDS
@@ -88,15 +84,16 @@ class BatchForm:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", _check_fields(self.fields))
         if not isinstance(self.token_dtype, str) or self.token_dtype not in TOKEN_DTYPES:
             raise ConfigError(
                 f"token_dtype is {shown(self.token_dtype)}; it is one of {', '.join(TOKEN_DTYPES)}"
             )
-        object.__setattr__(self, "share_labels", flag("share_labels", self.share_labels))
-        if self.vocab_size is not None:
-            size = whole("vocab_size", self.vocab_size, 1, MAX_INT64)
-            object.__setattr__(self, "vocab_size", size)
+        size = self.vocab_size
+        vars(self).update(
+            fields=_check_fields(self.fields),
+            share_labels=flag("share_labels", self.share_labels),
+            vocab_size=None if size is None else whole("vocab_size", size, 1, MAX_INT64),
+        )
 
 
 def _check_fields(fields: Any) -> tuple[str, ...]:

@@ -75,9 +75,6 @@ class LossRanges:
             another place, or integers [ranges, 3] as `write_loss_ranges` takes them.
         only: Whether to train on nothing but the ranges.
 
-    Attributes:
-        dataset: The dataset.
-
     Raises:
         ConfigError: Ranges that are not sorted, overlap, or lie outside their sequence; or one set
             of ranges for several token files.

@@ -100,7 +100,7 @@ class StoredTokens:
     def gather(self, sample_numbers: Numbers, options: SampleOptions, form: Any = None) -> Batch:
         """The arrays of a batch, of a source that `is_in_core`; see the function `gather`."""
         places = np.zeros(len(sample_numbers), np.int64)
-        return gather([self], places, sample_numbers, options, form, sample_numbers=sample_numbers)
+        return gather([self], places, sample_numbers, options, form, sample_numbers)
 
     def spans(self, sample_numbers: Numbers) -> Spans:
         """Which tokens of which sequences the samples are made of."""
@@ -128,12 +128,11 @@ class StoredTokens:
 
     @property
     def is_remote(self) -> bool:
-        """Whether the bytes come from elsewhere than a local file, by a reader that prefetches."""
+        """Whether a reader that prefetches brings the bytes from elsewhere than a local file."""
         reader = self.store.reader
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
 
     def prefetch(self, sample_numbers: Numbers) -> None:
-        """Tells the storage that these samples are read soon, and does not wait for it."""
         prefetch = getattr(self.store.reader, "prefetch", None)
         if prefetch is not None:
             with core_errors(_OUTSIDE):
@@ -152,8 +151,7 @@ def gather(
     source_numbers: Numbers,
     numbers: Numbers,
     options: SampleOptions,
-    form: BatchForm | None = None,
-    *,
+    form: BatchForm | None,
     sample_numbers: Numbers,
     dataset_numbers: NDArray[Any] | None = None,
 ) -> Batch:
@@ -184,9 +182,8 @@ def gather(
         parts = find_parts(counts, bounds, options)
         if "document_numbers" in form.fields:
             source_of_part = np.repeat(source_numbers, np.diff(bounds))
-            own["document_numbers"] = of_parts(
-                documents_of(sources, source_of_part, sequences), parts
-            )
+            documents = documents_of(sources, source_of_part, sequences)
+            own["document_numbers"] = of_parts(documents, parts)
     return finish(form, arrays[:4], options, len(numbers), parts, own)
 
 
@@ -215,11 +212,7 @@ def _core_of(sources: Sequence[StoredTokens]) -> tuple[Any, Any]:
 
 
 def _token_batch(
-    tokens: NDArray[Any],
-    ends: Numbers,
-    sequences: Numbers | None,
-    offsets: Numbers,
-    counts: Numbers,
+    tokens: Any, ends: Numbers, sequences: Numbers | None, offsets: Numbers, counts: Numbers
 ) -> TokenBatch:
     """The batch whose parts are spans; those without tokens are left out."""
     starts = np.cumsum(counts) - counts

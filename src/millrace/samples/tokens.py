@@ -48,11 +48,6 @@ class TokenBatch:
 
     Raises:
         ConfigError: Arrays that do not fit each other.
-
-    Example:
-        >>> batch = TokenBatch(np.array([5, 6, 7, 8, 9]), np.array([2, 5]))
-        >>> batch.select(np.array([1, 0])).tokens
-        array([7, 8, 9, 5, 6])
     """
 
     tokens: NDArray[Any]
@@ -100,9 +95,7 @@ class TokenBatch:
                     f"for each {kind}"
                 )
 
-    def _set(
-        self, name: str, kinds: str, dtype: Any = None, size: int | None = None
-    ) -> NDArray[Any]:
+    def _set(self, name: str, kinds: str, dtype: Any = None, size: Any = None) -> NDArray[Any]:
         """Keeps a vector as an array of a dtype; a ConfigError for what is not one."""
         array = np.asarray(getattr(self, name))
         is_ok = array.ndim == 1 and (array.dtype.kind in kinds or array.size == 0)
@@ -113,8 +106,7 @@ class TokenBatch:
             )
         if dtype is None:
             dtype = array.dtype if array.dtype.name in _TOKEN_DTYPES else np.int64
-        array = np.ascontiguousarray(array, dtype)
-        object.__setattr__(self, name, array)
+        vars(self)[name] = array = np.ascontiguousarray(array, dtype)
         return array
 
     def __len__(self) -> int:
@@ -147,10 +139,7 @@ class TokenBatch:
         return self.with_arrays(fields={**self.fields, name: (kind, array)})
 
     def with_arrays(self, **arrays: Any) -> TokenBatch:
-        """The same batch with other arrays, of the dtypes and sizes that they must have.
-
-        They are not checked, which takes longer than most that is done with a batch.
-        """
+        """The same batch with other arrays; that they fit is not checked, which takes long."""
         batch = object.__new__(TokenBatch)
         batch.__dict__.update(self.__dict__, **arrays)
         return batch

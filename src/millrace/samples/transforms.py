@@ -23,17 +23,15 @@ from millrace.samples.tokens import Numbers, TokenBatch, check_tokens
 class Transform(Protocol):
     """A function from token batches to token batches.
 
-    A transform may offer one attribute more: `dataset`, the only dataset that it works for, because
-    it looks up positions in its token files. It comes before transforms that change tokens.
+    It may have an attribute `dataset`, the only one that it works for, as it looks up positions in
+    its token files. Then it comes before transforms that change tokens.
     """
 
     changes_tokens: bool
     """Whether it changes tokens, and not only which of them are trained on."""
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[Numbers | None, Any]:
-        """The transformed tokens of some samples.
-
-        Each sample depends on its old tokens and its sample number alone.
+        """The transformed tokens of some samples, each by its old ones and its number alone.
 
         Args:
             batch: The tokens. Their arrays are not written to.
@@ -161,16 +159,6 @@ class FillInMiddle:
 
     Raises:
         ConfigError: A rate outside [0, 1], or a token that is not a token id or equals another one.
-
-    Example:
-        >>> fill = FillInMiddle(
-        ...     rate=1, spm_rate=0, prefix_token=97, middle_token=98, suffix_token=99, seed=3
-        ... )
-        >>> take, batch = fill(TokenBatch(np.arange(12), np.array([12])), np.array([0]))
-        >>> batch.tokens.tolist()
-        [97, 0, 1, 2, 99, 7, 8, 98, 3, 4, 5, 6]
-        >>> take.tolist()
-        [-1, 0, 1, 2, -1, 7, 8, -1, 3, 4, 5, 6]
     """
 
     rate: float
@@ -203,8 +191,7 @@ class FillInMiddle:
                     f"{other} and {name} are both {plain[name]}: a model could not tell them "
                     "apart. Give each a different token id"
                 )
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(plain)
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[Numbers, TokenBatch]:
         tokens, take = _native.fill_in_middle(
@@ -240,13 +227,11 @@ class RepeatGuard:
     changes_tokens = False
 
     def __post_init__(self) -> None:
-        plain = {
-            "max_period": whole("max_period", self.max_period, 1, MAX_INT32),
-            "min_repeats": whole("min_repeats", self.min_repeats, 2, MAX_INT32),
-            "whole_sample": flag("whole_sample", self.whole_sample),
-        }
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
+        vars(self).update(
+            max_period=whole("max_period", self.max_period, 1, MAX_INT32),
+            min_repeats=whole("min_repeats", self.min_repeats, 2, MAX_INT32),
+            whole_sample=flag("whole_sample", self.whole_sample),
+        )
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
         tokens = batch.tokens.astype(np.int64, copy=False)
