@@ -263,9 +263,7 @@ def test_an_output_folder_that_is_not_empty(folder: Path) -> None:
             run(folder, output_dir=path)
 
 
-def test_a_file_that_changes_while_the_job_runs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_changes_in_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     choose = plans.choose_plan
 
     def change_a_file(*arguments: Any, **options: Any) -> Any:
@@ -381,7 +379,7 @@ def test_an_interrupted_publication_continues(
     assert kills.read_files(output) == kills.read_files(folder / "other")
 
 
-def test_a_publication_continues_with_the_bytes_that_were_written(
+def test_a_publication_goes_on_with_the_same_bytes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file of the right size may be damaged, in the output folder or still in the journal."""
@@ -449,9 +447,7 @@ def test_a_restart_may_be_killed_at_any_step(
     assert num_steps >= 4  # the files that are there
 
 
-def test_an_interrupted_job_continues_with_its_plan(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_job_keeps_its_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where other workers, memory and plan are given, which change nothing in the output."""
     interrupt_flush(folder, monkeypatch, plan="scatter")
     assert len(finished_tasks(folder / "output")) == 8
@@ -462,9 +458,7 @@ def test_an_interrupted_job_continues_with_its_plan(
     assert (result.num_tasks_done, result.num_tasks_kept) == (0, 8)
 
 
-def test_an_input_that_changed_since_the_interruption(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_input_that_changed_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt_flush(folder, monkeypatch)
     path = folder / "input" / "a" / "y.bin"
     os.utime(path, ns=(0, 0))
@@ -497,21 +491,6 @@ def test_sidecars_that_changed_since_the_interruption(
     result = run(tmp_path, documents=True, restart=True)
     assert result.num_tasks_kept == 0
     assert not verify_shards(tmp_path / "output").problems
-
-
-def test_two_jobs_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measure = "millrace.shuffling.shuffle_job.measure_distribution"
-
-    def second_job(*arguments: Any) -> None:
-        with pytest.raises(MillraceError, match="another process is at work on this job"):
-            run(folder)
-        raise KilledError
-
-    with monkeypatch.context() as context:
-        context.setattr(measure, second_job)
-        with pytest.raises(KilledError):
-            run(folder)
-    assert names_in(folder) == ["input"]
 
 
 @pytest.mark.parametrize("name", ["shard_0001.bin", "shard_0001.idx", "metadata.json"])

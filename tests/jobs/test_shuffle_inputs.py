@@ -268,66 +268,58 @@ def test_bad_lists_are_refused(tmp_path: Path) -> None:
 # ---- bad files ----
 
 
-def bad_files(folder: Path) -> dict[str, str]:
-    """Writes files that cannot be read, and gives the message for each."""
-    arrays = {
-        "fortran.npy": np.asfortranarray(np.zeros((2, 3), np.int32)),
-        "scalar.npy": np.array(3, np.int32),
-        "three.npy": np.zeros((1, 1, 1), np.int32),
-        "floats.npy": np.zeros(3),
-        "wide.npy": np.zeros(3, np.int64),
-        "big.npy": np.zeros(3, ">i4"),
-    }
-    for name, array in arrays.items():
-        np.save(folder / name, array)
-    np.save(folder / "objects.npy", np.array([None]), allow_pickle=True)
-    np.save(folder / "cut.npy", np.zeros(100, np.int32))
-    os.truncate(folder / "cut.npy", 200)
-    np.save(folder / "longer.npy", np.zeros(100, np.int32))
-    with open(folder / "longer.npy", "ab") as file:
-        file.write(b"1")
-    (folder / "text.npy").write_text("no array")
-    (folder / "empty.npy").write_text("")
-    (folder / "odd.bin").write_bytes(b"1234567")
-    (folder / "dangling.bin").symlink_to(folder / "missing")
-    os.mkfifo(folder / "pipe.bin")
-    (folder / "lonely.idx").write_text("")
-    (folder / "damaged.bin").write_text("")
-    (folder / "damaged.idx").write_text("MMIDIDX")
-    write_documents(folder / "doubles", [[1]], "float64")
-    return {
-        "fortran.npy": "in Fortran order",
-        "scalar.npy": r"the shape \[\]",
-        "three.npy": r"the shape \[1, 1, 1\]",
-        "floats.npy": "holds float64.*millrace convert .*floats.npy NEW.npy --dtype int32",
-        "wide.npy": "holds int64.*millrace convert .*wide.npy NEW.npy --dtype int32",
-        "big.npy": "big-endian int32.*<i4",
-        "objects.npy": "not an array that can be read",
-        "cut.npy": "not an array that can be read",
-        "longer.npy": "has 529 bytes, but its array ends at byte 528",
-        "text.npy": "not an array that can be read",
-        "empty.npy": "not an array that can be read",
-        "odd.bin": "7 bytes, which is not a multiple of 4, the size of uint32.*--dtype",
-        "dangling.bin": "cannot be read: No such file",
-        "pipe.bin": "not a regular file",
-        "lonely.idx": "no lonely.bin beside it",
-        "damaged.idx": "truncated",
-        "doubles": "holds float64.*millrace convert .*doubles NEW --dtype int32",
-    }
+NOT_READ = "not an array that can be read"
+CONVERT = "millrace convert .*"
+BAD_ARRAYS: dict[str, tuple[Any, str]] = {
+    "fortran": (np.asfortranarray(np.zeros((2, 3), np.int32)), "in Fortran order"),
+    "scalar": (np.array(3, np.int32), r"the shape \[\]"),
+    "three": (np.zeros((1, 1, 1), np.int32), r"the shape \[1, 1, 1\]"),
+    "floats": (np.zeros(3), f"holds float64.*{CONVERT}floats.npy NEW.npy --dtype int32"),
+    "wide": (np.zeros(3, np.int64), f"holds int64.*{CONVERT}wide.npy NEW.npy --dtype int32"),
+    "big": (np.zeros(3, ">i4"), "big-endian int32.*<i4"),
+    "objects": (np.array([None]), NOT_READ),
+}
+BAD_BYTES = {
+    "text.npy": (b"no array", NOT_READ),
+    "empty.npy": (b"", NOT_READ),
+    "odd.bin": (b"1234567", "7 bytes, which is not a multiple of 4, the size of uint32.*--dtype"),
+    "lonely.idx": (b"", "no lonely.bin beside it"),
+}
 
 
 def test_bad_files_are_named_with_a_remedy(tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    for name, message in bad_files(tmp_path / "files").items():
-        folder = tmp_path / "in" / "web"
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in (tmp_path / "files").glob(os.path.splitext(name)[0] + ".*"):
-            path.rename(folder / path.name)
+    folder = tmp_path / "in" / "web"
+    folder.mkdir(parents=True)
+
+    def refuse(stem: str, message: str) -> None:
         with pytest.raises(DataError, match=message) as error:
             sequence_items(tmp_path / "in", seq_len=1)
-        assert os.path.splitext(name)[0] in str(error.value)
+        assert stem in str(error.value)
         for path in folder.iterdir():
             path.unlink()
+
+    for stem, (array, message) in BAD_ARRAYS.items():
+        np.save(folder / f"{stem}.npy", array, allow_pickle=True)
+        refuse(stem, message)
+    for name, (data, message) in BAD_BYTES.items():
+        (folder / name).write_bytes(data)
+        refuse(name, message)
+    for stem, size, message in (
+        ("cut", 200, NOT_READ),
+        ("longer", 529, "has 529 bytes, but its array ends at byte 528"),
+    ):
+        np.save(folder / f"{stem}.npy", np.zeros(100, np.int32))
+        os.truncate(folder / f"{stem}.npy", size)
+        refuse(stem, message)
+    (folder / "dangling.bin").symlink_to(folder / "missing")
+    refuse("dangling", "cannot be read: No such file")
+    os.mkfifo(folder / "pipe.bin")
+    refuse("pipe", "not a regular file")
+    (folder / "damaged.bin").write_text("")
+    (folder / "damaged.idx").write_text("MMIDIDX")
+    refuse("damaged", "truncated")
+    write_documents(folder / "doubles", [[1]], "float64")
+    refuse("doubles", f"holds float64.*{CONVERT}doubles NEW --dtype int32")
 
 
 def test_inputs_without_sequences_are_refused(tmp_path: Path) -> None:
@@ -375,22 +367,18 @@ def test_large_ids_are_found_when_they_are_read(tmp_path: Path) -> None:
 def test_a_file_that_changes_is_an_error(tmp_path: Path, change: str) -> None:
     path = tmp_path / "in" / "a" / "x.bin"
     write_raw(path, range(10))
+    write_raw(tmp_path / "other", range(11))
     items = sequence_items(tmp_path / "in", seq_len=2, dtype="int32")
     if change == "touch":
         os.utime(path, ns=(0, 0))
-    elif change == "append":
-        with open(path, "ab") as file:
-            file.write(b"1234")
-    elif change == "truncate":
-        os.truncate(path, 8)
+    elif change in ("append", "truncate"):
+        os.truncate(path, 44 if change == "append" else 8)
     elif change == "replace":
-        write_raw(tmp_path / "other", range(11))
         (tmp_path / "other").rename(path)
-    elif change == "remove":
-        path.unlink()
     else:
         path.unlink()
-        path.mkdir()
+        if change == "read":
+            path.mkdir()
     with pytest.raises(DataError, match=r"x\.bin (changed|was removed) while the job ran"):
         read_all(items)
 

@@ -25,7 +25,6 @@ _BAR_WIDTH = 40
 _BINS = [0, *(2**n for n in range(32))]  # of lengths: the start of each, and the end
 _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
 _CHUNK = 4 << 20  # tokens that are counted at a time
-
 # Fields of descriptions that have the same name there.
 _OF_DATASET = "prefix", "num_documents", "num_tokens", "num_bytes"
 _OF_METADATA = "dtype shuffle_type num_items num_shards seed permutation carry eod".split()

@@ -18,7 +18,6 @@ _TITLE, _PLOT, _GAP, _FOOT = 64, 220, 64, 40
 _INK, _GRID = "#222", "#ddd"
 _COLOURS = "#3b6fb5 #e08a2b #4f9d5b #c1483f #8363b0 #8c6248 #d681b6 #5f7f8f #b0aa37 #3aa7b5".split()
 _ALL_COLOURS = [*_COLOURS, "#b8b8b8"]  # the last of domains that have none of their own
-_LEAST_SCALE = 4  # standard deviations
 
 
 def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "") -> str:
@@ -106,13 +105,12 @@ def _draw_shares(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) ->
         picture.text(_LEFT - 8, y + 4, f"{share:.0%}", anchor="end")
     expected = np.cumsum(bands.totals)[:-1] / bands.totals.sum()
     for y in (_TITLE + _PLOT * (1 - expected)).tolist():
-        d = f"M{_LEFT} {y:.1f}H{_RIGHT}"
-        picture.shape("path", d=d, stroke="#fff", stroke_dasharray="4 4")
+        picture.shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke="#fff", stroke_dasharray="4 4")
 
 
 def _draw_deviations(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) -> None:
     scores, top = bands.deviations, _TITLE + _PLOT + _GAP
-    scale = max(_LEAST_SCALE, float(np.ceil(np.abs(scores).max())))
+    scale = max(4, float(np.ceil(np.abs(scores).max())))  # standard deviations
     middle, unit = top + _PLOT / 2, _PLOT / 2 / scale
     picture.text(_LEFT, top - 12, "Deviation from the expected share, in standard deviations")
     band = {"y": middle - 3 * unit, "height": 6 * unit}
@@ -139,6 +137,5 @@ def _draw_legend(picture: _Picture, bands: Parts) -> None:
 
 
 def _steps(edges: NDArray[np.float64], heights: NDArray[np.float64]) -> str:
-    """The points of a line with a step at each edge."""
     points = zip(edges[:-1], edges[1:], heights, strict=True)
     return "L".join(f"{left:.1f} {y:.1f}L{right:.1f} {y:.1f}" for left, right, y in points)
