@@ -340,9 +340,8 @@ def format_shards(description: ShardsDescription) -> str:
     length = description.sequence_length
     item = "documents" if length is None else "sequences"
     least, most = description.shard_sizes
-    sizes = f"{least:,}"
-    if most > least:
-        sizes += f" or {most:,}" if most == least + 1 else f" to {most:,}"
+    word = "or" if most == least + 1 else "to"
+    sizes = f"{least:,}" if least == most else f"{least:,} {word} {most:,}"
     rows = {
         "shuffled": f"{item}{'' if length is None else f' of {length:,} tokens'}",
         item: f"{description.num_items:,}",

@@ -47,14 +47,14 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
     _draw_deviations(picture, bands, edges)
     picture.text(_LEFT, height - 12, "first item")
     picture.text(_RIGHT, height - 12, "last item", anchor="end")
-    return picture.svg()
+    return "\n".join([*picture.lines, "</svg>", ""])
 
 
 class _Picture:
     """An SVG picture on white; what is drawn later covers what was drawn before."""
 
     def __init__(self, width: int, height: int) -> None:
-        self._lines = [
+        self.lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 '
             f'0 {width} {height}" font-family="sans-serif" font-size="13" fill="{_INK}">'
         ]
@@ -65,18 +65,15 @@ class _Picture:
         text = " ".join(
             f"{key.replace('_', '-')}={quoteattr(str(value))}" for key, value in attributes.items()
         )
-        self._lines.append(f"<{name} {text}/>")
+        self.lines.append(f"<{name} {text}/>")
 
     def text(self, x: float, y: float, text: str, *, size: int = 13, anchor: str = "start") -> None:
         """Writes a line of text; `anchor` says which end of it is at x."""
         text = "".join(one if one.isprintable() else "?" for one in text)  # else it may not be XML
-        self._lines.append(
+        self.lines.append(
             f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">'
             f"{escape(text)}</text>"
         )
-
-    def svg(self) -> str:
-        return "\n".join([*self._lines, "</svg>"]) + "\n"
 
 
 def _bands(parts: Parts) -> Parts:
