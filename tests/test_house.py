@@ -52,7 +52,7 @@ LARGER_ROOMS = {
     "shuffling": (2800, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2350, "the names of another library"),
     "store": (2500, "verification could be a room of its own"),
-    "samples": (2950, "transforms could be a room of their own"),
+    "samples": (2400, "token batches, rows, transforms, and the way through the core"),
     "encoding": (2500, "five kinds of tokenizers' files, four libraries"),
 }
 WIDER_CLASSES = {

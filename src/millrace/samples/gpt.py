@@ -139,8 +139,7 @@ class ShardedDataset(GPTDataset):
             mapping hurts).
 
     Attributes:
-        prefix: The folder.
-        metadata: What `metadata.json` says.
+        prefix, metadata: The folder, and what its `metadata.json` says.
         order, options: The order of the samples, that of the folder, and what a sample looks like.
 
     Raises:

@@ -180,11 +180,8 @@ def find_parts(
 ) -> Parts:
     """The parts of rows, of the parts of their tokens.
 
-    Args:
-        counts: Number of tokens of each part, the extra token included: int64 [parts].
-        bounds: Where each sample's parts start and end: int64 [batch + 1].
-        options: Options of the samples.
-        extras: Whether each sample has an extra token: bool [batch]. None: as the options say.
+    Sample i has the parts bounds[i] up to bounds[i + 1], of so many tokens (counts: int64 [parts]),
+    the extra token included; extras: whether each sample has one. None: as the options say.
     """
     num_rows, length = len(bounds) - 1, options.sequence_length
     extras = options.add_extra_token if extras is None else extras
