@@ -53,7 +53,6 @@ LARGER_ROOMS = {
     "megatron": (2350, "the names of another library"),
     "store": (2500, "verification could be a room of its own"),
     "samples": (2400, "token batches, rows, transforms, and the way through the core"),
-    "encoding": (2500, "five kinds of tokenizers' files, four libraries"),
 }
 WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),

@@ -1,7 +1,4 @@
-"""Token ids from texts: tokenizers by several libraries, their kinds of files, training.
-
-Needs the `tokenizers` extra.
-"""
+"""Token ids from texts, by tokenizers of several libraries. Needs the `tokenizers` extra."""
 
 from millrace.encoding.tokenizer import (
     EOD_TOKENS,

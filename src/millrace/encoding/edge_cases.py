@@ -7,23 +7,14 @@ import random
 import unicodedata
 from collections.abc import Iterator, Sequence
 
-_SEED = 13
-_NUM_RANDOM_TEXTS = 1500
 _MOST_TOKENS = 200  # more of them are put into a few texts
 
 
 def edge_cases(added_tokens: Sequence[str] = ()) -> list[str]:
     """The texts; tokens that are matched as a whole are put into several surroundings."""
-    return [
-        *_whitespace(),
-        *_contractions(),
-        *_numbers(),
-        *_phrases(),
-        *_characters(),
-        *_long_runs(),
-        *_around_tokens(added_tokens),
-        *_random_texts(added_tokens),
-    ]
+    groups = _whitespace(), _contractions(), _numbers(), _phrases(), _characters(), _long_runs()
+    of_tokens = _around_tokens(added_tokens), _random_texts(added_tokens)
+    return list(itertools.chain(*groups, *of_tokens))
 
 
 _SPACES = " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B)))
@@ -53,11 +44,12 @@ _RARE = (
     *"ﬁﬃ㎏㍿ﷺﷻﹺ℡ĳŉǰΐⅧᄀ\ufb1d\U0001d15e",
     *"ｆｕｌｌ 가 \u1100\u1161 각 \u1100\u1161\u11a8 q\u0307\u0323 q\u0323\u0307".split(),
 )
-# Characters of every block, as (first, end, step): libraries know different versions of Unicode.
+# Characters of every block: libraries know different versions of Unicode.
 _RANGES = (
-    (0x80, 0x3400, 7), (0x3400, 0xA000, 997), (0xA000, 0xAC00, 13), (0xAC00, 0xD800, 997),
-    (0xE000, 0xF900, 997), (0xF900, 0x10000, 11), (0x10000, 0x14700, 23), (0x14700, 0x1B000, 61),
-    (0x1B000, 0x1FC00, 17), (0x1FC00, 0x32400, 1997), (0x32400, 0x110000, 50021),
+    range(0x80, 0x3400, 7), range(0x3400, 0xA000, 997), range(0xA000, 0xAC00, 13),
+    range(0xAC00, 0xD800, 997), range(0xE000, 0xF900, 997), range(0xF900, 0x10000, 11),
+    range(0x10000, 0x14700, 23), range(0x14700, 0x1B000, 61), range(0x1B000, 0x1FC00, 17),
+    range(0x1FC00, 0x32400, 1997), range(0x32400, 0x110000, 50021),
 )  # fmt: skip
 
 
@@ -141,12 +133,10 @@ def _characters() -> Iterator[str]:
         yield f"{character * 2} 1{character} a  {character}b{character}'s '{character}s"
     yield from ("".join(characters), " ".join(characters))
     yield from ("\ufeffa", "a\ufeffb", "\ufeff", "a\x00b", "\x00", "\x00\x00 \x00")
-    for first, last, step in _RANGES:
-        for number in range(first, last, step):
-            character = chr(number)
-            text = f"{character} a{character} {character}1\n{character}!{character}\n\n"
-            # Libraries differ on which characters are white space: U+180E was, in older versions.
-            yield f"{text}a  {character}b{character}'s '{character}s"
+    for character in map(chr, itertools.chain.from_iterable(_RANGES)):
+        text = f"{character} a{character} {character}1\n{character}!{character}\n\n"
+        # Libraries differ on which characters are white space: U+180E was, in older versions.
+        yield f"{text}a  {character}b{character}'s '{character}s"
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
         yield unicodedata.normalize(form, "Ǻ é ﬁ Å ṩ 각 ½ ² ｶﾞ ΐ q̣̇ ≠ が क़ שּׁ ﷺ Ⅳ")
 
@@ -163,13 +153,12 @@ def _long_runs() -> Iterator[str]:
 
 def _around_tokens(tokens: Sequence[str]) -> Iterator[str]:
     """Each token whole, in parts and in other case, between texts, spaces and other tokens."""
+    templates = (
+        "{0}", "a{0}b", " {0} ", "  {0}  ", "\n{0}\n", "a {0}", "{0} a", "é{0}é", "1{0}1", "'{0}'s",
+        "{0}{0}", "{0}{1}", "{0} {1}", "{1}\n{0}.", "a{0}{1}{0}b", "{0}\t\t{1}",
+    )  # fmt: skip
     for number, token in enumerate(tokens[:_MOST_TOKENS]):
-        other = tokens[number - 1]
-        yield token
-        for text in ("a{}b", " {} ", "  {}  ", "\n{}\n", "a {}", "{} a", "é{}é", "1{}1", "'{}'s"):
-            yield text.format(token)
-        for text in ("{0}{0}", "{0}{1}", "{0} {1}", "{1}\n{0}.", "a{0}{1}{0}b", "{0}\t\t{1}"):
-            yield text.format(token, other)
+        yield from (template.format(token, tokens[number - 1]) for template in templates)
         yield from (token[:-1], token[1:], token[:-1] + token, token + token[1:], f"<{token}>")
         yield from (token.upper(), token.lower(), token.title(), " ".join(token))
     rest = tokens[_MOST_TOKENS:]
@@ -185,7 +174,7 @@ def _around_tokens(tokens: Sequence[str]) -> Iterator[str]:
 
 def _random_texts(tokens: Sequence[str]) -> Iterator[str]:
     """Neighbours that the other groups do not name."""
-    draw = random.Random(_SEED)
+    draw = random.Random(13)
     words = "the The mill 's 'LL don't été 中文 한국 123 12345 x=1; :// …".split()
     alphabets: list[Sequence[str]] = [
         " \n\ta1.", " \t\n\r\xa0\u2003\u3000\x0b\x85a", "aAéſ'’sStTlLvVeE 1", "aA1!/\n \r",
@@ -194,6 +183,6 @@ def _random_texts(tokens: Sequence[str]) -> Iterator[str]:
         _SPACES + _NOT_SPACES + "aA1!é中", _LETTERS + _NUMBERS + _SYMBOLS + _SPACES + _MARKS,
         [*words, "  ", "\r\n", " ", *tokens],
     ]  # fmt: skip
-    for number in range(_NUM_RANDOM_TEXTS):
+    for number in range(1500):
         alphabet = alphabets[number % len(alphabets)]
         yield "".join(draw.choice(alphabet) for _ in range(draw.randint(1, 30)))

@@ -18,9 +18,7 @@ from millrace.errors import ConfigError, TextError
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
 _NUM_TOKENS_AS_TEXTS = 3000
 
-Result = NDArray[np.uint32] | str
-"""The ids of a text, or the error that it raises."""
-
+Result = NDArray[np.uint32] | str  # the ids of a text, or the error that it raises
 _VERDICTS: dict[tuple[str, VocabularyOptions, str], str | None] = {}
 """How the first built-in text differs, or None, by file, options and encoder: a second job of this
 process need not compare 13,000 texts again."""
@@ -29,11 +27,8 @@ process need not compare 13,000 texts again."""
 def choose_encoder(
     vocabulary: Vocabulary, name: str = "auto", texts: Iterable[str] = ()
 ) -> tuple[str, EncodeBatch, str]:
-    """The encoder `name`, or with "auto" the fastest one, if it agrees with the reference.
-
-    Args:
-        texts: Texts of the data, which are compared after the built-in ones; a thread iterates
-            over them.
+    """The encoder `name`, or with "auto" the fastest one, if it agrees with the reference on the
+    built-in texts and `texts`, over which a thread iterates.
 
     Returns:
         Its name, the encoder, and "". If it does not agree: the reference, and the reason.
@@ -68,10 +63,7 @@ def choose_encoder(
 
 
 def difference_on(texts: list[str], encode: EncodeBatch, reference: EncodeBatch) -> str | None:
-    """How an encoder and a reference differ on the first text on which they do, or None.
-
-    A text that the reference cannot encode is left out.
-    """
+    """As `compare_encoders`."""
     return _difference(texts, _results(encode, texts), _results(reference, texts))
 
 

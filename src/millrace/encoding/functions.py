@@ -35,10 +35,6 @@ class FunctionVocabulary(Vocabulary):
     encoder_names = ("function",)
 
     @property
-    def largest_id(self) -> int:
-        return self.size - 1
-
-    @property
     def eod_token(self) -> str | None:
         return None if self.eod is None else "eod"
 

@@ -51,7 +51,7 @@ class JsonVocabulary(Vocabulary):
     def load(
         cls, path: str, content: bytes, options: VocabularyOptions, **tokens: str | None
     ) -> JsonVocabulary:
-        """Reads a file; `tokens` are the `eod_token` and `bos_token` that others name."""
+        """`tokens` are the `eod_token` and `bos_token` that other files name."""
         try:
             vocabulary = cls(path, content.decode(), options, sha256(content), **tokens)
             dropout = json.loads(vocabulary.content)["model"].get("dropout")
@@ -195,9 +195,8 @@ def _made_by_transformers(folder: str, token: str) -> bytes:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise TextError(
-            f"{folder} names the token {token!r}, which its tokenizer.json lacks, and only the "
-            "transformers package knows its id: pip install transformers, or give the path of a "
-            "tokenizer.json that is complete"
+            f"{folder} names the token {token!r}, which its tokenizer.json lacks: pip install "
+            "transformers, which knows its id, or give the path of a complete tokenizer.json"
         ) from None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -72,10 +72,6 @@ class SentencePieceVocabulary(Vocabulary):
     def size(self) -> int:
         return int(self.library.get_piece_size())
 
-    @property
-    def largest_id(self) -> int:
-        return self.size - 1
-
     @cached_property
     def eod_token(self) -> str | None:
         return self._piece(self.library.eos_id())
@@ -231,14 +227,13 @@ def _normalizers(spec: dict[int, Any]) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     if spec.get(2):
         characters = base64.b64encode(spec[2]).decode()
-        parts.append({"type": "Precompiled", "precompiled_charsmap": characters})
+        parts += [{"type": "Precompiled", "precompiled_charsmap": characters}]
     if spec.get(4, 1):
-        parts.append({"type": "Strip", "strip_left": True, "strip_right": True})
-        parts.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+        parts += [{"type": "Strip", "strip_left": True, "strip_right": True}]
+        parts += [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
     if spec.get(3, 1):
-        parts.append({"type": "Prepend", "prepend": _SPACE})
-    parts.append({"type": "Replace", "pattern": {"String": " "}, "content": _SPACE})
-    return parts
+        parts += [{"type": "Prepend", "prepend": _SPACE}]
+    return [*parts, {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}]
 
 
 def _piece(message: bytes) -> tuple[str, float, int]:

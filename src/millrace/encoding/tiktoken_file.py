@@ -149,13 +149,9 @@ class TiktokenVocabulary(Vocabulary):
                 f"the tiktoken pattern {shown(self.pattern)} cannot be used: {error}"
             ) from None
 
-    @property
-    def size(self) -> int:
-        return self.largest_id + 1
-
     @cached_property
-    def largest_id(self) -> int:
-        return max(itertools.chain(self.ranks.values(), self.special_ids.values()))
+    def size(self) -> int:
+        return 1 + max(itertools.chain(self.ranks.values(), self.special_ids.values()))
 
     @cached_property
     def fingerprint(self) -> str:

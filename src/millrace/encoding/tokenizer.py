@@ -101,9 +101,8 @@ class Tokenizer:
 
         An interrupted job continues only if the function is the same, which its code tells: its
         own, that of functions of its package that it names, and plain values among its globals. If
-        it names anything else, such as an object with a state, or is not a function itself, the job
-        does not continue, unless a version is given. Files that it reads and modules that it
-        imports while it runs are not looked at.
+        it names anything else, such as an object with a state, the job continues only with a
+        version. Files that it reads and modules that it imports while it runs are not looked at.
 
         Args:
             function: Function from a text to a list or array of ids. Worker processes need to
@@ -306,23 +305,18 @@ class Tokenizer:
 def compare_encoders(
     tokenizer: Tokenizer, reference: Tokenizer, texts: Sequence[str]
 ) -> str | None:
-    """How two tokenizers differ on the first text on which they do, or None.
-
-    A text that the reference cannot encode is left out.
-    """
+    """How two tokenizers differ on the first text on which they do, or None. A text that the
+    reference cannot encode is left out."""
     return difference_on(list(texts), tokenizer.encode_batch, reference.encode_batch)
 
 
 def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[Tokenizer, str]:
-    """The tokenizer to use: the given one if its encoder agrees with the reference library.
+    """A tokenizer whose encoder agrees with the reference library, and "", or the reason if that is
+    not the encoder that `tokenizer` asks for.
 
     Args:
         texts: Texts of the data, such as its first documents, which both encode after a built-in
             set of edge cases; a thread iterates over them.
-
-    Returns:
-        A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`
-        asks for ("" otherwise).
     """
     name, encode, message = choose_encoder(tokenizer.vocabulary, tokenizer._encoder, texts)
     return tokenizer.with_encoder(name, encode), message

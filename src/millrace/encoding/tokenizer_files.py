@@ -34,7 +34,6 @@ class ByteVocabulary(Vocabulary):
     reference_name = "bytes"
     encoder_names = ("bytes",)
     size = 257
-    largest_id = 256
     eod_token = _EOD
     fingerprint = sha256(b"millrace bytes")
 
@@ -60,12 +59,7 @@ class ByteVocabulary(Vocabulary):
 
 
 def load_vocabulary(path: str, options: VocabularyOptions) -> Vocabulary:
-    """Reads a file, a folder of transformers, or "bytes"; content, not a name, tells its kind.
-
-    Raises:
-        TextError: A missing or damaged file, or one of another kind; a missing package.
-        ConfigError: An option that the vocabulary does not have.
-    """
+    """Reads a file, a folder of transformers, or "bytes"; content, not a name, tells its kind."""
     vocabulary = _load(path, options)
     if options.tiktoken_pattern is not None and "tiktoken_pattern" not in vocabulary.option_names:
         raise ConfigError(
@@ -84,11 +78,9 @@ def _load(path: str, options: VocabularyOptions) -> Vocabulary:
     if path == "bytes":
         return ByteVocabulary()
     if os.path.isdir(path):
-        file = os.path.join(path, "tokenizer.json")
-        if os.path.isfile(file):
+        if os.path.isfile(file := os.path.join(path, "tokenizer.json")):
             return load_folder(path, file, options)
-        file = os.path.join(path, "tokenizer.model")
-        if os.path.isfile(file):
+        if os.path.isfile(file := os.path.join(path, "tokenizer.model")):
             return _load(file, options)
         raise TextError(
             f"{path} has neither a tokenizer.json nor a tokenizer.model. Save it with "

@@ -25,8 +25,7 @@ from millrace.text import (
 )
 
 _NUM_BYTES = 256
-_PART_SIZE = 1 << 24
-_MOST_PARTS = 1000
+_PART_SIZE, _MOST_PARTS = 1 << 24, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +142,8 @@ class _Texts:
             place = f"{part.unit} {first_line_of(part) + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 
-        if most == 0:
-            return
-        for documents in read_documents(part, Query(keys=self._keys, reject=refuse)):
+        query = Query(keys=self._keys, reject=refuse)
+        for documents in read_documents(part, query) if most != 0 else ():
             texts: list[str] = []
             for document in itertools.chain.from_iterable(documents.texts):
                 texts += [document] if isinstance(document, str) else document

@@ -33,9 +33,8 @@ class VocabularyOptions:
 class Vocabulary(Protocol):
     """A tokenizer's file, read by the library that defines its ids, the reference.
 
-    It is pickled by its content; its `library` is loaded when it is needed. Of the encoders in
-    `encoder_names`, the first that agrees with the reference is used. The file has those
-    `VocabularyOptions` that `option_names` names.
+    It is pickled without its `library`, which is loaded when it is needed. Of `encoder_names`, the
+    first that agrees with the reference is used. The file has the options of `option_names`.
     """
 
     reference_name: str
@@ -48,7 +47,8 @@ class Vocabulary(Protocol):
         """Number of tokens."""
 
     @property
-    def largest_id(self) -> int: ...
+    def largest_id(self) -> int:
+        return self.size - 1
 
     @property
     def eod_token(self) -> str | None:
@@ -69,8 +69,7 @@ class Vocabulary(Protocol):
         """SHA-256 of the file's bytes."""
         return self.fingerprint
 
-    def id_of(self, token: str) -> int | None:
-        """The id of a token, or None if there is no such token."""
+    def id_of(self, token: str) -> int | None: ...
 
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by text."""
