@@ -48,7 +48,7 @@ FLOORS = [
 # these is told that a noun is missing; an exception has its present size and its reason.
 ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
-    "text": (3000, "many formats"),
+    "text": (2200, "many formats"),
     "shuffling": (2800, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2350, "the names of another library"),
     "store": (2500, "verification could be a room of its own"),

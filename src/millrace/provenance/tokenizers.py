@@ -8,6 +8,7 @@ version and language are recorded, and may differ. A pair without that informati
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -109,11 +110,9 @@ def _provenance(prefix: str, storage: Storage) -> dict[str, Any]:
         head = file.read(0, min(_HEAD, file.size)).tobytes().decode(errors="replace")
         start = _START.match(head)
         if start is not None:
-            try:
+            with contextlib.suppress(ValueError):  # it is longer than the head
                 value, _ = json.JSONDecoder().raw_decode(head, start.end())
                 return value if isinstance(value, dict) else {}
-            except ValueError:
-                pass  # it is longer than the head
         info = read_info(prefix, storage)
     except (OSError, DataError, RecursionError, ValueError):
         return {}

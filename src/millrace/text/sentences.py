@@ -100,10 +100,9 @@ class SentenceSplitter:
     def _segments(self, text: str) -> list[str]:
         """The pieces of a text by sentencex."""
         # sentencex 1.0 panics at a wide space before a period: it is split as a plain space there.
-        is_safe = text.isascii() or _UNSAFE.search(text) is None
+        safe = text if text.isascii() else _UNSAFE.sub(" .", text)
         try:
-            safe = text if is_safe else _UNSAFE.sub(" .", text)
-            pieces: list[str] = _import_sentencex().segment(self._code, safe)
+            pieces = _import_sentencex().segment(self._code, safe)
         except UnicodeEncodeError as error:
             raise TextError(
                 f"character {error.start + 1} of a text is the lone surrogate "
@@ -113,8 +112,6 @@ class SentenceSplitter:
             if type(error).__name__ != "PanicException":
                 raise
             raise _failure("sentencex", text, error, "Punkt") from None
-        if is_safe:
-            return pieces
         ends = itertools.accumulate(map(len, pieces), initial=0)
         return [text[start:stop] for start, stop in itertools.pairwise(ends)]
 
