@@ -254,7 +254,9 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
 
 
 def _size(text: Text) -> int:
-    return len(text.encode()) if isinstance(text, str) else sum(map(_size, text))
+    if isinstance(text, list):
+        return sum(map(_size, text))
+    return len(text if text.isascii() else text.encode())
 
 
 def _escaped(value: Any) -> str:
