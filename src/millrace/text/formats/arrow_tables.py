@@ -236,7 +236,7 @@ def _add_rows(
     for row, values in enumerate(zip(*columns, strict=True)):
         try:
             texts = [check_cell(value, key) for value, key in zip(values, query.keys, strict=True)]
-            if max(map(_size, texts)) > query.max_size:
+            if any(_is_long(text, query.max_size) for text in texts):
                 query.reject_long(first + row, -1, "text")
             else:
                 batch.add(texts, first + row, id_=ids[row])
@@ -253,10 +253,10 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
     )
 
 
-def _size(text: Text) -> int:
-    if isinstance(text, list):
-        return sum(map(_size, text))
-    return len(text if text.isascii() else text.encode())
+def _is_long(text: Text, size: int) -> bool:
+    texts = [text] if isinstance(text, str) else text
+    # A character has at most 4 bytes.
+    return 4 * sum(map(len, texts)) > size and sum(len(text.encode()) for text in texts) > size
 
 
 def _escaped(value: Any) -> str:
