@@ -28,7 +28,7 @@ from millrace.files import file_lock
 from millrace.jobs import TokenizeResult, merge, tokenize
 from millrace.text import SentenceSplitter, find_inputs
 from millrace.tokenizing import TokenizeOptions, text_job
-from millrace.tokenizing.plan import choose_workers
+from millrace.tokenizing.input_tasks import choose_workers
 from tests.conftest import make_texts, write_jsonl
 from tests.jobs.kills import finished_tasks
 

@@ -37,7 +37,7 @@ from millrace.files import (
     writers_lock,
 )
 from millrace.order import RULES_VERSION
-from millrace.order.plans import Layout
+from millrace.order.order_plans import Layout
 from millrace.records import record_from
 
 T = TypeVar("T")

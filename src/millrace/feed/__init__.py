@@ -7,7 +7,7 @@ over micro batches and remembers one number, `consumed_samples`.
 
 from millrace.feed.loader import Loader
 from millrace.feed.steps import WaitStats
-from millrace.feed.streams import ExternalBatches, StreamDataset
+from millrace.feed.stream_data import ExternalBatches, StreamDataset
 from millrace.options import SampleOptions
 from millrace.samples import (
     BatchForm,

@@ -12,7 +12,7 @@ from millrace.checks import limit, shown, whole
 from millrace.errors import ConfigError
 from millrace.feed.state import STATE_VERSION, Fingerprint, Position, plain
 from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_printed_after
-from millrace.feed.streams import IN_TURN, StreamDataset, check_dataset, sampler_of
+from millrace.feed.stream_data import IN_TURN, StreamDataset, check_dataset, sampler_of
 from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import FIELDS, Batch, BatchForm

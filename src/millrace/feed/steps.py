@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from millrace.checks import shown, whole
 from millrace.errors import ConfigError, MillraceError
 from millrace.feed.state import Position
-from millrace.feed.streams import EndOfBatches, StreamDataset
+from millrace.feed.stream_data import EndOfBatches, StreamDataset
 from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset, batch_of_form
 from millrace.samples.fields import BatchForm

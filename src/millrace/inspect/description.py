@@ -16,7 +16,7 @@ from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.provenance import has_origins, read_tokenizer
 from millrace.shards import metadata as shards
-from millrace.shards.reader import Shards
+from millrace.shards.shard_reader import Shards
 from millrace.shuffling.distribution import Parts, format_figures
 from millrace.store import IndexedDataset
 

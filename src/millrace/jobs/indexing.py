@@ -24,7 +24,7 @@ from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
 from millrace.option_class import option
 from millrace.order import SPLITS, GPTPlan, normalize, parse_split
-from millrace.order.plans import build_arrays
+from millrace.order.order_plans import build_arrays
 from millrace.run import DatasetConfig, Datasets
 from millrace.run.build import SplitDataset, build_blend, build_run
 from millrace.run.config import source_of

@@ -24,8 +24,8 @@ from millrace.order.gpt import (
     build_gpt_indices_of,
     plan_gpt,
 )
+from millrace.order.order_plans import OrderInputs, OrderPlan
 from millrace.order.permutation import KeyedPermutation
-from millrace.order.plans import OrderInputs, OrderPlan
 from millrace.order.spans import RULES_VERSION, Order, SequenceOrder, Spans
 from millrace.order.splits import SPLITS, parse_split, part_range, split_ranges
 

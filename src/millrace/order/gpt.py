@@ -20,7 +20,7 @@ from millrace.checks import flag, shown, whole, whole_numbers
 from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError, DataError
-from millrace.order.plans import NOT_IN_KEY, Arrays, Layout, OrderInputs, check_range
+from millrace.order.order_plans import NOT_IN_KEY, Arrays, Layout, OrderInputs, check_range
 from millrace.order.spans import RULES_VERSION, CoreOrder
 
 FINAL_EPOCH_THRESHOLD = 0.80

@@ -23,7 +23,7 @@ from millrace.deferred import Deferred
 from millrace.errors import CacheError, ConfigError, DataError
 from millrace.feed import BlendedDataset, GPTDataset
 from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
-from millrace.order.plans import Arrays, Layout, build_arrays, key_of
+from millrace.order.order_plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
 from millrace.run.plan import (
     DatasetPlan,

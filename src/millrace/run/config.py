@@ -17,7 +17,7 @@ from millrace.options import SampleOptions
 from millrace.order import SPLITS, GPTPlan, normalize, part_range, split_ranges
 from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
-from millrace.order.plans import PlanOf
+from millrace.order.order_plans import PlanOf
 from millrace.order.splits import VALID, Bookends
 from millrace.storage import Access
 

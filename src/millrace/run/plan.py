@@ -31,7 +31,7 @@ from millrace.order import (
     samples_per_dataset,
     split_ranges,
 )
-from millrace.order.plans import check_token_dtype, entries_of, plan_order
+from millrace.order.order_plans import check_token_dtype, entries_of, plan_order
 from millrace.order.splits import VALID, Bookends, Range
 from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.records import record_from

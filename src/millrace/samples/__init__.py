@@ -10,7 +10,7 @@ from millrace.options import SampleOptions
 from millrace.samples.blended import BlendedDataset
 from millrace.samples.dataset import Dataset, TokenDataset, TransformedDataset
 from millrace.samples.fields import BatchForm
-from millrace.samples.gpt import GPTDataset, ShardedDataset
+from millrace.samples.gpt_dataset import GPTDataset, ShardedDataset
 from millrace.samples.loss_ranges import LossRanges, write_loss_ranges
 from millrace.samples.tokens import TokenBatch, TokenSource, TokenStream
 from millrace.samples.transforms import FillInMiddle, RepeatGuard, Transform

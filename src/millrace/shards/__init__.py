@@ -1,6 +1,5 @@
 """The folder that a global shuffle has written: its metadata, its shards as one file, `verify`."""
 
-from millrace.shards.checking import verify_shards
 from millrace.shards.metadata import (
     ShardsMetadata,
     is_shards_folder,
@@ -8,7 +7,8 @@ from millrace.shards.metadata import (
     shard_prefix,
     write_metadata,
 )
-from millrace.shards.reader import Shards
+from millrace.shards.shard_checks import verify_shards
+from millrace.shards.shard_reader import Shards
 
 __all__ = [
     "Shards",

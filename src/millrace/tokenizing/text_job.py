@@ -20,7 +20,7 @@ from millrace.files import checksum
 from millrace.option_class import StrPath, identity_of
 from millrace.store.publish import LOCK, files_of, idx_path, remove_leftovers
 from millrace.text import InputFile, Query, find_inputs, parts_of, read_documents
-from millrace.tokenizing import plan
+from millrace.tokenizing import input_tasks
 from millrace.tokenizing.chunk import run_task, texts_of
 from millrace.tokenizing.output import Output, quarantine_path
 from millrace.tokenizing.tokenize_options import TokenizeKeywords, TokenizeOptions
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _FIRST_FILES = 8  # files that are searched for the first documents
 _FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
-_MOST_SKIPPED = plan.MB  # bytes of lines that are not documents, before them
+_MOST_SKIPPED = input_tasks.MB  # bytes of lines that are not documents, before them
 _MOST_BATCHES = 8  # of 256 KB each, which may be blank lines
 _LISTED_INPUTS = 1_000  # in the sidecar
 _SHOWN_OTHERS = 3
@@ -113,7 +113,7 @@ def tokenize(
     _check_outputs(checked, files)
     tokenizer, notice = checked_tokenizer(checked.tokenizer, _first_texts(files, checked))
     checked = replace(checked, tokenizer=tokenizer)
-    workers = plan.choose_workers(checked, files)
+    workers = input_tasks.choose_workers(checked, files)
     notices = [*filter(None, [notice]), *_notices(tokenizer, others)]
     with Run(
         checked.output_prefix,
@@ -162,18 +162,18 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
         "last_token": options.last_token,
         "partitions": options.num_partitions,
         "max_document_size": options.longest_document,
-        "inputs": [plan.absolute(file.path) for file in files],
+        "inputs": [input_tasks.absolute(file.path) for file in files],
     }
     if options.format is not None:
         entries["format"] = f"{type(options.format).__module__} {options.format.name}"
     if options.shard is not None:  # the sizes decide where the other shards begin, too
-        entries["bytes and times"] = list(map(plan.identity_of_file, files))
+        entries["bytes and times"] = list(map(input_tasks.identity_of_file, files))
     return entries
 
 
 def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
     """What else decides the output: an earlier result with other details is not of this job."""
-    identities = json.dumps(list(map(plan.identity_of_file, files))).encode()
+    identities = json.dumps(list(map(input_tasks.identity_of_file, files))).encode()
     entries = {
         "on_error": options.on_error,
         "provenance": options.provenance,
@@ -195,7 +195,7 @@ def _write(
             remove_leftovers(lock.removesuffix(LOCK))
     with contextlib.ExitStack() as stack:
         output = Output(options, stack, run.scratch)
-        tasks = plan.InputTasks(run, options, files, workers)
+        tasks = input_tasks.InputTasks(run, options, files, workers)
         num_bytes_done = _append_tasks(run, options, tasks, output, workers)
         output.finish(run.check_interrupt)
         result = TokenizeResult(
@@ -220,7 +220,7 @@ def _write(
 
 
 def _append_tasks(
-    run: Run, options: TokenizeOptions, tasks: plan.InputTasks, output: Output, workers: int
+    run: Run, options: TokenizeOptions, tasks: input_tasks.InputTasks, output: Output, workers: int
 ) -> int:
     """Runs the tasks and appends what they made; returns the bytes of text that were read now."""
     start = time.monotonic()
@@ -244,7 +244,7 @@ def _append_tasks(
             keep=tasks.keep,
         ):
             output.append(done)
-            plan.remove_piece(done.task)
+            input_tasks.remove_piece(done.task)
             num_chunks += 1
             size += done.task.payload.size
             num_bytes += 0 if done.is_kept else done.record["bytes"]
@@ -332,15 +332,15 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
     def skip(line: int, byte_offset: int, reason: str, data: bytes) -> None:
         """Leaves a line out, which the job itself meets again; ends a file of such lines."""
         nonlocal skipped
-        skipped += len(data) or plan.MB  # a line that is too long comes without its bytes
+        skipped += len(data) or input_tasks.MB  # a line that is too long comes without its bytes
         if skipped > _MOST_SKIPPED:
             raise _TooManyLinesError
 
     keys = tuple(options.json_keys)
-    query = Query(keys=keys, reject=skip, id_key=options.id_key, max_size=plan.MB)
+    query = Query(keys=keys, reject=skip, id_key=options.id_key, max_size=input_tasks.MB)
     for file in files[:_FIRST_FILES]:
         # An Arrow file without batches has no part.
-        for part in [] if file.is_pipe else parts_of(file, plan.MB)[:1]:
+        for part in [] if file.is_pipe else parts_of(file, input_tasks.MB)[:1]:
             batches = itertools.islice(read_documents(part, query), _MOST_BATCHES)
             columns = itertools.chain.from_iterable(documents.texts for documents in batches)
             with contextlib.suppress(_TooManyLinesError):

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 from millrace.checks import real, whole
 from millrace.errors import ConfigError, MillraceError
 from millrace.feed import FullValidationSampler, Loader
-from millrace.feed.streams import IN_TURN
+from millrace.feed.stream_data import IN_TURN
 from millrace.sampling.protocols import IndexedSampler, SizedSampler
 from millrace.torch.ranks import distributed_rank
 

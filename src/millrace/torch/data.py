@@ -22,7 +22,7 @@ from millrace.checks import shown, whole
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
 from millrace.feed.state import STATE_VERSION, Fingerprint
-from millrace.feed.streams import IN_TURN
+from millrace.feed.stream_data import IN_TURN
 from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import FIELDS, BatchForm
 from millrace.samples.tokens import fingerprint_of

@@ -13,11 +13,11 @@ from millrace.errors import ConfigError, DataError
 from millrace.options import SampleOptions, choose_options
 from millrace.order import GPTIndices, GPTPlan, Order, OrderInputs, SequenceOrder, Spans
 from millrace.order.gpt import check_seed
-from millrace.order.plans import build_order, check_range, check_token_dtype
+from millrace.order.order_plans import build_order, check_range, check_token_dtype
 from millrace.samples.dataset import TokenDataset, check_numbers
 from millrace.samples.stored import StoredTokens, TokenStore
 from millrace.shards.metadata import ShardsMetadata
-from millrace.shards.reader import Shards
+from millrace.shards.shard_reader import Shards
 from millrace.storage import Access
 from millrace.store.token_file import TokenFile
 
