@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import pickle
 import re
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from millrace import ConfigError, ResumeError
 from millrace.feed import (
@@ -78,6 +82,40 @@ def test_the_pages_examples_run() -> None:
 
 
 # ---- resuming on other ranks ----
+
+SHARES = st.tuples(st.integers(1, 4), st.integers(1, 6), st.booleans())
+
+
+@given(num_samples=st.integers(1, 200), shares=st.tuples(SHARES, SHARES))
+@settings(deadline=None, derandomize=True, max_examples=300)
+def test_equal_fingerprints_are_equal_orders(num_samples: int, shares: Any) -> None:
+    """Two cyclic samplers with one fingerprint see the same samples between any two positions."""
+    assume(all(micro * size <= num_samples for micro, size, _ in shares))
+    runs = [
+        [
+            CyclicSampler(num_samples, **named([rank, size], micro), data_sharding=is_sharded)
+            for rank in range(size)
+        ]
+        for micro, size, is_sharded in shares
+    ]
+    blocks = [ranks[0].block_size for ranks in runs]
+    common = math.lcm(*blocks)
+
+    def drawn(ranks: list[CyclicSampler], block: int, start: int) -> list[int]:
+        places = range(start, start + common, block)
+        parts = (one.sample_numbers(place).tolist() for one in ranks for place in places)
+        return sorted(chain(*parts))
+
+    starts = range(0, 3 * num_samples, common)
+    orders = [
+        [drawn(ranks, block, start) for start in starts]
+        for ranks, block in zip(runs, blocks, strict=True)
+    ]
+    ours, theirs = (ranks[0].fingerprint() for ranks in runs)
+    if ours == theirs:
+        assert orders[0] == orders[1]
+    elif max(20, common) < ours["samples_per_epoch"]:  # else equal by chance, or whole epochs
+        assert orders[0] != orders[1]
 
 
 def test_the_fingerprint_of_a_cyclic_order() -> None:
@@ -177,6 +215,13 @@ def test_far_positions_are_exact() -> None:
 
 
 # ---- schedules, padding, flags ----
+
+
+def test_a_sampler_of_blocks_is_one_of_global_batches_and_no_other() -> None:
+    kinds = (SequentialSampler, GlobalBatchSampler, FullValidationSampler, CyclicSampler)
+    for kind, others in zip(kinds[::2], (kinds[:2], kinds[1:3]), strict=True):
+        assert tuple(other for other in kinds if issubclass(kind, other)) == others
+    assert not issubclass(GlobalBatchSampler, SequentialSampler)
 
 
 MAKERS: list[Callable[..., Any]] = [
@@ -279,6 +324,37 @@ def test_copies_draw_for_themselves() -> None:
 # ---- batch sizes that change ----
 
 
+@given(
+    gaps_and_sizes=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 40)), min_size=1, max_size=6
+    ),
+    num_samples=st.integers(0, 500),
+    drop_last=st.booleans(),
+)
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_steps_and_consumed_samples_follow_from_each_other(
+    gaps_and_sizes: list[tuple[int, int]], num_samples: int, drop_last: bool
+) -> None:
+    gaps, sizes = zip(*gaps_and_sizes, strict=True)
+    changes = [*zip(accumulate(gaps[1:], initial=0), sizes, strict=True)]
+    schedule, consumed = BatchSizeSchedule(changes), 0
+    for step in range(40):
+        assert (schedule.consumed_at(step), schedule.step_at(consumed)) == (consumed, step)
+        size = schedule.batch_size(consumed)
+        assert size == [size for start, size in changes if start <= consumed][-1]
+        end = consumed + size
+        for inside in {consumed + 1, end - 1} - {consumed, end}:
+            with pytest.raises(ConfigError, match=f"step {step}, .* at {consumed} and at {end}$"):
+                schedule.step_at(inside)
+        consumed = end
+    for start in (0, num_samples // 3, num_samples, num_samples + 3):
+        end, steps = start, 0
+        while end < num_samples:
+            end, steps = end + schedule.batch_size(end), steps + 1
+        steps -= steps > 0 and drop_last and end > num_samples
+        assert schedule.num_steps(num_samples, start, drop_last=drop_last) == steps
+
+
 def test_large_numbers_take_no_time() -> None:
     schedule = BatchSizeSchedule([(0, 256), (1_000_000, 512), (10**15, 3)])
     step = 10**17
@@ -352,5 +428,6 @@ def test_ramp_ups_that_miss_their_end_are_refused() -> None:
 
 
 def test_schedules_print_as_they_are_made() -> None:
+    assert RampUp(16, 8, 1000, 16).changes == ((0, 16),)
     for schedule in (RampUp(16, 8, 1000, 32), BatchSizeSchedule([(0, 4), (10, 8)])):
         assert eval(repr(schedule)).changes == schedule.changes

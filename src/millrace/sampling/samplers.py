@@ -43,27 +43,39 @@ class RankSampler:
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class SequentialSampler(RankSampler):
-    """Consecutive blocks of sample numbers, a slice to each rank (Megatron-LM's `single`).
+class GlobalBatchSampler(RankSampler):
+    """A rank's part of each whole global batch at once.
 
-    The step that starts at sample number c takes the block [c, c + micro_batch_size *
-    data_parallel_size); rank r has the r-th slice. A number outside its limits is a ConfigError.
+    The step that starts at sample number c takes the global batch [c, c + global_batch_size). It
+    consists of the blocks of a `SequentialSampler`, and the rank takes its slice of each, as in
+    Megatron-LM's `HybridCPMegatronPretrainingSampler`.
 
     Args:
-        num_samples: Number of samples in the dataset.
-        micro_batch_size: Number of samples for one rank at one step.
-        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
-        data_parallel_size: Number of ranks.
-        drop_last: Whether to leave out an incomplete last block; else its slices are handed out as
-            they are (shorter or empty for the last ranks).
+        global_batch_size: Number of samples for all ranks at one step, or a `RampUp` or another
+            `BatchSizeSchedule`. Each size must be a multiple of micro_batch_size *
+            data_parallel_size.
+
+    The other arguments, and errors, are those of a `SequentialSampler`; `drop_last` leaves out an
+    incomplete last global batch.
+
+    Example:
+        >>> share = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
+        >>> GlobalBatchSampler(100, global_batch_size=8, **share).sample_numbers(16).tolist()
+        [18, 19, 22, 23]
     """
 
+    global_batch_size: int | BatchSizeSchedule
     drop_last: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.drop_last = flag("drop_last", self.drop_last)
-        self.schedule = as_schedule("micro_batch_size * data_parallel_size", self.block_size)
+        # The classes below have no such argument: their steps take one block.
+        size = getattr(self, "global_batch_size", self.block_size)
+        self.schedule = as_schedule("global_batch_size", size)
+        self.schedule.check_micro_batches(
+            self.num_samples, self.micro_batch_size, self.data_parallel_size
+        )
 
     def has_step(self, consumed_samples: int) -> bool:
         start, end = self._bounds(consumed_samples)
@@ -100,7 +112,7 @@ class SequentialSampler(RankSampler):
             )
 
     def consumed_at(self, step: int) -> int:
-        start, num_steps = self.schedule.consumed_at(step), SequentialSampler.num_steps(self)
+        start, num_steps = self.schedule.consumed_at(step), GlobalBatchSampler.num_steps(self)
         if step > num_steps:
             raise IndexError(f"there is no step {step}: the sampler has {num_steps} steps")
         return min(start, self.num_samples)
@@ -113,39 +125,26 @@ class SequentialSampler(RankSampler):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class GlobalBatchSampler(SequentialSampler):
-    """A rank's part of each whole global batch at once.
+class SequentialSampler(GlobalBatchSampler):
+    """Consecutive blocks of sample numbers, a slice to each rank (Megatron-LM's `single`).
 
-    The step that starts at sample number c takes the global batch [c, c + global_batch_size). It
-    consists of the blocks of a `SequentialSampler`, and the rank takes its slice of each, as in
-    Megatron-LM's `HybridCPMegatronPretrainingSampler`.
+    The step that starts at sample number c takes the block [c, c + micro_batch_size *
+    data_parallel_size); rank r has the r-th slice. A number outside its limits is a ConfigError.
 
     Args:
-        global_batch_size: Number of samples for all ranks at one step, or a `RampUp` or another
-            `BatchSizeSchedule`. Each size must be a multiple of micro_batch_size *
-            data_parallel_size.
-
-    The other arguments, and errors, are those of a `SequentialSampler`; `drop_last` leaves out an
-    incomplete last global batch.
-
-    Example:
-        >>> share = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
-        >>> GlobalBatchSampler(100, global_batch_size=8, **share).sample_numbers(16).tolist()
-        [18, 19, 22, 23]
+        num_samples: Number of samples in the dataset.
+        micro_batch_size: Number of samples for one rank at one step.
+        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
+        data_parallel_size: Number of ranks.
+        drop_last: Whether to leave out an incomplete last block; else its slices are handed out as
+            they are (shorter or empty for the last ranks).
     """
 
-    global_batch_size: int | BatchSizeSchedule
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.schedule = as_schedule("global_batch_size", self.global_batch_size)
-        self.schedule.check_micro_batches(
-            self.num_samples, self.micro_batch_size, self.data_parallel_size
-        )
+    global_batch_size: int = field(init=False)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class FullValidationSampler(SequentialSampler):
+class FullValidationSampler(GlobalBatchSampler):
     """Every sample once, with the same number of steps on every rank.
 
     Steps are those of a `SequentialSampler`. With one sample per rank and step, the sample numbers
@@ -164,6 +163,7 @@ class FullValidationSampler(SequentialSampler):
         ([1], [True])
     """
 
+    global_batch_size: int = field(init=False)
     micro_batch_size: int = 1
     pad: bool = False
     drop_last: bool = field(default=False, init=False)
