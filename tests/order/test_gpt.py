@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
 from millrace import ConfigError
-from millrace.order import build_gpt_indices, build_gpt_indices_of, plan_gpt
+from millrace.deferred import Deferred
+from millrace.order import GPTOrder, build_gpt_indices, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import MAX_SEED
 
 
@@ -45,3 +48,13 @@ def test_any_choice_of_sequences_is_as_if_the_file_held_only_those(numbers: list
     expected = alone._replace(document_index=chosen[alone.document_index])
     for ours_index, index in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(ours_index, index, strict=True)
+
+
+def test_an_order_is_made_of_its_indices() -> None:
+    lengths, plan = np.array([9, 0, 4, 17], np.int32), plan_gpt(30, 12, 4)
+    indices = build_gpt_indices(lengths, (0, 4), plan, 3)
+    deferred = {"lengths": Deferred.of(lengths), "indices": Deferred.of(indices)}
+    order = GPTOrder(plan, sequences=(0, 4), seed=3, **deferred)
+    assert order.indices is indices
+    assert (len(order), order.fingerprint()["seed"], order.sequences) == (14, 3, (0, 4))
+    assert pickle.loads(pickle.dumps(order)).spans([0, 1]).counts.sum() == 10

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,7 +73,13 @@ class GPTPlan:
         return build_gpt_indices(inputs.lengths, inputs.sequences, self, inputs.seed)._asdict()
 
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> GPTOrder:
-        return GPTOrder(self, inputs, arrays)
+        return GPTOrder(
+            self,
+            sequences=inputs.sequences,
+            seed=inputs.seed,
+            lengths=Deferred(inputs.load_lengths),
+            indices=Deferred(partial(_indices_of, arrays)),
+        )
 
 
 class GPTIndices(NamedTuple):
@@ -83,23 +90,36 @@ class GPTIndices(NamedTuple):
     shuffle_index: NDArray[Any]  # uint32 (int64 from 2**32 - 2 samples on) [samples]
 
 
-class GPTOrder(CoreOrder):
-    """Megatron-LM's order: its arrays, those of `GPTIndices`, are loaded at the first sample."""
+def _indices_of(arrays: Deferred[Arrays]) -> GPTIndices:
+    return GPTIndices(**arrays.value)
 
-    def __init__(self, plan: GPTPlan, inputs: OrderInputs, arrays: Deferred[Arrays]) -> None:
-        self.plan, self.sequences, self.seed = plan, inputs.sequences, inputs.seed
-        self._inputs, self._arrays = inputs, arrays
+
+class GPTOrder(CoreOrder):
+    """Megatron-LM's order of a range of sequences: `lengths`, of all sequences of the file, and
+    `indices` are loaded at the first sample."""
+
+    def __init__(
+        self,
+        plan: GPTPlan,
+        *,
+        sequences: tuple[int, int],
+        seed: int,
+        lengths: Deferred[NDArray[np.int32]],
+        indices: Deferred[GPTIndices],
+    ) -> None:
+        self.plan, self.sequences, self.seed = plan, sequences, seed
+        self._lengths, self._indices = lengths, indices
 
     def __len__(self) -> int:
         return self.plan.num_samples
 
     @property
     def indices(self) -> GPTIndices:
-        return GPTIndices(**self._arrays.value)
+        return self._indices.value
 
     def _make_core(self) -> _native.Order:
         return _native.gpt_order(
-            self._inputs.lengths,
+            self._lengths.value,
             *self.indices,
             sequence_length=self.plan.sequence_length,
             add_extra_token=self.plan.add_extra_token,
