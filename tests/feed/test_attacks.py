@@ -54,6 +54,27 @@ def test_no_more_than_prefetch_batches_are_made_ahead() -> None:
         next(loader)
 
 
+def test_a_step_does_not_wait_for_later_ones() -> None:
+    permits, num_prepared = threading.Semaphore(0), 0
+
+    def prepare(batch: Any) -> Any:
+        nonlocal num_prepared
+        assert permits.acquire(timeout=5), "it is made before an earlier step is handed out"
+        num_prepared += 1
+        return batch
+
+    loader = Loader(Numbers(), micro_batch_size=2, prepare=prepare)
+    for number in range(5):
+        permits.release()
+        assert next(loader)["tokens"][0] == 2 * number
+    closing = threading.Thread(target=loader.close)
+    closing.start()
+    wait_for(lambda: loader._is_closed)
+    permits.release(100)
+    closing.join()
+    assert num_prepared <= 6  # with the step in hand
+
+
 def test_an_error_comes_in_its_step_with_its_place_and_the_step_can_be_tried_again() -> None:
     failures = [DataError("a.bin is cut short"), ValueError("no")]
 
@@ -241,6 +262,35 @@ def test_ctrl_c_ends_a_wait() -> None:
 
 
 # ---- interruptions ----
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback
+@pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 1), (8, 3)])
+def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: int) -> None:
+    may_interrupt, num_interruptions = False, 0
+
+    def interrupt(*_: Any) -> None:
+        nonlocal may_interrupt, num_interruptions
+        if may_interrupt:
+            may_interrupt = False
+            num_interruptions += 1
+            raise KeyboardInterrupt
+
+    loader = Loader(Numbers(10**9), micro_batch_size=2, prefetch=prefetch, threads=threads)
+    with loader, alarms(interrupt, 0.0003, 0.0003):
+        while num_interruptions < 300:
+            start = loader.consumed_samples
+            try:
+                may_interrupt = True
+                batch = next(loader)
+                may_interrupt = False
+            except KeyboardInterrupt:
+                assert loader.consumed_samples in (start, start + 2)
+            except (RuntimeError, ConfigError) as error:
+                may_interrupt = False
+                assert "unlocked lock" in str(error)  # noqa: PT017 - see the next test
+            else:
+                assert (batch["tokens"][0], loader.consumed_samples) == (start, start + 2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback

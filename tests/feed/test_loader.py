@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDataset, ResumeError, ViewChangeWarning
-from millrace.feed import BlendedDataset, CyclicSampler, GPTDataset, Loader, SequentialSampler
+from millrace.feed import (
+    BlendedDataset,
+    CyclicSampler,
+    GPTDataset,
+    Loader,
+    SequentialSampler,
+    TokenBatch,
+    TransformedDataset,
+)
 from tests.conftest import write_documents
 from tests.feed.helpers import FORKS, Numbers, is_true_in_child
 
@@ -320,6 +328,44 @@ def test_a_state_resumes_on_moved_data(make_dataset: Make, tmp_path: Path) -> No
     second = loader(tmp_path / "moved")
     second.load_state_dict(state)
     assert np.array_equal(next(second)["tokens"], next(first)["tokens"])
+
+
+# ---- datasets of one's own ----
+
+
+class Padded(Numbers):
+    """Samples of 1 to 9 tokens, as wide as the longest one of their batch."""
+
+    def batch(self, sample_numbers: Any) -> dict[str, Any]:
+        numbers = np.asarray(sample_numbers, np.int64)
+        tokens = np.repeat(numbers[:, None], 9, axis=1)
+        widths = np.full(len(numbers), (numbers % 9 + 1).max(initial=0))
+        return {"tokens": tokens, "loss_mask": np.ones(tokens.shape), "widths": widths}
+
+    def tokens(self, sample_numbers: Any) -> TokenBatch:
+        ends = np.arange(1, len(sample_numbers) + 1) * 9
+        return TokenBatch(np.repeat(np.asarray(sample_numbers, np.int64), 9), ends)
+
+
+@pytest.mark.parametrize("kind", ["plain", "blend", "blend of blends", "transformed"])
+def test_batches_of_a_dataset_whose_rows_depend_on_their_batch_come_again(kind: str) -> None:
+    dataset: Any = Padded(700)
+    if "blend" in kind:
+        dataset = BlendedDataset([dataset, Padded(700)], [1, 2], 600)
+    dataset = {
+        "transformed": lambda: TransformedDataset(dataset, []),
+        "blend of blends": lambda: BlendedDataset([dataset], [1], 590),
+    }.get(kind, lambda: dataset)()
+
+    def widths(loader: Loader) -> list[list[int]]:
+        return [batch["widths"].tolist() for batch in loader]
+
+    loader = Loader(dataset, micro_batch_size=2)
+    batches = widths(loader)
+    assert batches == widths(Loader(dataset, micro_batch_size=2, prefetch=0))
+    assert batches == [loader.batch(step)["widths"].tolist() for step in range(len(loader))]
+    loader.load_state_dict(loader.state_dict(202))
+    assert widths(loader) == batches[101:]
 
 
 # ---- fingerprints of datasets and samplers ----
