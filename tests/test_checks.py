@@ -12,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millrace.checks import flag, real, reals, shown, token, whole, whole_numbers
+from millrace.checks import (
+    check_bool,
+    check_float,
+    check_floats,
+    check_int,
+    check_ints,
+    check_token,
+    shown,
+)
 from millrace.errors import ConfigError
 
 INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]
@@ -28,9 +36,9 @@ def test_every_integer_type_becomes_a_python_int(data: st.DataObject) -> None:
         np.array(number, dtype),
         np.array(number, dtype.newbyteorder()),
     ):
-        assert whole("size", value) == number
-        assert type(whole("size", value)) is int
-    assert json.dumps(whole("size", dtype.type(number))) == str(number)
+        assert check_int("size", value) == number
+        assert type(check_int("size", value)) is int
+    assert json.dumps(check_int("size", dtype.type(number))) == str(number)
 
 
 @pytest.mark.parametrize(
@@ -38,22 +46,22 @@ def test_every_integer_type_becomes_a_python_int(data: st.DataObject) -> None:
 )
 def test_other_values_than_whole_numbers_are_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^size must be a whole number, not .*$"):
-        whole("size", value)
+        check_int("size", value)
 
 
 def test_messages_give_the_limits() -> None:
     with pytest.raises(ConfigError, match=r"^size must be at least 1, not 0$"):
-        whole("size", np.int8(0), 1)
+        check_int("size", np.int8(0), 1)
     with pytest.raises(ConfigError, match=r"^seed must be between 0 and 2\*\*32 - 1, not 42949"):
-        whole("seed", 2**32, 0, 2**32 - 1)
+        check_int("seed", 2**32, 0, 2**32 - 1)
     with pytest.raises(ConfigError, match=r"^size must be between 0 and 1, not 0x"):
-        whole("size", 10**5000, 0, 1)
+        check_int("size", 10**5000, 0, 1)
     with pytest.raises(ConfigError, match="size must be at most 5, not 6"):
-        whole("size", 6, most=5)
+        check_int("size", 6, most=5)
 
 
 def test_any_number_of_64_bits_is_a_token() -> None:
-    assert [token("pad_token", t) for t in (None, -1, np.int64(-(2**63)), 2**63 - 1)] == [
+    assert [check_token("pad_token", t) for t in (None, -1, np.int64(-(2**63)), 2**63 - 1)] == [
         None,
         -1,
         -(2**63),
@@ -61,31 +69,31 @@ def test_any_number_of_64_bits_is_a_token() -> None:
     ]
     for value in (2**63, 1.0, True, "0"):
         with pytest.raises(ConfigError, match="pad_token must be"):
-            token("pad_token", value)
+            check_token("pad_token", value)
 
 
 def test_flags_are_bools() -> None:
-    assert flag("drop_last", np.True_) is True
-    assert flag("drop_last", False) is False
+    assert check_bool("drop_last", np.True_) is True
+    assert check_bool("drop_last", False) is False
     for value in (0, 1, None, "no", np.int64(1), [True]):
         with pytest.raises(ConfigError, match=r"^drop_last must be True or False, not .*$"):
-            flag("drop_last", value)
+            check_bool("drop_last", value)
 
 
 def test_reals_accept_every_exact_or_floating_type() -> None:
     values = [1, 0.5, np.float32(0.5), np.int16(3), Fraction(1, 4), Decimal("0.25")]
-    floats = reals("the weights", values)
+    floats = check_floats("the weights", values)
     assert floats == [1.0, 0.5, 0.5, 3.0, 0.25, 0.25]
     assert {type(value) for value in floats} == {float}
-    assert reals("the weights", np.array([1, 2], ">i4")) == [1.0, 2.0]
+    assert check_floats("the weights", np.array([1, 2], ">i4")) == [1.0, 2.0]
     for value in ("1", b"1", True, None, 1j, np.complex64(1), [1.0], Decimal("sNaN")):
         with pytest.raises(ConfigError, match=r"the weight must be a number, not .*"):
-            real("the weight", value)
+            check_float("the weight", value)
     with pytest.raises(ConfigError, match="fit float64"):
-        real("the weight", Fraction(10) ** 400)
+        check_float("the weight", Fraction(10) ** 400)
     for values in ("12", 1.0, np.array(1.0), None):
         with pytest.raises(ConfigError, match=r"the weights must be a list.*"):
-            reals("the weights", values)
+            check_floats("the weights", values)
 
 
 @given(st.data())
@@ -110,7 +118,7 @@ def test_whole_numbers_are_accepted_in_any_form(data: st.DataObject) -> None:
         read_only,
         array.astype(object).tolist(),
     ):
-        ids = whole_numbers("the ids", form)
+        ids = check_ints("the ids", form)
         assert ids.tolist() == numbers
         assert ids.dtype == np.int64
         assert ids.dtype.isnative
@@ -120,12 +128,12 @@ def test_whole_numbers_are_accepted_in_any_form(data: st.DataObject) -> None:
 
 def test_int64_is_not_copied() -> None:
     ids = np.arange(5)
-    assert whole_numbers("the ids", ids) is ids
+    assert check_ints("the ids", ids) is ids
 
 
 def test_mixed_lists_are_exact() -> None:
     large = 2**53 + 1
-    assert whole_numbers("the ids", [np.int64(-1), np.uint64(large)]).tolist() == [-1, large]
+    assert check_ints("the ids", [np.int64(-1), np.uint64(large)]).tolist() == [-1, large]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +156,7 @@ def test_mixed_lists_are_exact() -> None:
 )
 def test_other_arrays_are_refused(values: Any) -> None:
     with pytest.raises(ConfigError, match="the ids"):
-        whole_numbers("the ids", values)
+        check_ints("the ids", values)
 
 
 def test_long_values_are_cut() -> None:

@@ -24,7 +24,7 @@ _MIN_INT64 = -(2**63)
 _INT64 = np.dtype(np.int64)
 
 
-def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """A whole number as Python's int, from an object with `__index__` that is not a bool."""
     if type(value) is int:
         number = value
@@ -35,11 +35,11 @@ def whole(name: str, value: Any, least: int | None = None, most: int | None = No
             number = int(operator.index(value))
         except TypeError:
             raise ConfigError(f"{name} must be a whole number, not {shown(value)}") from None
-    require_within(name, number, least, most)
+    check_within(name, number, least, most)
     return number
 
 
-def require_within(
+def check_within(
     name: str, number: float, least: float | None = None, most: float | None = None
 ) -> None:
     """Raises ConfigError for a number below `least` or above `most`, and for NaN with a limit."""
@@ -64,34 +64,34 @@ def _number_text(number: float | None) -> str:
     return str(number)
 
 
-def choice(name: str, value: Any, choices: Sequence[str]) -> str:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of some texts."""
     if not isinstance(value, str) or value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
     return value
 
 
-def token(name: str, value: Any) -> int | None:
+def check_token(name: str, value: Any) -> int | None:
     """A token id, a whole number of at most 64 bits, or None for no token."""
-    return None if value is None else whole(name, value, _MIN_INT64, MAX_INT64)
+    return None if value is None else check_int(name, value, _MIN_INT64, MAX_INT64)
 
 
-def limit(name: str, value: Any) -> float | None:
+def check_limit(name: str, value: Any) -> float | None:
     """Seconds to wait, 0 or more, or None for no limit."""
-    seconds = None if value is None else real(name, value)
+    seconds = None if value is None else check_float(name, value)
     if seconds is not None:
-        require_within(name, seconds, 0)
+        check_within(name, seconds, 0)
     return seconds
 
 
-def flag(name: str, value: Any) -> bool:
+def check_bool(name: str, value: Any) -> bool:
     """A switch: True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
         raise ConfigError(f"{name} must be True or False, not {shown(value)}")
     return bool(value)
 
 
-def real(name: str, value: Any) -> float:
+def check_float(name: str, value: Any) -> float:
     """A number of Python, NumPy, `fractions` or `decimal` as Python's float."""
     try:
         if isinstance(value, (str, bytes, bytearray, bool, np.bool_, np.complexfloating)):
@@ -103,7 +103,7 @@ def real(name: str, value: Any) -> float:
         raise ConfigError(f"{name} must fit float64, which {shown(value)} does not") from None
 
 
-def reals(name: str, values: Any) -> list[float]:
+def check_floats(name: str, values: Any) -> list[float]:
     """Numbers as a list of Python's floats."""
     try:
         if isinstance(values, (str, bytes)):
@@ -112,12 +112,12 @@ def reals(name: str, values: Any) -> list[float]:
     except TypeError:
         raise ConfigError(f"{name} must be a list of numbers, not {shown(values)}") from None
     return [
-        value if type(value) is float else real(f"number {place} of {name}", value)
+        value if type(value) is float else check_float(f"number {place} of {name}", value)
         for place, value in enumerate(numbers)
     ]
 
 
-def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+def check_ints(name: str, values: ArrayLike) -> NDArray[np.int64]:
     """Whole numbers as one contiguous, native int64 [n]; `values` itself if it is such an array."""
     try:
         array = np.asarray(values)
@@ -130,7 +130,7 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
         # NumPy makes floats of a list of int64 and uint64, and objects of large ints.
         return np.array(
             [
-                whole(f"one of {name}", value, _MIN_INT64, MAX_INT64)
+                check_int(f"one of {name}", value, _MIN_INT64, MAX_INT64)
                 for value in values  # type: ignore[union-attr]
             ],
             np.int64,
@@ -142,11 +142,11 @@ def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
     if array.dtype == _INT64 and array.flags.c_contiguous and array.flags.aligned:
         return array
     if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.max() > MAX_INT64:
-        require_within(name, int(array.max()), most=MAX_INT64)
+        check_within(name, int(array.max()), most=MAX_INT64)
     return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
 
 
-def one_path(name: str, value: Any) -> str:
+def check_path(name: str, value: Any) -> str:
     """A path as a text, from a text, bytes or an `os.PathLike`."""
     try:
         path = os.fsdecode(value)
@@ -157,7 +157,7 @@ def one_path(name: str, value: Any) -> str:
     return path
 
 
-def paths(name: str, values: Any) -> list[str]:
+def check_paths(name: str, values: Any) -> list[str]:
     """A list of paths as texts; one path is not a list."""
     if isinstance(values, (str, bytes, os.PathLike)):
         raise ConfigError(f"{name} must be a list of paths, not one path. Write [{values!r}]")

@@ -176,9 +176,9 @@ class Field(NamedTuple):
         details = self.option
         value = (details.check or _KINDS[self.kind][0])(self.name, value)
         if details.choices:
-            checks.choice(self.name, value, details.choices)
+            checks.check_choice(self.name, value, details.choices)
         if (details.least, details.most) != (None, None):
-            checks.require_within(self.name, value, details.least, details.most)
+            checks.check_within(self.name, value, details.least, details.most)
         return value
 
     def parse(self, text: str) -> Any:
@@ -273,13 +273,13 @@ def _texts(name: str, values: Any) -> tuple[str, ...]:
 
 
 _KINDS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
-    bool: (checks.flag, ""),
-    int: (checks.whole, "N"),
-    float: (checks.real, "NUMBER"),
+    bool: (checks.check_bool, ""),
+    int: (checks.check_int, "N"),
+    float: (checks.check_float, "NUMBER"),
     str: (_text, "TEXT"),
-    StrPath: (checks.one_path, "PATH"),
+    StrPath: (checks.check_path, "PATH"),
     Sequence[str]: (_texts, "TEXT"),
-    Sequence[StrPath]: (lambda name, values: tuple(checks.paths(name, values)), "PATH"),
+    Sequence[StrPath]: (lambda name, values: tuple(checks.check_paths(name, values)), "PATH"),
     Any: (lambda name, value: value, "VALUE"),
 }
 """The check of each type, and its name on the command line."""

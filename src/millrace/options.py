@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checks import MAX_INT32, flag, shown, token, whole
+from millrace.checks import MAX_INT32, check_bool, check_int, check_token, shown
 from millrace.errors import ConfigError
 
 BOUNDARIES = ("eod", "documents")
@@ -43,12 +43,12 @@ class SampleOptions:
 
     def __post_init__(self) -> None:
         plain: dict[str, Any] = {
-            "sequence_length": whole("sequence_length", self.sequence_length, 1, MAX_INT32),
-            "eod_token": token("eod_token", self.eod_token),
-            "pad_token": token("pad_token", self.pad_token),
+            "sequence_length": check_int("sequence_length", self.sequence_length, 1, MAX_INT32),
+            "eod_token": check_token("eod_token", self.eod_token),
+            "pad_token": check_token("pad_token", self.pad_token),
         }
         for name in ("add_extra_token", "reset_position_ids", "eod_mask_loss"):
-            plain[name] = flag(name, getattr(self, name))
+            plain[name] = check_bool(name, getattr(self, name))
         vars(self).update(plain)
         has_eod_rules = self.reset_position_ids or self.eod_mask_loss
         if has_eod_rules and self.eod_token is None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import differences, place_of, shown, whole
+from millrace.checks import check_int, differences, place_of, shown
 from millrace.errors import ConfigError
 
 _MAX_SHOWN = 80  # characters of a value in a message
@@ -62,9 +62,9 @@ def assert_resumes(
         ConfigError: `make_loader` does not return a new loader at each call, or the loader returns
             no batch.
     """
-    max_steps = None if max_steps is None else whole("max_steps", max_steps, 1)
+    max_steps = None if max_steps is None else check_int("max_steps", max_steps, 1)
     if steps_after_resume is not None:
-        steps_after_resume = whole("steps_after_resume", steps_after_resume, 1)
+        steps_after_resume = check_int("steps_after_resume", steps_after_resume, 1)
     runs = _Runs(make_loader, through_json)
     batches, states = runs.first(max_steps)
     is_whole = max_steps is None or len(batches) < max_steps

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace import checks
-from millrace.checks import shown
+from millrace.checks import check_bool, check_choice, check_int, check_path, shown
 from millrace.dtypes import optimal_dtype
 from millrace.encoding.encoder_check import choose_encoder, difference_on
 from millrace.encoding.functions import FunctionVocabulary, code_of
@@ -70,14 +69,14 @@ class Tokenizer:
         tiktoken_pattern: str | None = None,
         special_tokens_in_text: bool = True,
     ) -> None:
-        self.path = checks.one_path("path", path)
+        self.path = check_path("path", path)
         tokens = {"eod_token": eod_token, "bos_token": bos_token}
         for name, value in {**tokens, "tiktoken_pattern": tiktoken_pattern}.items():
             if not isinstance(value, str | None):
                 raise ConfigError(f"{name} must be a text, not {shown(value)}")
         options = VocabularyOptions(
-            add_special_tokens=checks.flag("add_special_tokens", add_special_tokens),
-            special_tokens_in_text=checks.flag("special_tokens_in_text", special_tokens_in_text),
+            add_special_tokens=check_bool("add_special_tokens", add_special_tokens),
+            special_tokens_in_text=check_bool("special_tokens_in_text", special_tokens_in_text),
             tiktoken_pattern=tiktoken_pattern,
         )
         self.vocabulary: Vocabulary = load_vocabulary(self.path, options)
@@ -119,8 +118,8 @@ class Tokenizer:
         """
         if not callable(function):
             raise ConfigError(f"function is {shown(function)}; give a function from text to ids")
-        size = checks.whole("vocabulary_size", vocabulary_size, 1, 2**31)
-        eod = None if eod is None else checks.whole("eod", eod, 0, size - 1)
+        size = check_int("vocabulary_size", vocabulary_size, 1, 2**31)
+        eod = None if eod is None else check_int("eod", eod, 0, size - 1)
         if version is not None and not (isinstance(version, str) and version):
             raise ConfigError(f"version is {shown(version)}; give a text, or None")
         self = cls.__new__(cls)
@@ -132,7 +131,7 @@ class Tokenizer:
 
     def _use(self, encoder: str, encode_batch: EncodeBatch | None = None) -> None:
         choices = ("auto", *self.vocabulary.encoder_names)
-        self._encoder = checks.choice(f"encoder of {self.path}", encoder, choices)
+        self._encoder = check_choice(f"encoder of {self.path}", encoder, choices)
         self._encode_batch = encode_batch
 
     @property

@@ -68,13 +68,13 @@ def train_tokenizer(
         TextError: An input that cannot be read, or a document without text under a key; no text.
         ConfigError: An argument of a wrong type, or a vocabulary that is too small.
     """
-    output = checks.one_path("output", output)
+    output = checks.check_path("output", output)
     keys = check_keys(json_keys)
     special = _special_tokens(special_tokens)
-    size = checks.whole("vocabulary_size", vocabulary_size, _NUM_BYTES + len(special))
+    size = checks.check_int("vocabulary_size", vocabulary_size, _NUM_BYTES + len(special))
     if max_bytes is not None:
-        max_bytes = checks.whole("max_bytes", max_bytes, 1)
-    show_progress = checks.flag("show_progress", show_progress)
+        max_bytes = checks.check_int("max_bytes", max_bytes, 1)
+    show_progress = checks.check_bool("show_progress", show_progress)
     folder = os.path.dirname(output) or "."
     if os.path.isdir(output) or not os.path.isdir(folder):
         problem = f"{output} is a folder" if os.path.isdir(output) else f"{folder} is not a folder"

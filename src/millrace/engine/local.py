@@ -65,8 +65,8 @@ def run_local(
         MillraceError: A task whose worker died in every attempt, or a worker that cannot be
             started.
     """
-    workers = checks.whole("workers", available_cores() if workers is None else workers, 1)
-    attempts = checks.whole("attempts", attempts, 1)
+    workers = checks.check_int("workers", available_cores() if workers is None else workers, 1)
+    attempts = checks.check_int("attempts", attempts, 1)
     if workers == 1:
         for task in interruptible_tasks(tasks):
             with interruptible():

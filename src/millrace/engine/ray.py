@@ -61,7 +61,7 @@ def run_ray(
         ConfigError: If Ray is not installed, or the cluster cannot be joined or has no CPUs.
     """
     if workers is not None:
-        workers = checks.whole("workers", workers, 1)
+        workers = checks.check_int("workers", workers, 1)
     work = to_bytes("the function or its context", (function, context))
     try:
         import ray

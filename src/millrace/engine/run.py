@@ -38,7 +38,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from millrace.checks import one_path
+from millrace.checks import check_path
 from millrace.engine import ray
 from millrace.engine.journal import Journal, differences, plain_json
 from millrace.engine.local import run_local
@@ -117,7 +117,7 @@ class Run:
         on_restart: Callable[[], None] = lambda: None,
         show_progress: bool = False,
     ) -> None:
-        self._prefix = one_path("prefix", prefix)
+        self._prefix = check_path("prefix", prefix)
         self._job, details = plain_json([dict(job), dict(inputs or {})])
         self._identity = {**self._job, **details}
         self._outputs = outputs

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from millrace.checks import limit, shown, whole
+from millrace.checks import check_int, check_limit, shown
 from millrace.errors import ConfigError
 from millrace.feed.state import STATE_VERSION, Fingerprint, Position, plain
 from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_printed_after
@@ -100,11 +100,13 @@ class Loader(Renewed):
                 vocab_size=vocab_size,
             )
         self.transform = transform
-        self._prefetch = None if prefetch is None else whole("prefetch", prefetch, 0, _MAX_PREFETCH)
-        threads = whole("threads", threads, 1, _MAX_THREADS)
+        self._prefetch = (
+            None if prefetch is None else check_int("prefetch", prefetch, 0, _MAX_PREFETCH)
+        )
+        threads = check_int("threads", threads, 1, _MAX_THREADS)
         threads = 1 if isinstance(dataset, IN_TURN) else threads
         self._maker = StepMaker(dataset, sampler, form, prepare, threads)
-        self._watchdog = limit("watchdog", watchdog)
+        self._watchdog = check_limit("watchdog", watchdog)
         self._is_closed = False
         self._fingerprint = Fingerprint(dataset, sampler)
         self._fingerprint.at(0)  # an error now, and not when the state is saved, or a run resumed
@@ -184,7 +186,7 @@ class Loader(Renewed):
 
     def batch(self, step: int) -> Any:
         """The batch of a step, counted from sample 0, or an IndexError; the position stays."""
-        step, start = whole("step", step, 0), 0
+        step, start = check_int("step", step, 0), 0
         if isinstance(self.sampler, IndexedSampler):
             return self.batch_at(self.sampler.consumed_at(step))
         for _ in range(step):
@@ -195,7 +197,7 @@ class Loader(Renewed):
 
     def batch_at(self, consumed_samples: int) -> Any:
         """The batch of the step that starts after so many samples; see `batch`."""
-        step = self._maker.step(Position(whole("consumed_samples", consumed_samples, 0)))
+        step = self._maker.step(Position(check_int("consumed_samples", consumed_samples, 0)))
         if step.is_end:
             raise IndexError(f"there is no step after {shown(consumed_samples)} samples")
         if step.error is not None:
@@ -212,7 +214,9 @@ class Loader(Renewed):
         `consumed_samples` is its position; None: where the loader stands.
         """
         now, stream = self._position
-        place = whole("consumed_samples", now if consumed_samples is None else consumed_samples, 0)
+        place = check_int(
+            "consumed_samples", now if consumed_samples is None else consumed_samples, 0
+        )
         fingerprint = self._fingerprint.at(place)
         state = {"version": STATE_VERSION, "consumed_samples": place, "fingerprint": fingerprint}
         if stream is not None and place == now:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from millrace.checks import NOTHING, differences, place_of, shown, whole
+from millrace.checks import NOTHING, check_int, differences, place_of, shown
 from millrace.errors import ConfigError, ResumeError, ViewChangeWarning
 from millrace.samples.tokens import fingerprint_of
 from millrace.sampling.protocols import OrderedSampler, explanation
@@ -49,7 +49,7 @@ class Fingerprint(NamedTuple):
         `end` is the number of samples whose fingerprint was saved; None: its consumed_samples.
         """
         saved = _saved_fingerprint(state)
-        consumed_samples = whole("consumed_samples", state["consumed_samples"], 0)
+        consumed_samples = check_int("consumed_samples", state["consumed_samples"], 0)
         today = self.at(consumed_samples if end is None else end)
         changes = list(differences(saved, today, _is_equal))
         others = [change for change in changes if "view" not in change[0]]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import shown, whole
+from millrace.checks import check_int, shown
 from millrace.errors import ConfigError, MillraceError
 from millrace.feed.state import Position
 from millrace.feed.stream_data import EndOfBatches, StreamDataset
@@ -77,7 +77,7 @@ class StepMaker(Renewed):
         if not self.sampler.has_step(consumed_samples):
             return None
         end = self.sampler.consumed_after(consumed_samples)
-        return whole("consumed_after", end, consumed_samples + 1)
+        return check_int("consumed_after", end, consumed_samples + 1)
 
     def step(self, before: Position) -> Step:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from millrace.checks import MAX_INT64, shown, whole
+from millrace.checks import MAX_INT64, check_int, shown
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed.state import Position, plain
 from millrace.forks import Renewed
@@ -145,9 +145,9 @@ class ExternalBatches(Renewed, StreamSampler):
             )
         self._batches = batches
         self._fingerprint = {} if fingerprint is None else dict(fingerprint)
-        size = whole("samples_per_step", samples_per_step, 1, MAX_INT64)
+        size = check_int("samples_per_step", samples_per_step, 1, MAX_INT64)
         if num_steps is not None:
-            num_steps = whole("num_steps", num_steps, 0, MAX_INT64 // size)
+            num_steps = check_int("num_steps", num_steps, 0, MAX_INT64 // size)
         super().__init__(None if num_steps is None else num_steps * size, micro_batch_size=size)
         self._has_begun = False  # kept in copies, whose iterator stands where this one stood
         self.renew()

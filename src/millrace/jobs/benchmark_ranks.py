@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import real
+from millrace.checks import check_float
 from millrace.engine import Task
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, Loader, Sampler, SequentialSampler
@@ -25,7 +25,7 @@ _TOKENS = ("tokens", "labels")
 
 
 def _positive(name: str, value: Any) -> float:
-    number = real(name, value)
+    number = check_float(name, value)
     if not 0 < number < float("inf"):  # NaN too
         raise ConfigError(f"{name} must be a finite number above 0, not {number:g}")
     return number

@@ -18,7 +18,7 @@ from millrace.cache.megatron import (
     check_gpt_arrays,
     load_or_build,
 )
-from millrace.checks import limit, text_table
+from millrace.checks import check_limit, text_table
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, GPTDataset
@@ -163,7 +163,7 @@ def index(
         ConfigError: Neither of the two folders, or no tokenizer where one is needed.
         OSError: A folder that cannot be written.
     """
-    wait_limit = limit("wait_limit", wait_limit)
+    wait_limit = check_limit("wait_limit", wait_limit)
     if config.cache is None and megatron_cache_folder is None:
         raise ConfigError("there is nowhere to put the indices: give a cache folder")
     if megatron_cache_folder is not None:

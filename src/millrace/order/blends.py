@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import real, reals, shown, whole, whole_numbers
+from millrace.checks import check_float, check_floats, check_int, check_ints, shown
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError
 from millrace.order.spans import RULES_VERSION
@@ -77,8 +77,8 @@ class BlendOrder:
 
     def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Mixture.find`; reads the index up to the last of the draws."""
-        whole("the source", source, 0, len(self.weights) - 1)
-        numbers = whole_numbers("numbers", numbers)
+        check_int("the source", source, 0, len(self.weights) - 1)
+        numbers = check_ints("numbers", numbers)
         found = np.full(len(numbers), -1, np.int64)
         index, num_passed = self.indices.dataset_index, 0
         for start in range(0, len(index), _CHUNK_SIZE):
@@ -91,7 +91,7 @@ class BlendOrder:
         return found
 
     def counts(self, sample_number: int) -> NDArray[np.int64]:
-        sample_number = whole("sample_number", sample_number, 0, len(self))
+        sample_number = check_int("sample_number", sample_number, 0, len(self))
         return count_draws(self.indices.dataset_index[:sample_number], len(self.weights))
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
 
     A weight that is not a number, negative or not finite is a ConfigError, as are zeros alone.
     """
-    weights = reals("the weights", weights)
+    weights = check_floats("the weights", weights)
     total = sum(weights) if all(weight >= 0 for weight in weights) else math.nan
     if not 0 < total < math.inf:
         raise ConfigError(
@@ -159,7 +159,7 @@ def samples_per_dataset(
         num_samples: Smallest size of the blend.
         surplus: Part of each share to build beyond it, 0 or more.
     """
-    num_samples = whole("num_samples", num_samples, 0, _native.MAX_INT64)
+    num_samples = check_int("num_samples", num_samples, 0, _native.MAX_INT64)
     surplus, weights = check_surplus(surplus), _checked_weights(weights)
     if not math.isclose(sum(weights), 1.0, rel_tol=1e-5):
         raise ConfigError(f"the weights sum to {sum(weights)}; normalize() makes that 1")
@@ -176,7 +176,7 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
         threads: Number of worker threads; the result does not depend on it. None: one per core.
     """
     threads = _checked_threads(threads)
-    size = whole("the blend's size", size, 0, _native.MAX_INT64 // 8)
+    size = check_int("the blend's size", size, 0, _native.MAX_INT64 // 8)
     normalized = normalize(_checked_weights(weights))
     _checked_weights(normalized)  # a weight far below a larger one may have become 0
     return BlendIndices(*_native.blend_by_weights(np.array(normalized), size, threads))
@@ -185,17 +185,17 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
 def blend_exhaustively(sizes: Sequence[int], *, threads: int | None = None) -> BlendIndices:
     """Mixes datasets of some sizes evenly until each has given all its samples; see `blend`."""
     threads = _checked_threads(threads)
-    sizes = [whole("a dataset's size", size, 0) for size in sizes]
+    sizes = [check_int("a dataset's size", size, 0) for size in sizes]
     _check_count(len(sizes))
-    whole("the sum of the datasets' sizes", sum(sizes), most=_native.MAX_INT64 // 8)
+    check_int("the sum of the datasets' sizes", sum(sizes), most=_native.MAX_INT64 // 8)
     return BlendIndices(*_native.blend_by_sizes(np.array(sizes, dtype=np.int64), threads))
 
 
 def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
     """How many samples a blend draws from each dataset: int64 [num_datasets]."""
-    counts = np.zeros(whole("num_datasets", num_datasets, 0), np.int64)
+    counts = np.zeros(check_int("num_datasets", num_datasets, 0), np.int64)
     for start in range(0, len(dataset_index), _CHUNK_SIZE):
-        chunk = whole_numbers("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])
+        chunk = check_ints("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])
         if not 0 <= chunk.min() <= chunk.max() < len(counts):
             raise ConfigError(
                 f"the dataset numbers go from {chunk.min()} to {chunk.max()}; there are "
@@ -207,14 +207,14 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
 
 def check_surplus(surplus: float) -> float:
     """The surplus as a float; ConfigError for a number outside its range."""
-    number = real("the surplus", surplus)
+    number = check_float("the surplus", surplus)
     if not 0 <= number <= _MOST_SURPLUS:
         raise ConfigError(f"the surplus is {number}; 0 to {_MOST_SURPLUS:,} is possible")
     return number
 
 
 def _checked_threads(threads: int | None) -> int | None:
-    return None if threads is None else whole("threads", threads, 1, _native.MAX_INT32)
+    return None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
 
 
 def _check_count(count: int) -> None:
@@ -226,7 +226,7 @@ def _check_count(count: int) -> None:
 
 
 def _checked_weights(weights: Sequence[float]) -> list[float]:
-    weights = reals("the weights", weights)
+    weights = check_floats("the weights", weights)
     _check_count(len(weights))
     for number, weight in enumerate(weights):
         if not 0 < weight < math.inf:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import flag, shown, whole, whole_numbers
+from millrace.checks import check_bool, check_int, check_ints, shown
 from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError, DataError
@@ -159,12 +159,12 @@ def plan_gpt(
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
             (Megatron-LM counts it in 32-bit floats, and miscounts from 2**24 tokens on.)
     """
-    extra = int(flag("add_extra_token", add_extra_token))
-    drops_partial = flag("drop_last_partial_sequence", drop_last_partial_sequence)
-    sequence_length = whole("sequence_length", sequence_length, 1)
+    extra = int(check_bool("add_extra_token", add_extra_token))
+    drops_partial = check_bool("drop_last_partial_sequence", drop_last_partial_sequence)
+    sequence_length = check_int("sequence_length", sequence_length, 1)
     if num_samples is not None:
-        num_samples = whole("num_samples", num_samples, 0)
-    per_epoch = whole("num_tokens_per_epoch", num_tokens_per_epoch)
+        num_samples = check_int("num_samples", num_samples, 0)
+    per_epoch = check_int("num_tokens_per_epoch", num_tokens_per_epoch)
     if per_epoch <= 0:
         raise ConfigError(
             f"the split holds {shown(per_epoch)} tokens; there is nothing to draw "
@@ -198,7 +198,7 @@ def plan_gpt(
 
 def check_seed(seed: int) -> int:
     """The seed as an int; raises ConfigError for one that `RandomState` does not accept."""
-    return whole("the seed", seed, 0, MAX_SEED)
+    return check_int("the seed", seed, 0, MAX_SEED)
 
 
 def build_gpt_indices(
@@ -253,7 +253,7 @@ def _lengths(values: NDArray[Any]) -> NDArray[np.int32]:
     """Contiguous int32, as the lengths in a mapped index are (if unaligned), which may be large."""
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.flags.c_contiguous:
         return values
-    lengths = whole_numbers("the sequence lengths", values)
+    lengths = check_ints("the sequence lengths", values)
     if lengths.size > 0 and not 0 <= lengths.min() <= lengths.max() <= _native.MAX_INT32:
         raise ConfigError(
             f"the sequence lengths go from {lengths.min()} to {lengths.max()}; 0 to "

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT32, MAX_INT64, shown, whole
+from millrace.checks import MAX_INT32, MAX_INT64, check_int, shown
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order.spans import Order
@@ -99,7 +99,7 @@ def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, in
         raise ConfigError(
             f"the range of sequences must be (start, stop), not {shown(sequences)}"
         ) from None
-    start, stop = (whole("an end of the range of sequences", end) for end in (start, stop))
+    start, stop = (check_int("an end of the range of sequences", end) for end in (start, stop))
     if not 0 <= start <= stop <= num_sequences or stop > MAX_INT32 + 1:
         raise ConfigError(
             f"the range of sequences is ({shown(start)}, {shown(stop)}); the file has "
@@ -118,7 +118,7 @@ def plan_order(order: PlanOf, inputs: OrderInputs, name: str) -> OrderPlan:
     """The plan of the order of a dataset of that name, which must keep to `OrderPlan`."""
     start, stop = check_range(inputs.sequences, inputs.num_sequences)
     if inputs.num_samples is not None:
-        whole("num_samples", inputs.num_samples, 0, MAX_INT64)
+        check_int("num_samples", inputs.num_samples, 0, MAX_INT64)
     try:
         make = order.of if isinstance(order, type) else order  # type: ignore[attr-defined]
         plan: OrderPlan = make(inputs)
@@ -179,7 +179,7 @@ def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
         is_plain = False
     if not is_plain:
         raise ConfigError(f"the fields of {kind} must be plain JSON values, not {shown(entries)}")
-    whole(f"num_samples of {kind}", plan.num_samples, inputs.num_samples or 0, MAX_INT64)
+    check_int(f"num_samples of {kind}", plan.num_samples, inputs.num_samples or 0, MAX_INT64)
     layout = plan.arrays(inputs)
     for array in layout:
         if not re.fullmatch("(?!dataset_)[a-z_]*_index", array):  # which are those of blends

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import whole, whole_numbers
+from millrace.checks import check_int, check_ints
 from millrace.errors import ConfigError
 
 
@@ -37,7 +37,10 @@ class KeyedPermutation:
     _key: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        size, seed = whole("size", self.size, 0, _native.MAX_INT64), whole("seed", self.seed, 0)
+        size, seed = (
+            check_int("size", self.size, 0, _native.MAX_INT64),
+            check_int("seed", self.seed, 0),
+        )
         key = np.random.SeedSequence(seed).generate_state(1, np.uint64)
         for name, value in (("size", size), ("seed", seed), ("_key", int(key[0]))):
             object.__setattr__(self, name, value)
@@ -51,7 +54,7 @@ class KeyedPermutation:
         return self._permuted("places", places, True)
 
     def _permuted(self, name: str, values: ArrayLike, is_inverse: bool) -> NDArray[np.int64]:
-        numbers = whole_numbers(name, values)
+        numbers = check_ints(name, values)
         try:
             return _native.swap_or_not(numbers, self.size, self._key, is_inverse)
         except ValueError as error:

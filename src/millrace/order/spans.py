@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import flag, whole, whole_numbers
+from millrace.checks import check_bool, check_int, check_ints
 from millrace.errors import ConfigError
 
 RULES_VERSION = 1
@@ -72,7 +72,7 @@ class CoreOrder:
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """The spans of some samples; a ValueError for an index that points outside its arrays."""
-        return Spans(*_native.spans(self.core, whole_numbers("sample numbers", sample_numbers)))
+        return Spans(*_native.spans(self.core, check_ints("sample numbers", sample_numbers)))
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_core": None}  # made again where it is needed
@@ -84,9 +84,9 @@ class SequenceOrder(CoreOrder):
     def __init__(
         self, num_samples: int, *, sequence_length: int, add_extra_token: bool = False
     ) -> None:
-        self.num_samples = whole("num_samples", num_samples, 0)
-        self.sequence_length = whole("sequence_length", sequence_length, 1)
-        self.add_extra_token = flag("add_extra_token", add_extra_token)
+        self.num_samples = check_int("num_samples", num_samples, 0)
+        self.sequence_length = check_int("sequence_length", sequence_length, 1)
+        self.add_extra_token = check_bool("add_extra_token", add_extra_token)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -104,11 +104,11 @@ def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:
     """The spans of some samples; ConfigError if their arrays do not go together."""
     sequences, *others = order.spans(sample_numbers)
     offsets, counts, bounds = (
-        whole_numbers(f"the {name} of spans", column)
+        check_ints(f"the {name} of spans", column)
         for name, column in zip(Spans._fields[1:], others, strict=True)
     )
     if sequences is not None:
-        sequences = whole_numbers("the sequences of spans", sequences)
+        sequences = check_ints("the sequences of spans", sequences)
     sizes = {len(column) for column in (sequences, offsets, counts) if column is not None}
     is_whole = len(bounds) == len(sample_numbers) + 1
     is_whole = is_whole and (bounds[0], bounds[-1]) == (0, len(counts))

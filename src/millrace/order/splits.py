@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from millrace.checks import MAX_INT64, reals, shown, whole
+from millrace.checks import MAX_INT64, check_floats, check_int, shown
 from millrace.errors import ConfigError
 from millrace.order.blends import normalize
 
@@ -58,7 +58,7 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
         split: String for `parse_split`, or fractions such as its result; those that overlap, or lie
             outside [0, 1], are a ConfigError.
     """
-    size = float(whole("num_sequences", num_sequences, 0, MAX_INT64))
+    size = float(check_int("num_sequences", num_sequences, 0, MAX_INT64))
     bookends = parse_split(split) if isinstance(split, str) else _checked(split)
     return [None if ends is None else _range(ends, size) for ends in bookends]
 
@@ -69,7 +69,7 @@ def part_range(count: int, part: Bookends) -> Range:
     >>> part_range(10, (0.6, 1.0))
     (6, 10)
     """
-    ends = tuple(reals("the ends of the part", part))
+    ends = tuple(check_floats("the ends of the part", part))
     if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= 1:
         raise ConfigError(
             f"the part must be (start, end) with 0 <= start < end <= 1, not {shown(part)}"
@@ -84,7 +84,7 @@ def _range(ends: Bookends, size: float) -> Range:
 def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
     try:
         checked: list[Any] = [
-            None if ends is None else tuple(reals("fractions", ends)) for ends in bookends
+            None if ends is None else tuple(check_floats("fractions", ends)) for ends in bookends
         ]
         shares = sorted(ends for ends in checked if ends is not None)
         if len(checked) != len(SPLITS) or not shares:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import absolute_path, one_path, shown, whole_numbers
+from millrace.checks import absolute_path, check_ints, check_path, shown
 from millrace.errors import ConfigError
 from millrace.files import atomic_file
 from millrace.provenance.origins import (
@@ -51,7 +51,7 @@ class OriginsWriter:
 
     def __init__(self, prefix: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.num_rows = 0
-        self._prefix, self._durable = absolute_path(one_path("prefix", prefix)), durable
+        self._prefix, self._durable = absolute_path(check_path("prefix", prefix)), durable
         self._pending: list[Any] = []  # tables that do not fill a row group yet
         self._num_pending = self._pending_id_bytes = 0
         self._sink = _Sink(os.path.dirname(self._prefix))
@@ -99,10 +99,10 @@ class OriginsWriter:
         pa = import_pyarrow()
         if isinstance(sources, str) or not all(isinstance(source, str) for source in sources):
             raise ConfigError(f"sources are {shown(sources)}; give a list of texts")
-        numbers = whole_numbers("source_numbers", source_numbers)
+        numbers = check_ints("source_numbers", source_numbers)
         columns = {
-            "lines": pa.array(whole_numbers("lines", lines)),
-            "byte_offsets": pa.array(whole_numbers("byte_offsets", byte_offsets)),
+            "lines": pa.array(check_ints("lines", lines)),
+            "byte_offsets": pa.array(check_ints("byte_offsets", byte_offsets)),
             "ids": pa.nulls(len(numbers), pa.string()) if ids is None else _texts("ids", ids),
         }
         for name, column in columns.items():

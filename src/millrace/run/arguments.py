@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from millrace.checks import flag, one_path, shown, whole
+from millrace.checks import check_bool, check_int, check_path, shown
 from millrace.errors import ConfigError
 from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig
@@ -35,7 +35,7 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: A file that is missing or in another format, a name given twice, or a value of
             the wrong type.
     """
-    name = one_path("the file of arguments", path)
+    name = check_path("the file of arguments", path)
     text = _read_text(name)
     load: Callable[[str], Any]
     if name.endswith((".yaml", ".yml")):
@@ -115,7 +115,7 @@ def _number(name: str, value: Any, kind: type[int] | type[float] = int) -> Any:
 
 
 def _at_least(least: int) -> Reader:
-    return lambda name, value: whole(name, _number(name, value), least)
+    return lambda name, value: check_int(name, _number(name, value), least)
 
 
 def _three(name: str, value: Any) -> tuple[int | None, ...]:
@@ -134,14 +134,14 @@ def _shares(name: str, value: Any) -> str:
 
 _READERS: dict[str, Reader | None] = {
     **dict.fromkeys(("data_path", *_PATHS), lambda name, value: parse_blend(value, name)),
-    **dict.fromkeys(("data_args_path", "per_split_data_args_path", "data_cache_path"), one_path),
+    **dict.fromkeys(("data_args_path", "per_split_data_args_path", "data_cache_path"), check_path),
     **dict.fromkeys(("seq_length", "global_batch_size", "eval_global_batch_size"), _at_least(1)),
     **dict.fromkeys(("eval_interval", "num_dataset_builder_threads"), _at_least(1)),
     **dict.fromkeys(("seed", "train_samples", "train_iters"), _at_least(0)),
     **dict.fromkeys(("eval_iters", "start_eval_at_iter"), _at_least(0)),
-    **dict.fromkeys(("skip_train", "full_validation", "multiple_validation_sets"), flag),
-    **dict.fromkeys(("any_tokenizer", "dataloader_fast_cache_load"), flag),
-    **dict.fromkeys(("mmap_bin_files", "no_mmap_bin_files"), flag),
+    **dict.fromkeys(("skip_train", "full_validation", "multiple_validation_sets"), check_bool),
+    **dict.fromkeys(("any_tokenizer", "dataloader_fast_cache_load"), check_bool),
+    **dict.fromkeys(("mmap_bin_files", "no_mmap_bin_files"), check_bool),
     "split": _shares,
     **dict.fromkeys(("num_samples", "rampup_batch_size"), _three),
     "mid_level_dataset_surplus": functools.partial(_number, kind=float),

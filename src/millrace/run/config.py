@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from millrace.checks import choice, flag, one_path, reals, shown, whole
+from millrace.checks import check_bool, check_choice, check_floats, check_int, check_path, shown
 from millrace.errors import ConfigError
 from millrace.options import SampleOptions
 from millrace.order import SPLITS, GPTPlan, normalize, part_range, split_ranges
@@ -134,17 +134,17 @@ class DatasetConfig:
         """Numbers and flags of any type become Python's, whose sums are exact."""
         self._set(
             num_samples=tuple(
-                None if count is None else whole(f"num_samples of {name}", count, 0)
+                None if count is None else check_int(f"num_samples of {name}", count, 0)
                 for name, count in zip(SPLITS, self.num_samples, strict=True)
             ),
             seed=check_seed(self.seed),
             surplus=check_surplus(self.surplus),
-            num_threads=whole("num_threads", self.num_threads, 1),
-            access=choice("access", self.access, get_args(Access)),
+            num_threads=check_int("num_threads", self.num_threads, 1),
+            access=check_choice("access", self.access, get_args(Access)),
         )
         for field in dataclasses.fields(self):
             if field.type == "bool":
-                self._set(**{field.name: flag(field.name, getattr(self, field.name))})
+                self._set(**{field.name: check_bool(field.name, getattr(self, field.name))})
         self._set(**dataclasses.asdict(self.sample_options))
         if not isinstance(self.cache, str | os.PathLike | None):
             raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")
@@ -172,7 +172,7 @@ class DatasetConfig:
         sources = [_checked_source(name, source) for source in blend[0]]
         if blend[1] is None:
             return sources, None
-        weights = reals(f"the {name} blend's weights", blend[1])
+        weights = check_floats(f"the {name} blend's weights", blend[1])
         if number == VALID and self.multiple_validation_sets:
             return sources, weights  # which are not used
         if len(weights) != len(sources):
@@ -261,8 +261,8 @@ def _checked_source(name: str, source: Any) -> Source:
         form = '{"prefix": PREFIX, "part": [START, END]}'
         raise ConfigError(f"a part in the {name} blend must be {form}, not {shown(dict(source))}")
     part_range(0, source["part"])
-    prefix = one_path(f"a prefix of the {name} blend", source["prefix"])
-    return {"prefix": prefix, "part": reals("the part", source["part"])}
+    prefix = check_path(f"a prefix of the {name} blend", source["prefix"])
+    return {"prefix": prefix, "part": check_floats("the part", source["part"])}
 
 
 def _is_list(value: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import reals, whole
+from millrace.checks import check_floats, check_int
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError
 from millrace.order import BlendOrder, Mixture, build_blend_indices, normalize
@@ -274,9 +274,9 @@ def _form_of_rows(form: BatchForm | None) -> BatchForm | None:
 def _build_blend_order(
     datasets: Sequence[Dataset], weights: Sequence[float] | None, size: int | None
 ) -> BlendOrder:
-    size = None if size is None else whole("the blend's size", size, 0)
+    size = None if size is None else check_int("the blend's size", size, 0)
     if weights is not None:
-        weights = reals("the weights", weights)
+        weights = check_floats("the weights", weights)
         if len(weights) != len(datasets):
             raise ConfigError(f"there are {len(weights)} weights for {len(datasets)} datasets")
         if size is None:

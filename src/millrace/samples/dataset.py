@@ -9,7 +9,7 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import shown, whole, whole_numbers
+from millrace.checks import check_int, check_ints, shown
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.options import SampleOptions
 from millrace.samples.fields import Batch, BatchForm, check_form
@@ -87,7 +87,7 @@ class TokenDataset:
 
     def __getitem__(self, sample_number: SupportsIndex) -> Batch:
         """One sample: the arrays of `batch` without their first dimension."""
-        number = whole("the sample number", sample_number)
+        number = check_int("the sample number", sample_number)
         number += len(self) if number < 0 else 0
         if not 0 <= number < len(self):
             raise IndexError(
@@ -343,7 +343,7 @@ def _converted(place: str, tokens: NDArray[Any], form: BatchForm) -> NDArray[Any
 
 def check_numbers(sample_numbers: ArrayLike, limit: int) -> Numbers:
     """Sample numbers as int64 [batch]; an IndexError for those outside [0, limit)."""
-    numbers = whole_numbers("sample numbers", sample_numbers)
+    numbers = check_ints("sample numbers", sample_numbers)
     # Python finds the ends of a short list in a fifth of NumPy's time.
     ends = numbers.tolist() if numbers.size <= 64 else [numbers.min(), numbers.max()]
     if ends and not 0 <= min(ends) <= max(ends) < limit:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import MAX_INT64, flag, shown, whole
+from millrace.checks import MAX_INT64, check_bool, check_int, shown
 from millrace.errors import ConfigError
 
 Batch = dict[str, NDArray[Any]]
@@ -91,8 +91,8 @@ class BatchForm:
         size = self.vocab_size
         vars(self).update(
             fields=_check_fields(self.fields),
-            share_labels=flag("share_labels", self.share_labels),
-            vocab_size=None if size is None else whole("vocab_size", size, 1, MAX_INT64),
+            share_labels=check_bool("share_labels", self.share_labels),
+            vocab_size=None if size is None else check_int("vocab_size", size, 1, MAX_INT64),
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from millrace.checks import flag
+from millrace.checks import check_bool
 from millrace.errors import ConfigError, DataError
 from millrace.options import SampleOptions, choose_options
 from millrace.order import GPTIndices, GPTPlan, Order, OrderInputs, SequenceOrder, Spans
@@ -167,7 +167,7 @@ class ShardedDataset(GPTDataset):
                 f"{shards.prefix} has no sequences: there is nothing to draw samples from. Shuffle "
                 "longer files, or with a smaller --seq-len"
             )
-        has_extra = flag("add_extra_token", add_extra_token)
+        has_extra = check_bool("add_extra_token", add_extra_token)
         length = shards.sequence_length - has_extra if options is None else None
         single = (length, add_extra_token, eod_token, pad_token, reset_position_ids)
         options = choose_options(options, (*single, eod_mask_loss, boundaries), has_extra=False)

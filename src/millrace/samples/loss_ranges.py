@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
 from millrace.cache import arrays
-from millrace.checks import flag, one_path, whole_numbers
+from millrace.checks import check_bool, check_ints, check_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
 from millrace.samples.dataset import Dataset, TokenDataset
@@ -51,8 +51,8 @@ def write_loss_ranges(
         DataError: A token file that is missing or damaged.
         OSError: A folder that cannot be written.
     """
-    prefix = one_path("prefix", prefix)
-    folder, name = _place(prefix if path is None else one_path("path", path))
+    prefix = check_path("prefix", prefix)
+    folder, name = _place(prefix if path is None else check_path("path", path))
     with IndexedDataset(prefix) as dataset:
         rows = _checked_ranges(ranges, dataset.sequence_lengths)
         key = {"kind": _KIND, "content": dataset.fingerprint, "lengths": dataset.lengths_checksum}
@@ -91,7 +91,7 @@ class LossRanges:
         only: bool = False,
     ) -> None:
         self.dataset = dataset
-        self.only = flag("only", only)
+        self.only = check_bool("only", only)
         self._ranges: dict[str, _Ranges] = {}
         stores: Any = dataset.stores if isinstance(dataset, TokenDataset) else (None,)
         if None in stores:
@@ -152,7 +152,7 @@ def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
     if ranges is not None and not isinstance(ranges, (str, bytes, os.PathLike)):
         rows = _checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[attr-defined]
         return _Ranges({_ARRAY: rows}, _checksum(rows))
-    folder, name = _place(stored.prefix if ranges is None else one_path("ranges", ranges))
+    folder, name = _place(stored.prefix if ranges is None else check_path("ranges", ranges))
     array_set = arrays.load(folder, name)
     path = os.path.join(folder, name + arrays.JSON)
     key = None if array_set is None else array_set.key
@@ -192,7 +192,7 @@ def _checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np
             f"the ranges are {table.dtype} of shape {list(table.shape)}; rows of three integers "
             "(sequence, start, stop) are needed"
         )
-    rows = whole_numbers("the ranges", table.reshape(-1)).reshape(-1, 3)
+    rows = check_ints("the ranges", table.reshape(-1)).reshape(-1, 3)
     sequences, starts, stops = rows.T
 
     def refuse(is_bad: NDArray[np.bool_], problem: str) -> None:

@@ -15,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import MAX_INT32, MAX_INT64, flag, real, shown, token, whole
+from millrace.checks import (
+    MAX_INT32,
+    MAX_INT64,
+    check_bool,
+    check_float,
+    check_int,
+    check_token,
+    shown,
+)
 from millrace.errors import ConfigError
 from millrace.samples.tokens import Numbers, TokenBatch, check_tokens
 
@@ -173,16 +181,16 @@ class FillInMiddle:
     changes_tokens = True
 
     def __post_init__(self) -> None:
-        plain: dict[str, Any] = {"seed": whole("seed", self.seed, 0, MAX_INT64)}
+        plain: dict[str, Any] = {"seed": check_int("seed", self.seed, 0, MAX_INT64)}
         for name in ("rate", "spm_rate"):
-            plain[name] = real(name, getattr(self, name))
+            plain[name] = check_float(name, getattr(self, name))
             if not 0 <= plain[name] <= 1:  # NaN too
                 raise ConfigError(f"{name} is {plain[name]}; 0 to 1 is possible")
         inserted = ("prefix_token", "middle_token", "suffix_token")
         for name in inserted:
-            plain[name] = whole(name, getattr(self, name), 0, MAX_INT64)
+            plain[name] = check_int(name, getattr(self, name), 0, MAX_INT64)
         for name in ("eod_token", "pad_token"):
-            plain[name] = token(name, getattr(self, name))
+            plain[name] = check_token(name, getattr(self, name))
         names: dict[int, str] = {}
         for name in (*inserted, "eod_token", "pad_token"):
             other = names.setdefault(plain[name], name)
@@ -228,9 +236,9 @@ class RepeatGuard:
 
     def __post_init__(self) -> None:
         vars(self).update(
-            max_period=whole("max_period", self.max_period, 1, MAX_INT32),
-            min_repeats=whole("min_repeats", self.min_repeats, 2, MAX_INT32),
-            whole_sample=flag("whole_sample", self.whole_sample),
+            max_period=check_int("max_period", self.max_period, 1, MAX_INT32),
+            min_repeats=check_int("min_repeats", self.min_repeats, 2, MAX_INT32),
+            whole_sample=check_bool("whole_sample", self.whole_sample),
         )
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:

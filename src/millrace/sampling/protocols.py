@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import whole
+from millrace.checks import check_int
 
 
 class Sampler(Protocol):
@@ -65,12 +65,12 @@ def num_steps(sampler: Any, consumed_samples: int = 0) -> int:
     """The number of steps from a position to the end; TypeError if there is no end."""
     if not isinstance(sampler, SizedSampler):
         raise TypeError(f"a {type(sampler).__name__} has no number of steps")
-    return whole("num_steps", sampler.num_steps(consumed_samples), 0)
+    return check_int("num_steps", sampler.num_steps(consumed_samples), 0)
 
 
 def checked_position(sampler: Any, consumed_samples: Any) -> int:
     """A position as a whole number; ConfigError where no step of the sampler can start."""
-    position = whole("consumed_samples", consumed_samples, 0)
+    position = check_int("consumed_samples", consumed_samples, 0)
     if isinstance(sampler, CheckedSampler):
         sampler.check_position(position)
     return position

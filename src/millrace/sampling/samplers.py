@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import MAX_INT64, flag, shown, whole
+from millrace.checks import MAX_INT64, check_bool, check_int, shown
 from millrace.errors import ConfigError
 from millrace.forks import ForkLock
 from millrace.sampling.schedules import BatchSizeSchedule, as_schedule
@@ -27,9 +27,9 @@ class RankSampler:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "micro_batch_size", "data_parallel_size"):
-            setattr(self, name, whole(name, getattr(self, name), 1, MAX_INT64))
+            setattr(self, name, check_int(name, getattr(self, name), 1, MAX_INT64))
         last = self.data_parallel_size - 1
-        self.data_parallel_rank = whole("data_parallel_rank", self.data_parallel_rank, 0, last)
+        self.data_parallel_rank = check_int("data_parallel_rank", self.data_parallel_rank, 0, last)
         self.block_size = self.micro_batch_size * self.data_parallel_size
 
     def check_block(self, remedy: str = "") -> None:
@@ -69,7 +69,7 @@ class GlobalBatchSampler(RankSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.drop_last = flag("drop_last", self.drop_last)
+        self.drop_last = check_bool("drop_last", self.drop_last)
         # The classes below have no such argument: their steps take one block.
         size = getattr(self, "global_batch_size", self.block_size)
         self.schedule = as_schedule("global_batch_size", size)
@@ -97,14 +97,14 @@ class GlobalBatchSampler(RankSampler):
 
     def _bounds(self, consumed_samples: int) -> tuple[int, int]:
         """Where a step starts and ends, if the dataset does not end before."""
-        start = whole("consumed_samples", consumed_samples, 0)
+        start = check_int("consumed_samples", consumed_samples, 0)
         return start, start + self.schedule.batch_size(start)
 
     def num_steps(self, consumed_samples: int = 0) -> int:
         return self.schedule.num_steps(self.num_samples, consumed_samples, drop_last=self.drop_last)
 
     def check_position(self, consumed_samples: int) -> None:
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        consumed_samples = check_int("consumed_samples", consumed_samples, 0)
         if consumed_samples > self.num_samples:
             raise ConfigError(
                 f"consumed_samples is {shown(consumed_samples)}; the dataset has "
@@ -170,7 +170,7 @@ class FullValidationSampler(GlobalBatchSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.pad = flag("pad", self.pad)
+        self.pad = check_bool("pad", self.pad)
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
         numbers = super().sample_numbers(consumed_samples)
@@ -214,7 +214,7 @@ class CyclicSampler(RankSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.data_sharding = flag("data_sharding", self.data_sharding)
+        self.data_sharding = check_bool("data_sharding", self.data_sharding)
         self.check_block()
         self.steps_per_epoch = self.num_samples // self.block_size
         self.samples_per_epoch = self.steps_per_epoch * self.block_size
@@ -223,7 +223,7 @@ class CyclicSampler(RankSampler):
         self._permutations: dict[int, NDArray[Any]] = {}
 
     def has_step(self, consumed_samples: int) -> bool:
-        whole("consumed_samples", consumed_samples, 0, MAX_INT64)
+        check_int("consumed_samples", consumed_samples, 0, MAX_INT64)
         return True
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
@@ -243,7 +243,7 @@ class CyclicSampler(RankSampler):
         self._step_start(consumed_samples)
 
     def consumed_at(self, step: int) -> int:
-        return whole("step", step, 0, MAX_INT64) * self.block_size
+        return check_int("step", step, 0, MAX_INT64) * self.block_size
 
     def step_at(self, consumed_samples: int) -> int:
         return self._step_start(consumed_samples) // self.block_size
@@ -268,7 +268,7 @@ class CyclicSampler(RankSampler):
 
     def _step_start(self, consumed_samples: int) -> int:
         """The number of consumed samples, if a step starts there."""
-        consumed_samples = whole("consumed_samples", consumed_samples, 0, MAX_INT64)
+        consumed_samples = check_int("consumed_samples", consumed_samples, 0, MAX_INT64)
         start = consumed_samples // self.block_size * self.block_size
         if start < consumed_samples:
             epoch, position = divmod(consumed_samples, self.samples_per_epoch)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
-from millrace.checks import MAX_INT64, shown, whole
+from millrace.checks import MAX_INT64, check_int, shown
 from millrace.errors import ConfigError
 
 _MAX_RAMP_SAMPLES = 2**53  # larger counts are not exact in float64, in which Megatron-LM divides
@@ -51,15 +51,15 @@ class BatchSizeSchedule:
 
     def batch_size(self, consumed_samples: int) -> int:
         """Number of samples, on all ranks, of the step that starts after that many samples."""
-        consumed_samples = whole("consumed_samples", consumed_samples, 0)
+        consumed_samples = check_int("consumed_samples", consumed_samples, 0)
         return self.changes[bisect_right(self.changes, consumed_samples, key=_first) - 1][1]
 
     def num_micro_batches(
         self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
     ) -> int:
         """Number of micro batches of one rank; ConfigError if the ranks cannot share them out."""
-        micro = whole("micro_batch_size", micro_batch_size, 1, MAX_INT64)
-        ranks = whole("data_parallel_size", data_parallel_size, 1, MAX_INT64)
+        micro = check_int("micro_batch_size", micro_batch_size, 1, MAX_INT64)
+        ranks = check_int("data_parallel_size", data_parallel_size, 1, MAX_INT64)
         size = self.batch_size(consumed_samples)
         if size % (micro * ranks):
             raise ConfigError(
@@ -79,7 +79,7 @@ class BatchSizeSchedule:
 
     def step_at(self, consumed_samples: int) -> int:
         """The number of the step that starts there; a ConfigError inside a step names its ends."""
-        consumed_samples = whole("consumed_samples", consumed_samples, 0, MAX_INT64)
+        consumed_samples = check_int("consumed_samples", consumed_samples, 0, MAX_INT64)
         run = bisect_right(self._runs, consumed_samples, key=itemgetter(1)) - 1
         step, start, size = self._runs[run]
         steps, samples_inside = divmod(consumed_samples - start, size)
@@ -94,7 +94,7 @@ class BatchSizeSchedule:
 
     def consumed_at(self, step: int) -> int:
         """Number of samples consumed before a step; step 0 starts at sample 0."""
-        step = whole("step", step, 0, MAX_INT64)
+        step = check_int("step", step, 0, MAX_INT64)
         first, start, size = self._runs[bisect_right(self._runs, step, key=_first) - 1]
         return start + (step - first) * size
 
@@ -102,8 +102,8 @@ class BatchSizeSchedule:
         self, num_samples: int, consumed_samples: int = 0, *, drop_last: bool = True
     ) -> int:
         """Number of steps from any position to the end; `drop_last`: but for an incomplete one."""
-        num_samples, steps = whole("num_samples", num_samples, 0), 0
-        consumed = whole("consumed_samples", consumed_samples, 0)
+        num_samples, steps = check_int("num_samples", num_samples, 0), 0
+        consumed = check_int("consumed_samples", consumed_samples, 0)
         while consumed < num_samples:
             place = bisect_right(self.changes, consumed, key=_first)
             size = self.changes[place - 1][1]
@@ -132,10 +132,10 @@ class RampUp(BatchSizeSchedule):
     """
 
     def __init__(self, start: int, increment: int, samples: int, global_batch_size: int) -> None:
-        self.start = whole("start", start, 1, MAX_INT64)
-        self.increment = whole("increment", increment, 1, MAX_INT64)
-        self.samples = whole("samples", samples, 1, _MAX_RAMP_SAMPLES)
-        self.global_batch_size = whole("global_batch_size", global_batch_size, 1, MAX_INT64)
+        self.start = check_int("start", start, 1, MAX_INT64)
+        self.increment = check_int("increment", increment, 1, MAX_INT64)
+        self.samples = check_int("samples", samples, 1, _MAX_RAMP_SAMPLES)
+        self.global_batch_size = check_int("global_batch_size", global_batch_size, 1, MAX_INT64)
         num_increments, rest = divmod(self.global_batch_size - self.start, self.increment)
         if num_increments < 0 or rest:
             raise ConfigError(
@@ -172,7 +172,7 @@ def as_schedule(name: str, value: int | BatchSizeSchedule) -> BatchSizeSchedule:
     """A schedule as it is, or a constant batch size as a schedule."""
     if isinstance(value, BatchSizeSchedule):
         return value
-    return BatchSizeSchedule([(0, whole(name, value, 1, MAX_INT64))])
+    return BatchSizeSchedule([(0, check_int(name, value, 1, MAX_INT64))])
 
 
 def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
@@ -184,8 +184,8 @@ def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
         ) from None
     checked: list[tuple[int, int]] = []
     for place, (start, size) in enumerate(pairs):
-        start = whole(f"consumed_samples of change {place}", start, 0, MAX_INT64)
-        size = whole(f"global_batch_size of change {place}", size, 1, MAX_INT64)
+        start = check_int(f"consumed_samples of change {place}", start, 0, MAX_INT64)
+        size = check_int(f"global_batch_size of change {place}", size, 1, MAX_INT64)
         if place == 0 and start != 0:
             raise ConfigError(f"the first change is at {start} consumed samples; it must be at 0")
         if place > 0 and start <= checked[-1][0]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from millrace import names
-from millrace.checks import MAX_INT32, MAX_INT64, one_path, shown
+from millrace.checks import MAX_INT32, MAX_INT64, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum
 from millrace.records import Count, Limits, record_from
@@ -113,7 +113,7 @@ class ShardsMetadata:
 
 def shard_prefix(folder: str | os.PathLike[str], number: int) -> str:
     """The path prefix of a shard: `FOLDER/shard_0000`."""
-    return os.path.join(one_path("folder", folder), f"shard_{number:04}")
+    return os.path.join(check_path("folder", folder), f"shard_{number:04}")
 
 
 def bin_paths(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> list[str]:
@@ -121,12 +121,12 @@ def bin_paths(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> list[
 
 
 def metadata_path(folder: str | os.PathLike[str]) -> str:
-    return os.path.join(one_path("folder", folder), METADATA)
+    return os.path.join(check_path("folder", folder), METADATA)
 
 
 def is_shards_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder, not the path prefix of an indexed dataset."""
-    name = one_path("path", path)
+    name = check_path("path", path)
     return os.path.isdir(name) and not any(
         os.path.exists(name + suffix) for suffix in (".idx", ".idx.new")
     )
@@ -147,7 +147,7 @@ def read_metadata(
             agree with each other, or a shard that is missing or has another size.
         ConfigError: A dtype that token files cannot have, or another one than the metadata say.
     """
-    folder = one_path("folder", folder)
+    folder = check_path("folder", folder)
     storage = storage_of(folder, storage)
     metadata = parse_metadata(folder, dtype, storage)
     numbers = range(metadata.num_shards)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checks import one_path
+from millrace.checks import check_path
 from millrace.files import sum_of
 from millrace.names import SHUFFLE_RESULT
 from millrace.shards.metadata import (
@@ -56,7 +56,7 @@ def verify_shards(
     Raises:
         ConfigError: If there is less than one thread, or a dtype that token files cannot have.
     """
-    folder = one_path("folder", folder)
+    folder = check_path("folder", folder)
     with make_pool(threads) as pool:
         checks = Checks(folder, pool, on_bytes)
         metadata = None

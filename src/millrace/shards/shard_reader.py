@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import one_path
+from millrace.checks import check_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
 from millrace.ragged import Numbers, equal_runs, starts_of
@@ -61,7 +61,7 @@ class Shards:
         dtype: str | None = None,
         storage: Storage | None = None,
     ) -> None:
-        self.prefix = one_path("folder", folder)
+        self.prefix = check_path("folder", folder)
         storage = storage_of(self.prefix, storage)
         self.metadata = read_metadata(self.prefix, dtype=dtype, storage=storage)
         if self.metadata.has_documents:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from millrace.checks import absolute_path, one_path, real, shown
+from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below
 from millrace.names import BESIDE_TOKENS, JOURNAL
@@ -156,12 +156,12 @@ def _weight_and_path(entry: Any) -> tuple[Fraction, str]:
         weight, path = entry
     except (TypeError, ValueError):
         path = ""
-    path = one_path("a path of the input list", path)
+    path = check_path("a path of the input list", path)
     if not path:
         raise ConfigError(
             f"an entry of the input list must be a weight and a path, not {shown(entry)}"
         )
-    value = real(f"the weight of {path}", weight)
+    value = check_float(f"the weight of {path}", weight)
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(
             f"the weight of {path} must be above 0, not {value:g}; or leave the path out"

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace.checks import MAX_INT32, flag, one_path, shown, whole_numbers
+from millrace.checks import MAX_INT32, check_bool, check_ints, check_path, shown
 from millrace.errors import ConfigError
 from millrace.files import naming, temporary_name
 from millrace.interrupts import interrupts_held
@@ -73,18 +73,18 @@ class IndexedDatasetBuilder:
         provenance: Mapping[str, Any] | None = None,
         durable: bool = True,
     ) -> None:
-        self.prefix = one_path("prefix", prefix)
+        self.prefix = check_path("prefix", prefix)
         _check_prefix(self.prefix)
         dtype_code(dtype)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        self.multimodal = flag("multimodal", multimodal)
+        self.multimodal = check_bool("multimodal", multimodal)
         self._writer = PairWriter(
             self.prefix,
             self.dtype,
             multimodal=self.multimodal,
-            checksums=flag("checksums", checksums),
+            checksums=check_bool("checksums", checksums),
             provenance=_plain_json(provenance),
-            durable=flag("durable", durable),
+            durable=check_bool("durable", durable),
         )
         self._buffer = self._writer.buffer
 
@@ -182,7 +182,7 @@ class IndexedDatasetBuilder:
         other = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
         span = (0, other.num_documents) if documents is None else documents
         start, stop = other.document_range(*span)
-        if other.dtype != self.dtype and not flag("change_dtype", change_dtype):
+        if other.dtype != self.dtype and not check_bool("change_dtype", change_dtype):
             raise ConfigError(
                 f"{other.prefix} holds {other.dtype}, the new file {self.dtype}; "
                 "`millrace convert --dtype` changes one of them"
@@ -335,7 +335,7 @@ def _as_tokens(tokens: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
         raise ConfigError(f"tokens are not numbers in one dimension: {error}") from None
     is_float = dtype.kind == "f"
     if values.ndim == 1 and (values.dtype == object or values.size == 0) and not is_float:
-        return whole_numbers("tokens", values.tolist())
+        return check_ints("tokens", values.tolist())
     if values.ndim != 1 or values.dtype.kind not in ("iuf" if is_float else "iu"):
         raise ConfigError(
             f"tokens have shape {values.shape} and dtype {values.dtype}; "
@@ -347,7 +347,7 @@ def _as_tokens(tokens: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
     """The lengths of sequences, int64 [sequences], whose sum is the number of tokens."""
-    counts = whole_numbers("lengths", lengths)
+    counts = check_ints("lengths", lengths)
     least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
     if least < 0 or most > MAX_INT32:
         limits = f"0 to {MAX_INT32} is possible. Cut longer sequences into several"
@@ -359,7 +359,7 @@ def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
 
 
 def _as_modes(modes: ArrayLike, count: int) -> NDArray[np.int8]:
-    values = whole_numbers("modes", modes)
+    values = check_ints("modes", modes)
     if values.shape != (count,) or np.any(values != values.astype(np.int8)):
         raise ConfigError(f"modes are {shown(modes)}; give {count} numbers from -128 to 127")
     return values.astype(np.int8)

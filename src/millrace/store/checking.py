@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checks import paths, whole
+from millrace.checks import check_int, check_paths
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
@@ -147,13 +147,13 @@ def verify(
     Raises:
         ConfigError: If there is less than one thread.
     """
-    names = paths("prefixes", prefixes)
+    names = check_paths("prefixes", prefixes)
     with make_pool(threads) as pool:
         return [_verify(name, pool, on_bytes) for name in names]
 
 
 def make_pool(threads: int | None) -> ThreadPoolExecutor:
-    threads = available_cores() if threads is None else whole("threads", threads, least=1)
+    threads = available_cores() if threads is None else check_int("threads", threads, least=1)
     return ThreadPoolExecutor(threads)
 
 

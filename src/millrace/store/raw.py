@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from millrace import _native
-from millrace.checks import one_path, shown
+from millrace.checks import check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b
 from millrace.storage import (
@@ -64,7 +64,7 @@ class RawTokens:
         access: Access = "mmap",
         storage: Storage | None = None,
     ) -> None:
-        self.prefix = one_path("path", path)
+        self.prefix = check_path("path", path)
         self._options = {"dtype": dtype, "access": access, "storage": storage}
         try:
             file = storage_of(self.prefix, storage).open(self.prefix, access)

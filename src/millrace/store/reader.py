@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import one_path, whole, whole_numbers
+from millrace.checks import check_int, check_ints, check_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
 from millrace.storage import (
@@ -88,7 +88,7 @@ class IndexedDataset:
         bin_reader: BinReader | None = None,
         storage: Storage | None = None,
     ) -> None:
-        self.prefix = one_path("prefix", prefix)
+        self.prefix = check_path("prefix", prefix)
         options = {"access": access, "bin_reader": bin_reader, "storage": storage}
         self._options: dict[str, Any] = options
         self._pair = open_pair(
@@ -147,7 +147,7 @@ class IndexedDataset:
 
     def document_range(self, start: SupportsIndex, stop: SupportsIndex) -> tuple[int, int]:
         """Two numbers of documents as ints; a ConfigError if they are not a range of documents."""
-        first, end = whole("start", start), whole("stop", stop)
+        first, end = check_int("start", start), check_int("stop", stop)
         if not 0 <= first <= end <= self.num_documents:
             raise ConfigError(
                 f"documents are {first} to {end}; {self.prefix} has {self.num_documents}"
@@ -239,8 +239,8 @@ class IndexedDataset:
         """
         number = self._number("sequence", index, len(self))
         available = self.sequence_lengths.item(number)
-        start = whole("offset", offset)
-        count = available - start if length is None else whole("length", length)
+        start = check_int("offset", offset)
+        count = available - start if length is None else check_int("length", length)
         if start < 0 or count < 0 or start + count > available:
             raise ConfigError(
                 f"tokens [{start}, {start + count}) are not in sequence {number}, which has "
@@ -258,7 +258,7 @@ class IndexedDataset:
             The tokens of all of them, [tokens] of `dtype`, and their offsets, int64 [n + 1]:
             sequence i is tokens[offsets[i]:offsets[i + 1]].
         """
-        ids = whole_numbers("sequence_ids", sequence_ids)
+        ids = check_ints("sequence_ids", sequence_ids)
         pointers, lengths = self.sequence_pointers, self.sequence_lengths
         try:
             if self._bytes is not None:

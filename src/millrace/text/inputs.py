@@ -58,7 +58,7 @@ def find_inputs(
     >>> file.format.name, file.size
     ('jsonl', 13)
     """
-    paths = checks.paths("inputs", inputs)
+    paths = checks.check_paths("inputs", inputs)
     for path in paths:
         if "\0" in path:
             raise ConfigError(f"one of inputs is {checks.shown(path)}, which no file can have")
@@ -84,7 +84,7 @@ def read_input_list(path: str | os.PathLike[str]) -> list[str]:
     Raises:
         TextError: A list that cannot be read, or names nothing.
     """
-    path = checks.one_path("path", path)
+    path = checks.check_path("path", path)
     with readable(path), open_path(path) as file:
         data = file.read()
     if compression_of(data[:NUM_MAGIC_BYTES]) or b"\0" in data:

@@ -181,7 +181,7 @@ class Piece:
 
 def parts_of(file: InputFile, size: int) -> list[Part]:
     """Consecutive parts of about `size` bytes on disk; one part of a file that cannot be cut."""
-    return list(file.format.cut(file, checks.whole("size", size, 1)))
+    return list(file.format.cut(file, checks.check_int("size", size, 1)))
 
 
 def pieces_of(
@@ -205,7 +205,7 @@ def pieces_of(
     Raises:
         ConfigError: A file of a format that is not unpacked.
     """
-    checks.whole("size", size, 1)
+    checks.check_int("size", size, 1)
     return file.format.unpack(
         file, size, max_size=max_document_size, block_size=min(block_size, size)
     )

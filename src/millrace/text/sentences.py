@@ -12,7 +12,7 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from millrace.checks import flag, shown
+from millrace.checks import check_bool, shown
 from millrace.errors import ConfigError, TextError
 
 MAX_CHARACTERS = 1_000_000
@@ -62,7 +62,7 @@ class SentenceSplitter:
         self, lang: str = "english", *, keep_newlines: bool = False, library: str = "punkt"
     ) -> None:
         language, code = _language(lang)
-        self.keep_newlines = flag("keep_newlines", keep_newlines)
+        self.keep_newlines = check_bool("keep_newlines", keep_newlines)
         if library not in LIBRARIES:
             raise ConfigError(f"library is {shown(library)}; it is one of {', '.join(LIBRARIES)}")
         self.library, self._code = library, code

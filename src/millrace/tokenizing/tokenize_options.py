@@ -39,8 +39,8 @@ def _splitter(name: str, value: Any) -> SentenceSplitter:
 def _shard(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ConfigError(f"{name} must be a pair (number, count), not {checks.shown(value)}")
-    count = checks.whole("the number of shards", value[1], 1)
-    return checks.whole(name, value[0], 0, count - 1), count
+    count = checks.check_int("the number of shards", value[1], 1)
+    return checks.check_int(name, value[0], 0, count - 1), count
 
 
 def _parse_shard(text: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import xxhash
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from millrace.checks import real, whole
+from millrace.checks import check_float, check_int
 from millrace.errors import ConfigError, MillraceError
 from millrace.feed import FullValidationSampler, Loader
 from millrace.feed.stream_data import IN_TURN
@@ -81,10 +81,10 @@ def check_consistency(
     error: BaseException | None = None
     seconds, report = _TIMEOUT, Report()
     try:
-        checksum_batches = whole("checksum_batches", checksum_batches, 0)
+        checksum_batches = check_int("checksum_batches", checksum_batches, 0)
         number = (rank or 0) if data_parallel_rank is None else data_parallel_rank
-        number = whole("data_parallel_rank", number, 0)
-        if not 0 < real("timeout", timeout) <= 10**6:
+        number = check_int("data_parallel_rank", number, 0)
+        if not 0 < check_float("timeout", timeout) <= 10**6:
             raise ConfigError(f"timeout must be above 0, up to 1,000,000 seconds, not {timeout}")
         seconds = float(timeout)
         if rank is not None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils import data
 
-from millrace.checks import shown, whole
+from millrace.checks import check_int, shown
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
 from millrace.feed.state import STATE_VERSION, Fingerprint
@@ -179,7 +179,7 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         """
         if not isinstance(state, Mapping) or "consumed_samples" not in state:
             raise ResumeError(f"the state is {shown(state)}; it has no consumed_samples")
-        position = whole("consumed_samples", state["consumed_samples"], 0)
+        position = check_int("consumed_samples", state["consumed_samples"], 0)
         saved, now = (one.get("sampler", {}) for one in (state, self._state(position)))
         if saved != now:
             raise ResumeError(
@@ -376,7 +376,7 @@ def _check_kind(name: str, value: Any, method: str, kind: str) -> None:
 
 
 def _position_after(sampler: Sampler, consumed_samples: int, num_steps: int) -> int:
-    for step in range(whole("num_batches", num_steps, 0)):
+    for step in range(check_int("num_batches", num_steps, 0)):
         if not sampler.has_step(consumed_samples):
             raise ConfigError(f"num_batches is {num_steps}; only {step} batches are left")
         consumed_samples = sampler.consumed_after(consumed_samples)

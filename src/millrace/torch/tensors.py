@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from millrace.checks import flag
+from millrace.checks import check_bool
 from millrace.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[
         ConfigError: An array of a dtype that torch does not have, such as strings or objects.
     """
     tensors = {name: _tensor(name, array) for name, array in batch.items()}
-    if flag("pin", pin) and torch.cuda.is_available():
+    if check_bool("pin", pin) and torch.cuda.is_available():
         return {name: tensor.pin_memory() for name, tensor in tensors.items()}
     return tensors
 
