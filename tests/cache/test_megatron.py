@@ -170,7 +170,7 @@ def test_a_cache_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
 
 
 BUILD = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 import numpy as np
 from millrace.cache import megatron as cache
@@ -178,7 +178,11 @@ from tests.cache.test_megatron import make
 lengths = np.full(20_000, 9, np.int32)
 for seed in range(8):
     files, arrays, check = make(Path(sys.argv[1]), lengths=lengths, num_samples=None, seed=seed)
-    loaded, _ = cache.load_or_build(files, check, lambda _: arrays)
+    def build(problem):
+        print("builds")
+        time.sleep(0.2)  # so that others come meanwhile
+        return arrays
+    loaded, _ = cache.load_or_build(files, check, build)
     for name, array in arrays.items():
         np.testing.assert_array_equal(loaded[name], array, strict=True)
 """
@@ -188,20 +192,21 @@ for seed in range(8):
 def test_processes_that_build_the_same_set_all_load_it(has_locks: bool, tmp_path: Path) -> None:
     environment = dict(os.environ) if has_locks else no_flock(tmp_path)
     command = [sys.executable, "-c", BUILD, tmp_path / "cache"]
-    processes = [
-        subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE)
-        for _ in range(4)
-    ]
+    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    processes = [subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) for _ in range(4)]
+    num_builds = 0
     try:
         for process in processes:
-            _, errors = process.communicate(timeout=120)
+            output, errors = process.communicate(timeout=120)
             assert process.returncode == 0, errors.decode()
+            num_builds += output.count(b"builds")
     finally:
         for process in processes:
             process.kill()
             process.communicate()
     names = [path.name for path in (tmp_path / "cache").iterdir()]
     assert len(names) == 8 * 4, sorted(names)
+    assert num_builds == 8 if has_locks else num_builds >= 8  # of each set, one process builds it
 
 
 def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:

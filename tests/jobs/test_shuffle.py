@@ -493,6 +493,22 @@ def test_sidecars_that_changed_since_the_interruption(
     assert not verify_shards(tmp_path / "output").problems
 
 
+def test_two_jobs_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one is refused, and neither removes what the first one needs."""
+
+    def second_job(*arguments: Any) -> None:
+        for restart in (False, True):
+            with pytest.raises(MillraceError, match="another process is at work on this job"):
+                run(folder, restart=restart)
+        raise KilledError
+
+    with monkeypatch.context() as context:
+        context.setattr("millrace.shuffling.shuffle_job.measure_distribution", second_job)
+        with pytest.raises(KilledError):
+            run(folder)
+    assert names_in(folder) == ["input"]
+
+
 @pytest.mark.parametrize("name", ["shard_0001.bin", "shard_0001.idx", "metadata.json"])
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_a_damaged_output_is_not_the_output(folder: Path, name: str, is_cut: bool) -> None:

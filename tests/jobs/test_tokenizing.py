@@ -667,6 +667,7 @@ def test_memory_decides_nothing_else(jobs: Jobs) -> None:
     path = jobs.write("a.jsonl", [*make_texts(100), "x" * 4_500_000])
     path.write_bytes(path.read_bytes() + b"{")
     jobs.tokenizer = Tokenizer("bytes")
+    jobs.refuses("memory must be at least", path, memory=10**8)
     for memory in (3 * 10**9, 4 * 10**9):
         jobs.refuses("line 102", path, error=TextError, memory=memory, chunk_size=None)
 

@@ -177,7 +177,8 @@ def test_a_builder_whose_write_failed_publishes_nothing_wrong(disk: Path) -> Non
 @pytest.mark.parametrize("kind", ["build", "merge"])
 def test_a_limit_on_file_sizes_leaves_the_old_pair(kind: str, tmp_path: Path) -> None:
     code = (
-        "import sys, pathlib; from tests.store import test_faults as t; "
+        "import sys, pathlib, warnings; from tests.store import test_faults as t; "
+        "warnings.simplefilter('error'); "  # such as of a file that nobody closes
         "print(*t.sweep_file_sizes(pathlib.Path(sys.argv[1]), getattr(t, sys.argv[2])))"
     )
     refusals, successes = map(int, output_of(code, tmp_path, kind).split())
