@@ -22,7 +22,6 @@ from millrace._core import SequenceOrder as SequenceOrder
 from millrace._core import TokenBuffer as TokenBuffer
 from millrace._core import TokenSource as TokenSource
 from millrace._core import copy_pieces as copy_pieces
-from millrace._core import copy_sequences as copy_sequences
 from millrace._core import fill_in_middle as fill_in_middle
 from millrace._core import fill_rows as fill_rows
 from millrace._core import find_documents as find_documents
@@ -34,7 +33,6 @@ from millrace._core import locate_spans as locate_spans
 from millrace._core import look_up_draws as look_up_draws
 from millrace._core import map_file as map_file
 from millrace._core import mark_ranges as mark_ranges
-from millrace._core import mark_repeats as mark_repeats
 from millrace._core import mask_losses as mask_losses
 from millrace._core import prefetch_file as prefetch_file
 from millrace._core import prefetch_mapped as prefetch_mapped
@@ -275,6 +273,34 @@ def torch_randperm(size: int, seed: int, *, dtype: Any = np.int64) -> NDArray[An
     # torch draws two words of the generator for each of so many numbers.
     has_64_bit_draws = size >= (2**32 - 1) // 20
     return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
+
+
+def copy_sequences(
+    data: NDArray[np.uint8],
+    pointers: Numbers,
+    lengths: NDArray[np.int32],
+    ids: Numbers,
+    token_size: int,
+) -> tuple[NDArray[np.uint8], Numbers]:
+    """The bytes of sequences, one after the other, and their offsets in tokens: [ids + 1].
+
+    A token has 1 to 8 bytes; negative ids count from the end.
+    """
+    if not 1 <= token_size <= 8:
+        raise ConfigError(f"token_size is {token_size}; 1 to 8 is possible")
+    return _core.copy_sequences(data, pointers, lengths, ids, token_size)
+
+
+def mark_repeats(
+    tokens: Numbers, ends: Numbers, max_period: int, min_repeats: int, is_whole: bool
+) -> NDArray[np.uint8]:
+    """Marks of the tokens in runs of up to `max_period` that stand `min_repeats` times in a row."""
+    if not (1 <= max_period <= MAX_INT32 and 2 <= min_repeats <= MAX_INT32):
+        raise ConfigError(
+            f"max_period is {max_period} and min_repeats {min_repeats}; 1 and 2 are needed at "
+            f"least, and at most {MAX_INT32} is possible"
+        )
+    return _core.mark_repeats(tokens, ends, max_period, min_repeats, is_whole)
 
 
 def _dtype(value: Any, *names: str) -> np.dtype[Any]:

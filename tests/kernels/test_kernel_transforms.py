@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.kernels import reference
 from tests.kernels.twins import assert_refused, assert_twin
 
-from millrace import _native
+from millrace import ConfigError, _native
 
 FIM: dict[str, Any] = {
     "rate": 1.0,
@@ -210,6 +210,13 @@ def test_other_arrays_that_do_not_fit_are_refused() -> None:
             _native.mark_ranges(ranges, *(np.array([number]) for number in spans))
     with pytest.raises(ValueError, match="counts has 2 entries; 1 are needed"):
         _native.mark_ranges(ranges, one, one, np.array([1, 1]))
+
+
+def test_repeats_outside_their_limits_are_refused() -> None:
+    """The kernel would divide by zero."""
+    for max_period, min_repeats in ((0, 2), (1, 1), (1, 0), (1, -1), (2**31, 2), (1, 2**31)):
+        with pytest.raises(ConfigError, match="max_period is"):
+            _native.mark_repeats(np.arange(4), np.array([4]), max_period, min_repeats, False)
 
 
 def test_arrays_of_other_dtypes_and_shapes_are_refused() -> None:
