@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,13 @@ def attributes_of(class_: ast.ClassDef) -> set[str]:
         ):
             names.add(node.attr)
     return names
+
+
+def test_no_two_rooms_have_a_module_of_one_name() -> None:
+    """But for the drop-in's, which are Megatron-LM's, and a path that the next release ends."""
+    modules = [path for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
+    names = [path.stem for path in modules if path.parent.name != "megatron"]
+    assert [name for name, count in Counter(names).items() if count > 1] == ["training"]
 
 
 def test_no_name_hides_a_module() -> None:

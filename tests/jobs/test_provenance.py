@@ -268,7 +268,7 @@ def config(prefixes: list[str], **options: Any) -> DatasetConfig:
 
 def test_a_blend_of_different_tokenizers_is_refused(tmp_path: Path) -> None:
     prefixes = [write(tmp_path / "a", GPT2), write(tmp_path / "b"), write(tmp_path / "c", LLAMA)]
-    with pytest.raises(ConfigError, match="gpt2.json .* llama.json .* any_tokenizer"):
+    with pytest.raises(ConfigError, match=r"gpt2\.json .* llama\.json .* any_tokenizer"):
         build_datasets(config(prefixes))
     per_split = [([prefixes[0]], None), ([prefixes[2]], None), None]
     apart = {"blend": None, "split": None, "blend_per_split": per_split, "num_samples": (10, 5, 0)}

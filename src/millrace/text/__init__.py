@@ -12,6 +12,7 @@ from typing import Any
 
 from millrace.text.documents import Batch, Documents, Query, Reject, check_keys
 from millrace.text.inputs import find_inputs, read_input_list
+from millrace.text.json_values import BadDocumentError
 from millrace.text.parts import (
     Format,
     InputFile,
@@ -23,7 +24,6 @@ from millrace.text.parts import (
     pieces_of,
     read_documents,
 )
-from millrace.text.records import BadDocumentError
 from millrace.text.sentences import SentenceSplitter
 
 __all__ = [

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.text.records import BadDocumentError, Text, is_unicode
+from millrace.text.json_values import BadDocumentError, Text, is_unicode
 from millrace.text.streams import BLOCK_SIZE, ByteStream
 
 UTF8_BOM = b"\xef\xbb\xbf"

@@ -16,8 +16,8 @@ import numpy as np
 
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query
+from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
-from millrace.text.records import BadDocumentError, Text, check_cell, id_text
 from millrace.text.streams import readable
 
 _BATCH_SIZE = 1 << 20  # bytes of text

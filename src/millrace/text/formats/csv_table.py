@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from millrace.errors import TextError
 from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, read_size
+from millrace.text.json_values import BadDocumentError, decode_text
 from millrace.text.parts import Format, InputFile, Part, Piece, new_piece, open_part
-from millrace.text.records import BadDocumentError, decode_text
 from millrace.text.streams import BLOCK_SIZE, ByteStream
 
 _NO_QUOTE = "a quoted field has no closing quote. Close it, or double a quote that is text"

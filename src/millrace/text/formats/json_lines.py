@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 
 from millrace.text.documents import Batch, Documents, Query, records_of
+from millrace.text.json_values import (
+    BadDocumentError,
+    Text,
+    check_unicode,
+    id_of,
+    parse_json,
+    text_at,
+)
 from millrace.text.parts import Format, InputFile, Part, open_part
-from millrace.text.records import BadDocumentError, Text, check_unicode, id_of, parse_json, text_at
 
 try:
     from orjson import loads

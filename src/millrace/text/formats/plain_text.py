@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from millrace import checks
 from millrace.errors import ConfigError
 from millrace.text.documents import Batch, Documents, Query, records_of
+from millrace.text.json_values import NOT_UNICODE, BadDocumentError, decode_text, is_unicode
 from millrace.text.parts import Format, InputFile, Part, open_part
-from millrace.text.records import NOT_UNICODE, BadDocumentError, decode_text, is_unicode
 
 
 class PlainText(Format):
