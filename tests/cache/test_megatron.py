@@ -49,6 +49,7 @@ def make(
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "cut": lambda data: data[:-1],
     "empty": lambda data: b"",
+    "no header": lambda data: b"\x93NUMPY" + b"\0" * 200,
     "another start": lambda data: b"x" * 40 + data[40:],
     "longer": lambda data: data + b"\0",
     "gone": lambda data: None,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,50 @@ def test_index_columns() -> None:
         results = [function(*there), function(*arguments)]
         left, right = (r if isinstance(r, tuple) else (r,) for r in results)
         assert all(map(np.array_equal, left, right)), function.__name__
+
+
+def test_arrays_of_other_shapes_steps_and_dtypes_are_refused() -> None:
+    """They would be read beyond their ends. For blends and orders, see their own tests."""
+    arrays = make_arrays(3, 8, extra=True, dtype=np.uint16)
+    source, order = token_source(_native, arrays), gpt_order(_native, arrays)
+    two, ends, sizes = np.zeros(2, np.int64), np.array([2, 4]), np.array([4, 2], np.int32)
+    places, data, masks = np.array([0, 1]), np.zeros(20, np.uint8), np.ones((2, 3), np.float32)
+    numbers, batch = np.array([0, 1], np.int16), ((source, source), (order, order), two, places)
+    fim = dict.fromkeys(("prefix_token", "middle_token", "suffix_token", "seed"), 0)
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (_native.copy_pieces, (data, places, ends)),
+        (_native.prefetch_mapped, (data, places, ends)),
+        (_native.prefetch_file, (0, 20, places, ends)),
+        (_native.read_packed, (0, 20, two, two)),
+        (_native.read_pieces, (0, two, two, data, two)),
+        (_native.copy_sequences, (data, two, sizes, places, 2)),
+        (_native.first_bad_sequence, (sizes, two, 2, 0)),
+        (_native.first_bad_document, (ends, 4)),
+        (_native.find_documents, (ends, places)),
+        (_native.look_up_draws, (numbers, ends, places)),
+        (_native.locate_spans, (source, places, two, two)),
+        (_native.spans, (order, places)),
+        (_native.gather_samples, (*batch, OPTIONS)),
+        (_native.gather_tokens, batch),
+        (partial(_native.fill_rows, np.arange(4, dtype=np.uint16)), (ends, OPTIONS)),
+        (_native.swap_or_not, (places, 9, 1, False)),
+        (_native.sample_index, (sizes, numbers.astype(np.int32), 2, 2)),
+        (_native.mark_repeats, (np.arange(4), ends, 1, 2, False)),
+        (_native.mark_ranges, (np.zeros((2, 3), np.int32), two, two, two)),
+        (partial(_native.mask_losses, masks), (data[:4], ends)),
+        (
+            partial(_native.fill_in_middle, rate=1, spm_rate=1, eod_token=0, pad_token=1, **fim),
+            (np.arange(4), ends, places),
+        ),
+    ]
+    for function, arguments in calls:
+        function(*arguments)
+        for place, array in enumerate(arguments):
+            if isinstance(array, np.ndarray):
+                tall = array if array.ndim == 2 else array[:, None]
+                for wrong in (np.repeat(array, 2, axis=0)[::2], tall[None], array.astype("f2")):
+                    with pytest.raises((TypeError, ValueError), match=r"incompatible|dtype"):
+                        function(*arguments[:place], wrong, *arguments[place + 1 :])
 
 
 def test_blends_refuse_what_they_cannot_read() -> None:
