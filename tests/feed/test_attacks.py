@@ -106,6 +106,27 @@ def test_a_closed_loader_says_so_and_keeps_its_state() -> None:
     assert loader.state_dict()["consumed_samples"] == 2
 
 
+def test_close_wakes_a_thread_that_waits() -> None:
+    may_end = threading.Event()
+    loader = Loader(Numbers(work=lambda numbers: may_end.wait(20)), micro_batch_size=2)
+    errors: list[Any] = []
+
+    def draw() -> None:
+        try:
+            next(loader)
+        except ConfigError as error:
+            errors.append((may_end.is_set(), str(error)))
+
+    drawing, closing = (threading.Thread(target=target) for target in (draw, loader.close))
+    drawing.start()
+    wait_for(lambda: bool(workers()))
+    closing.start()
+    drawing.join(10)
+    may_end.set()
+    closing.join()
+    assert errors == [(False, "the loader was closed while a batch was asked for")]
+
+
 @pytest.mark.parametrize("place", ["dataset", "prepare"])
 def test_a_loader_that_refers_to_itself_is_collected(place: str) -> None:
     batches: list[weakref.ref[np.ndarray]] = []
