@@ -178,8 +178,11 @@ def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokeniz
     ("arguments", "message"),
     [
         ({"inputs": "a.jsonl"}, r"inputs .*\['a.jsonl'\]"),
+        ({"inputs": Path("a.jsonl")}, r"inputs .*\[PosixPath"),
+        ({"inputs": [3]}, r"inputs .*\[3\]"),
         ({"inputs": []}, "no inputs"),
         ({"inputs": None}, "inputs .*None"),
+        ({"json_keys": "text"}, r"json_keys .*'text'.*\['text'\]"),
         ({"json_keys": []}, r"json_keys .*\[\]"),
         ({"json_keys": ["text", 1]}, r"json_keys .*\['text', 1\]"),
         ({"json_keys": ["text", "text"]}, r"json_keys .*\['text', 'text'\]"),

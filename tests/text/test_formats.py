@@ -130,6 +130,10 @@ def test_tables_by_groups_of_rows(tmp_path: Path, name: str) -> None:
     texts = [f"{i} é" * (i % 5) for i in range(100)]
     columns = {"other": list(range(100)), "text": texts, "id": list(range(100))}
     path = write_table(tmp_path / name, columns, 7)
+    if name == "a.arrows":
+        path = path.rename(
+            tmp_path / "data-00000-of-00001.arrow"
+        )  # as `datasets` names its streams
     [file] = find_inputs([path])
     assert not file.has_pieces
     reading = read_file(path)
