@@ -10,7 +10,8 @@
 namespace millrace {
 namespace {
 
-using Ranges = nb::ndarray<const std::int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Ranges =
+    nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using Key = In<std::uint32_t>;
 
 // The state after the draws, as numpy.random.RandomState.set_state() takes it.
@@ -47,6 +48,9 @@ auto py_shuffled_ranges(const Ranges& ranges, const In<T>& /* like */, const Key
 }
 
 auto py_draw_targets(std::int64_t first, std::size_t count, const Key& key, int position) {
+  if (first < 0 || count > static_cast<std::size_t>(first)) {
+    fail("count is ", count, " and first is ", first, "; count <= first is needed");
+  }
   return make_drawn<std::int64_t>(count, key, position, [&](auto out, Mt19937& random) {
     draw_targets(first, out, random);
   });

@@ -50,6 +50,9 @@ void make_token_source(TokenSource* self, const AnyVector& tokens,
 void make_sharded_source(TokenSource* self, const nb::tuple& shards,
                          const In<std::int64_t>& shard_sizes, std::int64_t sequence_length,
                          bool is_mapped) {
+  if (shards.size() != shard_sizes.shape(0)) {
+    fail("there are ", shards.size(), " shards with ", shard_sizes.shape(0), " sizes");
+  }
   std::vector<Tokens> tokens;
   for (std::size_t i = 0; i < shards.size(); ++i) {
     const auto shard = nb::cast<AnyArray>(shards[i], false);

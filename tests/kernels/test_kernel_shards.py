@@ -93,6 +93,9 @@ def test_arguments_that_do_not_agree_are_refused() -> None:
     for other in (np.zeros(10, np.int32), np.zeros(9, np.uint16), np.zeros(0, np.uint16)):
         with pytest.raises(ValueError, match="shard 1 has"):
             _native.sharded_source([shard, other], [2, 2], 5)
+    for shards in ([shard], [shard] * 3):
+        with pytest.raises(ValueError, match="shard"):
+            _native.TokenSource(tuple(shards), np.array([2, 2]), 5, True)
     for count, length in ((-1, 5), (1, 0), (2**61, 5)):
         with pytest.raises(ConfigError):
             _native.sequence_order(count, length)

@@ -210,6 +210,16 @@ def test_the_core_refuses_a_malformed_state(words: int, position: int) -> None:
         _core.draw_targets(3, 3, np.zeros(words, np.uint32), position)
 
 
+def test_the_core_refuses_other_counts_and_ranges() -> None:
+    key = np.zeros(624, np.uint32)
+    for first, count in ((3, 4), (0, 1), (-1, 0), (-1, 3), (5, -1), (2**63, 1)):
+        with pytest.raises((ValueError, TypeError), match=r"count <= first|incompatible"):
+            _core.draw_targets(first, count, key, 0)
+    for ranges in (np.array([[0, 5, 1, 7]]), np.array([0, 5, 1]), np.array([[0.0, 5.0, 1.0]])):
+        with pytest.raises(TypeError, match="incompatible"):
+            _core.shuffled_ranges(ranges, np.empty(0, np.int32), key, 0)
+
+
 def test_a_refused_call_leaves_the_generator_alone() -> None:
     random = RandomState(9)
     with pytest.raises(ValueError, match="range"):
