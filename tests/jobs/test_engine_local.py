@@ -170,10 +170,16 @@ def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
     """Workers do not run the script that starts them, and cannot load what it defines."""
     code = "print(len(list(run_local(sleep, None, [Task(0, 0)] * 3, workers=2))))"
     assert run_script(code).stdout == "3\n"
-    result = run_script("def sleep(*_): pass\n" + code)
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("millrace.errors.ConfigError: a worker process cannot load")
-    assert "into a module" in last
+    for name, other in (
+        ("sleep", "def sleep(*_): pass\n" + code),
+        ("Own", "class Own: pass\n" + code.replace("None", "Own()")),
+    ):
+        result = run_script(other)
+        last = result.stderr.splitlines()[-1]
+        assert last.startswith("millrace.errors.ConfigError: a worker process cannot load")
+        assert name in last
+        assert "into a module" in last
+        assert result.stderr.count("Traceback") == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # from Python 3.12 on
