@@ -37,6 +37,7 @@ from millrace.options import SampleOptions
 from millrace.samples.fields import ALL_FIELDS, FIELDS
 from millrace.testing import assert_resumes
 from tests.conftest import write_documents as write_pair
+from tests.feed.helpers import FORKS, is_true_in_child
 from tests.kernels import reference
 from tests.shard_folders import (
     make_sequences,
@@ -273,6 +274,14 @@ def test_many_shards_are_read_with_few_descriptors(tmp_path: Path, access: str) 
 
 
 # ---- a full citizen ----
+
+
+@FORKS
+@pytest.mark.parametrize("access", ACCESS)
+def test_a_forked_process_reads_it(folder: Path, sequences: NDArray[Any], access: Any) -> None:
+    dataset, expected = ShardedDataset(folder, access=access), sequences[[0, 22]]
+    dataset.batch([3])
+    assert is_true_in_child(lambda: np.array_equal(dataset.batch([0, 22])["tokens"], expected))
 
 
 @pytest.mark.parametrize("access", ACCESS)
