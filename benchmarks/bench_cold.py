@@ -4,8 +4,6 @@ Sequence length 2,048, micro batch 8, tokens and labels. Two kinds of storage: a
 pages are dropped from the page cache before each run, and a reader that takes 5 ms for each read.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import mmap
@@ -113,11 +111,7 @@ def open_dataset(prefix: str, **options: Any) -> millrace.GPTDataset:
 
 def loader(dataset: millrace.GPTDataset, threads: int, prefetch: int) -> millrace.Loader:
     return millrace.Loader(
-        dataset,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        fields=NAMES,
-        threads=threads,
-        prefetch=prefetch,
+        dataset, micro_batch_size=MICRO_BATCH_SIZE, fields=NAMES, threads=threads, prefetch=prefetch
     )
 
 

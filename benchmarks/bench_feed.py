@@ -5,8 +5,6 @@ cache warm. Each run opens the data again and times the same sample numbers, aft
 that start workers and fill queues. The private memory of a training loop is measured at the end.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools
@@ -128,10 +126,7 @@ def write_documents(prefix: str, num_documents: int, seed: int) -> None:
 
 def our_dataset(prefix: str, length: int, num_samples: int | None = None) -> millrace.GPTDataset:
     return millrace.GPTDataset(
-        millrace.IndexedDataset(prefix),
-        sequence_length=length,
-        seed=SEED,
-        num_samples=num_samples,
+        millrace.IndexedDataset(prefix), sequence_length=length, seed=SEED, num_samples=num_samples
     )
 
 

@@ -9,8 +9,6 @@ Each run is a fresh process; ours and theirs alternate:
    smaller blends with nearly equal weights.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ int64. A library that is not installed is left out. `pip install '.[torch,peers]
 an environment apart: Streaming needs transformers below 5, and the tests a later one.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import importlib.metadata
@@ -221,10 +219,7 @@ def litdata_batches(corpus: NDArray[np.uint16], folder: Path) -> Callable[[int],
 
     def open_batches(workers: int) -> Iterator[Any]:
         dataset = litdata.StreamingDataset(
-            str(folder),
-            item_loader=litdata.TokensLoader(block_size=width),
-            shuffle=True,
-            seed=SEED,
+            str(folder), item_loader=litdata.TokensLoader(block_size=width), shuffle=True, seed=SEED
         )
         loader = litdata.StreamingDataLoader(
             dataset,

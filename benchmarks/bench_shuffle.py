@@ -3,8 +3,6 @@
 .venv/bin/python benchmarks/bench_shuffle.py [--folder DIR]
 """
 
-from __future__ import annotations
-
 import functools
 import mmap
 import os

@@ -4,8 +4,6 @@ A blend of 512 datasets and 2 M samples. Each start is a fresh process; ours and
 with the caches of an earlier start, with trusted caches, and without caches.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

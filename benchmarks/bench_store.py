@@ -5,8 +5,6 @@ dataset of 1 M sequences; writing 1 M documents to disk and to memory; the index
 opening an index of 100 M sequences; checksums, also with a cold cache.
 """
 
-from __future__ import annotations
-
 import filecmp
 import functools
 import json

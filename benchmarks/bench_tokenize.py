@@ -8,8 +8,6 @@ environment variables MEGATRON_LM, MEGATRON_PYTHON and DATATROVE_PYTHON name the
 missing is named in the notes.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gzip

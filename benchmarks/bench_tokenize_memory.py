@@ -1,7 +1,5 @@
 """Tokenising 20 GB: the peak memory of the process tree. Takes minutes, and 25 GB of disk."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -5,8 +5,6 @@
 With `build`, it only builds the indices into the cache folder.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -11,8 +11,6 @@ from the host page by page: 0.9 s for the first 400 MB on this machine, for any 
 this out of the times, another process fills `fill_mib` of memory and ends just before.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Time and memory of whole processes, also under a limit of memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

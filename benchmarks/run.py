@@ -7,8 +7,6 @@
 Each bench_NAME.py writes its rows to results/NAME.json; RESULTS.md shows every file there.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -7,8 +7,6 @@ place in a memory-mapped shard, under the lock of that shard. The places are loo
 at once, and not for each sequence, in the script's favour.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

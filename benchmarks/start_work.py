@@ -7,8 +7,6 @@ steps together, and a digest of the batch. Imports are not timed, nor is the pro
 Megatron-LM needs to build a cache.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

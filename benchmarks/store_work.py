@@ -7,8 +7,6 @@ the seconds of these spent in `os.fsync`, the growth of the process's peak memor
 finalising, and a digest of the index, which shows that both sides wrote the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

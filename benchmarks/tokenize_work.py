@@ -8,8 +8,6 @@ encodes the texts, and prints the seconds. The second runs datatrove's tokenisin
 environment of datatrove: this module imports millrace where it needs it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Fixtures and helpers that many tests share."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import signal

@@ -1,7 +1,5 @@
 """Processes to whom a file system refuses what some file systems cannot do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

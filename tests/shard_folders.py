@@ -1,7 +1,5 @@
 """Small folders of shards, as `millrace shuffle` and the common script write them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

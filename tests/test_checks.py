@@ -1,7 +1,5 @@
 """Checks of numbers and flags."""
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The command line: processes, exit codes, no tracebacks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

@@ -1,7 +1,5 @@
 """Cores: affinity, and the quotas of control groups."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the pages promise: the tutorial runs, and links lead somewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

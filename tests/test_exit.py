@@ -1,7 +1,5 @@
 """Programs that end with live millrace objects end quietly."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Temporary names, atomic files and locks, by real processes."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -3,8 +3,6 @@
 megatron-core 0.16.1 wrote the arrays; tests/oracle compares many more with it.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The rules of the house: imports, dependencies, documentation, and the README's examples."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

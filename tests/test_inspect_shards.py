@@ -1,7 +1,5 @@
 """inspect of a folder of shards: counts, domains, the distribution, and its picture."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace

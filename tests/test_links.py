@@ -1,7 +1,5 @@
 """`LINK/../FILE` is the file that the system opens: beside the folder that LINK leads to."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

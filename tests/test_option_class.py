@@ -1,7 +1,5 @@
 """An option class gives checks, identity, arguments of the command line and a table."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 `python -m tests.test_option_tables` writes them anew.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records in JSON files: every type of a field, and what an error names."""
 
-from __future__ import annotations
-
 import doctest
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

@@ -4,8 +4,6 @@
 rebuilt: `python -m tests.test_saved_states` writes the file again, with today's states.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable

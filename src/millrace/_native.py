@@ -6,8 +6,6 @@ an index that points outside its array, is a plain ValueError of the kernel; a p
 that cannot be read is a DataError. `tests.kernels.reference` has a slow twin of each kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ ConfigError for any other value than its docstring names. NumPy's integers becom
 sums do not overflow and which JSON can hold. Floats and bools are never counts.
 """
 
-from __future__ import annotations
-
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The command line: finds a verb, parses its options, runs it, and prints its report or error."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import io

@@ -1,7 +1,5 @@
 """How many cores and how much memory there are to work with."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

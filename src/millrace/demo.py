@@ -4,8 +4,6 @@ Each step is a few lines over the API and prints what it does. The last step pro
 stops halfway and resumes on twice as many ranks sees the same samples as an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

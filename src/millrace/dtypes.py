@@ -1,7 +1,5 @@
 """Integer dtypes of tokens and indices, by Megatron-LM's thresholds: the only place for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

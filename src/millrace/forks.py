@@ -1,7 +1,5 @@
 """What objects forget in a forked child: the threads of the parent, and the locks they hold."""
 
-from __future__ import annotations
-
 import os
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Ctrl-C that waits for the right moment, so that nothing is left half done."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

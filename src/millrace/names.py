@@ -1,7 +1,5 @@
 """The endings of the files that this library writes; docs/files.md has a table of the files."""
 
-from __future__ import annotations
-
 BIN = ".bin"
 IDX = ".idx"
 INFO = ".info.json"

@@ -22,8 +22,6 @@ A field without a default has to be given. The type of a field decides its check
 be `| None`. A field of another type has a `check` of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """What a sample looks like: the options that the datasets, the core and its twins share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -3,8 +3,6 @@
 A ragged array of rows with 2, 0 and 3 entries has the counts [2, 0, 3] and the starts [0, 2, 2, 5].
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 

@@ -17,8 +17,6 @@ annotation may be `int`, `float`, `str`, `bool`, `Any`, a dataclass, a `Literal`
 or `dict` of these, one `| None`, or `Annotated[int, Limits(least, most)]`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

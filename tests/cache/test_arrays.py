@@ -1,7 +1,5 @@
 """Array sets in a folder: published atomically, loaded again, never used for other inputs."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Megatron-LM's cache files: written atomically, loaded only if they fit, built by one process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ A fast encoder may refuse a variant, or differ on the built-in edge cases: it is
 must not agree on the edge cases and differ on other texts: that is a miss, and the exit code is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

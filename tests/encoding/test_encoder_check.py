@@ -1,7 +1,5 @@
 """The check of encoders: edge cases, differences, refusals."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tokenizers from every kind of file, their options and their errors."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Training a tokenizer on files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What tests of the loader share: a dataset of numbers, its threads, forks and alarms."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

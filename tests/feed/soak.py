@@ -13,8 +13,6 @@ It checks that every sample number comes exactly once, that batches of random st
 of their sample numbers, and that private memory and descriptors do not grow.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Numbers, flags and arrays from callers: any exact type gives the same result, others an error."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from decimal import Decimal

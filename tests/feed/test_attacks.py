@@ -1,7 +1,5 @@
 """The threads of a loader: errors in their place, clean ends, interruptions, forks, hints."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Batches that another program makes: resumption, errors of iterators, ends, copies."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """What happens to files under the loader: each kind of dataset, and each fault."""
 
-from __future__ import annotations
-
 import dataclasses
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Random cases of the laws, and a small soak; `tests.feed.laws` and `soak` run any number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hypothesis import HealthCheck, assume, given, settings

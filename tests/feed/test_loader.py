@@ -1,7 +1,5 @@
 """The loader's laws: one global order for any number of ranks, and exact resumption."""
 
-from __future__ import annotations
-
 import copy
 import enum
 import json

@@ -1,7 +1,5 @@
 """An order of one's own, by public names alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Every sampler against golden batches and the slow model, and what they refuse."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

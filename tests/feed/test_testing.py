@@ -1,7 +1,5 @@
 """`assert_resumes` accepts loaders that resume exactly, and names what is wrong with others."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterator

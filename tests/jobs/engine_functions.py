@@ -1,7 +1,5 @@
 """Functions that the tests run in workers; they start fast, as this module imports little."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

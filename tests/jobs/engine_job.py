@@ -1,7 +1,5 @@
 """A small job on the engine, for its tests: each task writes a file, and the job joins them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

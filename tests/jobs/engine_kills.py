@@ -7,8 +7,6 @@ the end the output equals an undisturbed run's, only tasks in flight ran twice, 
 process is left.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

@@ -4,8 +4,6 @@
 `shuffle_kills` and `engine_kills` say which commands, and what must hold afterwards.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -6,8 +6,6 @@ written from: every sequence once, at the place that the permutation names. All 
 write the same bytes, with small buffers, and so must some runs with 2 and 7 workers.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -10,8 +10,6 @@ itself. At the end
 - no worker has outlived its parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import shutil

@@ -1,7 +1,5 @@
 """`millrace bench`: what it reports for real files, and its errors. No test asserts a rate."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -179,11 +177,7 @@ def test_a_run_without_training_data_is_refused(
     ],
 )
 def test_the_bound_follows_from_the_measured_quantities(
-    wait_share: float | None,
-    busy_share: float,
-    disk_rate: float,
-    copy_share: float,
-    expected: str,
+    wait_share: float | None, busy_share: float, disk_rate: float, copy_share: float, expected: str
 ) -> None:
     cause, reason = bound_by(
         wait_share=wait_share, busy_share=busy_share, disk_rate=disk_rate, copy_share=copy_share

@@ -1,7 +1,5 @@
 """What `millrace cache` shows, checks and removes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

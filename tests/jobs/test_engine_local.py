@@ -1,7 +1,5 @@
 """Tasks in worker processes: order, deaths, errors, and what a worker inherits."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

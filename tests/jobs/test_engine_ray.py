@@ -1,7 +1,5 @@
 """Tasks on a real Ray cluster of three nodes, one of which is lost."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

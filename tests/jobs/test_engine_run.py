@@ -1,7 +1,5 @@
 """A run: what counts as done, who may run, what a kill or another job leaves, and its result."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import io

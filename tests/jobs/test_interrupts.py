@@ -4,8 +4,6 @@ Each round runs `millrace tokenize` in a new session; all its processes get the 
 terminal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

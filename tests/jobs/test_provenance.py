@@ -1,7 +1,5 @@
 """Origins and tokenizers through merge, split, convert, inspect and blends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

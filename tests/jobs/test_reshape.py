@@ -1,7 +1,5 @@
 """Merging, splitting and converting token files."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The shuffle job: its output, its arguments and errors, and how it continues."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -523,9 +521,7 @@ def test_a_damaged_output_is_not_the_output(folder: Path, name: str, is_cut: boo
 
 
 def test_the_error_of_a_full_disk_names_the_journal_that_remains(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard.bin")

@@ -1,7 +1,5 @@
 """The distribution check: fair shuffles pass, and every other one that we could think of fails."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Whole documents in any order: their tokens, and all that belongs to them."""
 
-from __future__ import annotations
-
 import filecmp
 import pickle
 import tempfile

@@ -1,7 +1,5 @@
 """Files that tasks write past the page cache."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The inputs of a shuffle: domains, sequences, and what can be wrong with them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
@@ -92,8 +90,7 @@ def check_counts(items: SequenceItems, folder: Path, case: Case) -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 50), st.fractions(0, 5)), min_size=1, max_size=5),
-    st.data(),
+    st.lists(st.tuples(st.integers(0, 50), st.fractions(0, 5)), min_size=1, max_size=5), st.data()
 )
 @settings(max_examples=100, deadline=None)
 def test_weighted_units_count_their_items(

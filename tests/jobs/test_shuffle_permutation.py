@@ -1,7 +1,5 @@
 """The permutations of a shuffle: NumPy's own in two files, and the keyed one."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import pickle

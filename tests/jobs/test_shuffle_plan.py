@@ -1,7 +1,5 @@
 """The plan of a shuffle: groups that fit their buffers, and the choice between plans."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace

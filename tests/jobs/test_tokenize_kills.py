@@ -1,7 +1,5 @@
 """Tokenising survives kills, full disks, read-only folders, and inputs that vanish or change."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """The tokenise job: chunks, the journal, bad lines, shards, partitions, provenance."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

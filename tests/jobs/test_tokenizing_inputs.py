@@ -1,7 +1,5 @@
 """What goes into a tokenise job: files, pipes, keys, arguments; and the pairs that come out."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Every job on a file system without locks, flushes of folders, copies in the kernel and hints."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -10,8 +10,6 @@ one worker must go on by itself. At the end
 - no worker has outlived its parent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

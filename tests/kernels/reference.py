@@ -4,8 +4,6 @@ These functions define what the kernels compute, and the tests compare the two. 
 reading the data can show, and leave dtypes and ranges to `_native`. None calls the native core.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from itertools import accumulate, pairwise

@@ -3,8 +3,6 @@
 On most machines a misaligned load works by itself; `make sanitize` is where these tests can fail.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The twin law for blend_by_weights and blend_by_sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

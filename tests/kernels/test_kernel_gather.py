@@ -1,7 +1,5 @@
 """The twin law for gather_samples, and that damaged indices are refused, never followed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The twin law for swap_or_not, its frozen values, and statistics of random permutations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle

@@ -1,7 +1,5 @@
 """The twin law for read_pieces, with reads that come back short and files that end early."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """The twin law for torch_randperm, and torch itself as the definition."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

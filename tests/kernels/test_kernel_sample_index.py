@@ -1,7 +1,5 @@
 """The twin law for sample_index."""
 
-from __future__ import annotations
-
 import os
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The twin law for sources of several files and for the order of sequences of one length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

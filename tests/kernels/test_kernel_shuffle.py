@@ -1,7 +1,5 @@
 """The twin law for shuffled_ranges and its draws: results and generator states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

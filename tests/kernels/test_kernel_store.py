@@ -1,7 +1,5 @@
 """The twin law for the store's kernels, and the token buffer against NumPy's own casts."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from pathlib import Path

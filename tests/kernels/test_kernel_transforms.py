@@ -1,7 +1,5 @@
 """Transforms of samples: the kernels equal their twins, and refuse arrays that do not fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A kernel beside its twin: equal results, or errors of both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

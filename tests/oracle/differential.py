@@ -10,8 +10,6 @@ file, and all tensors of some samples; where Megatron-LM raises an error, ours m
 same class. What cannot be compared has a name here: see `Known`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -3,8 +3,6 @@
 Importing it imports torch, which takes some seconds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import importlib

@@ -1,7 +1,5 @@
 """Blends: the dataset of each sample, its number there, and the samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

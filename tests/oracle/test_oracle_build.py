@@ -9,8 +9,6 @@ case predicts it, and millrace must refuse:
     "oversampling"   an error of both builders; not predicted: Megatron-LM raises IndexError
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path

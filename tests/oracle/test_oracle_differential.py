@@ -1,7 +1,5 @@
 """Some random cases of `differential.py`, which runs any number of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

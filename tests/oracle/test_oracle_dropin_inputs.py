@@ -1,7 +1,5 @@
 """`add_item`, `add_document` and `get_blend_from_list` take what Megatron-LM's take."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """Every name of the modules that `millrace.megatron` replaces, and the import hook."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

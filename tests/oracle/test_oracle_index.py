@@ -1,7 +1,5 @@
 """`millrace index --megatron-cache`: Megatron-LM finds every index there, and the reverse."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

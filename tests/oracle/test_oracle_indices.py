@@ -1,7 +1,5 @@
 """The order law: splits, and the document, sample and shuffle index of each, are Megatron-LM's."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from itertools import product

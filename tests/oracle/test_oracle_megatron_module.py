@@ -1,7 +1,5 @@
 """`millrace.megatron` beside Megatron-LM: the same source text runs over both."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging

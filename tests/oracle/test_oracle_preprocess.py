@@ -1,7 +1,5 @@
 """Some random cases of `tests/jobs/preprocess_cases.py`, which runs any number of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from pathlib import Path

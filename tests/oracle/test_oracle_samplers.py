@@ -4,8 +4,6 @@ The training program is not on PyPI: `tests/feed/golden_samplers.json` holds bat
 samplers. Its calculator of batch sizes is in megatron-core.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import random

@@ -1,7 +1,5 @@
 """The order law in samples: tokens, labels, loss masks and position ids are Megatron-LM's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

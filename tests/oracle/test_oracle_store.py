@@ -1,7 +1,5 @@
 """The format law: both sides write the same bytes, merge alike, and read each other's files."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from pathlib import Path

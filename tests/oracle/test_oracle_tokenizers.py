@@ -1,7 +1,5 @@
 """Tokenizers against Megatron-LM's and transformers' own."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

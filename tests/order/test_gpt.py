@@ -1,7 +1,5 @@
 """Plans with counts beyond 32 bits, and ranges too large for an index; without such data."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

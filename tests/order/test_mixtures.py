@@ -1,7 +1,5 @@
 """Megatron-LM's blend as a mixture: what is drawn, found again and counted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Splits, as strings and as fractions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

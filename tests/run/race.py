@@ -15,8 +15,6 @@ With --no-flock the processes have no locks and all build at once: several build
 leftovers of killed processes stay. The other checks must hold.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -38,13 +36,7 @@ from unittest import mock
 
 import numpy as np
 
-from millrace import (
-    BlendedDataset,
-    DatasetConfig,
-    Datasets,
-    IndexedDatasetBuilder,
-    build_datasets,
-)
+from millrace import BlendedDataset, DatasetConfig, Datasets, IndexedDatasetBuilder, build_datasets
 from millrace.cache import arrays
 from millrace.files import TMP, file_lock
 from tests.no_flock import no_flock

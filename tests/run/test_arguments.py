@@ -1,7 +1,5 @@
 """Megatron-LM's arguments, from files and lists."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

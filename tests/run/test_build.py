@@ -1,7 +1,5 @@
 """`build_datasets`: refusals, warnings, and cache folders."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import multiprocessing

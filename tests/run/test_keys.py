@@ -1,7 +1,5 @@
 """No option can be forgotten in the keys of manifests and array sets."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small race; `python -m tests.run.race` is the large one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

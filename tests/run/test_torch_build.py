@@ -1,7 +1,5 @@
 """build_datasets over torch.distributed."""
 
-from __future__ import annotations
-
 import multiprocessing
 import subprocess
 import sys

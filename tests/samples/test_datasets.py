@@ -1,7 +1,5 @@
 """Datasets: options, refusals, and damage that the core must detect."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

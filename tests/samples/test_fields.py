@@ -1,7 +1,5 @@
 """The arrays of a batch: only those that are asked for, in the dtype that is asked for."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The fast path of the core equals the one rule: `rows` of the tokens of the same samples."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """ShardedDataset: sample n is sequence n of the folder, wherever a dataset is taken."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -164,10 +162,7 @@ def test_a_folder_of_the_common_script(tmp_path: Path, sequences: NDArray[Any]) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"options": SampleOptions(sequence_length=8)},
-            r"have 8 tokens\. Give sequence_length 8",
-        ),
+        ({"options": SampleOptions(sequence_length=8)}, r"have 8 tokens\. Give sequence_length 8"),
         (
             {"options": SampleOptions(sequence_length=7, add_extra_token=False)},
             r"have 8 tokens\. Give sequence_length 8 without",

@@ -1,7 +1,5 @@
 """Transforms of samples: fill-in-the-middle, ranges without loss, and the guard against repeats."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -405,10 +403,7 @@ def test_ranges_at_another_path(tmp_path: Path) -> None:
 )
 def test_wrong_ranges_are_refused(tmp_path: Path, ranges: Any, message: str) -> None:
     prefix = write_numbered(tmp_path / "data")
-    for use in (
-        lambda: write_loss_ranges(prefix, ranges),
-        lambda: LossRanges(gpt(prefix), ranges),
-    ):
+    for use in (lambda: write_loss_ranges(prefix, ranges), lambda: LossRanges(gpt(prefix), ranges)):
         with pytest.raises(ConfigError, match=message):
             use()
     assert sorted(os.listdir(tmp_path)) == ["data.bin", "data.idx"]
@@ -648,14 +643,8 @@ FILL = FillInMiddle(**FIM)
     ("use", "message"),
     [
         (lambda of, _: transform(of, FILL, len), r"transform 1 is .*, which has no 'fingerprint'"),
-        (
-            lambda of, _: TransformedDataset(of, FILL),
-            "transforms is .*; give a list",
-        ),
-        (
-            lambda of, _: TransformedDataset(of, None),
-            "transforms is .*; give a list",
-        ),
+        (lambda of, _: TransformedDataset(of, FILL), "transforms is .*; give a list"),
+        (lambda of, _: TransformedDataset(of, None), "transforms is .*; give a list"),
         (lambda of, _: transform(of, RepeatGuard), "0 is the class RepeatGuard; give an object"),
         (lambda of, _: transform(of, FILL).batch([0], "tokens"), "'tokens'; give a BatchForm"),
         (lambda of, other: transform(other, LossRanges(of, [])), "0, LossRanges, was made for"),
@@ -663,10 +652,7 @@ FILL = FillInMiddle(**FIM)
         (lambda of, _: transform(transform(of, FILL), RepeatGuard()), "all transforms in one list"),
         (lambda of, _: transform([], FILL), "a list has no method `tokens`"),
         (lambda of, _: LossRanges([]), "a list does not say which tokens"),
-        (
-            lambda of, other: transform(BlendedDataset([of, other]), FILL),
-            "same for all samples",
-        ),
+        (lambda of, other: transform(BlendedDataset([of, other]), FILL), "same for all samples"),
     ],
 )
 def test_wrong_transforms_are_refused(

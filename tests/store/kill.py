@@ -8,8 +8,6 @@ it works and after its death, and must find all of one generation in each pair, 
 that was done last, or the one that was under way.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

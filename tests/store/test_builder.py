@@ -1,7 +1,5 @@
 """Writing indexed datasets: the bytes, the refusals, and the old pair."""
 
-from __future__ import annotations
-
 import itertools
 import struct
 from pathlib import Path
@@ -155,10 +153,7 @@ def test_the_old_pair_stays_until_the_new_one_is_finalised(tmp_path: Path) -> No
 
 
 def test_an_error_in_the_block_leaves_nothing(tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError),
-        IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder,
-    ):
+    with pytest.raises(ConfigError), IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_documents([1, 2, 100_000], [2, 1])
     assert names(tmp_path) == []
 

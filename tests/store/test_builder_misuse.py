@@ -1,7 +1,5 @@
 """Builders under threads, forks, signals and odd arguments."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

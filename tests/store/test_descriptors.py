@@ -1,7 +1,5 @@
 """Many files read with few descriptors: the pool, its limit, and files that change meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import mmap

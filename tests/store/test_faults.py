@@ -1,7 +1,5 @@
 """A full disk, a limit on file sizes, kill -9: the old pair stays, and the next run succeeds."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Damaged token files: some of the cases that `python -m tests.store.fuzz` runs."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The sidecar of origins: rows, copies of them, damage, and its publication."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """Token files without an index: headerless ones, and arrays of NumPy."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reading indexed datasets: access, properties and refusals."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Pairs that are replaced, cut short or left half-published while others use them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """verify of a folder of shards: every changed byte is found, every file is accounted for."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

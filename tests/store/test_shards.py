@@ -1,7 +1,5 @@
 """The metadata of a folder of shards: what does not add up is refused, with file and values."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -14,12 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace import ConfigError, DataError, ShardedDataset
-from millrace.shards.metadata import (
-    is_shards_folder,
-    read_metadata,
-    shard_prefix,
-    write_metadata,
-)
+from millrace.shards.metadata import is_shards_folder, read_metadata, shard_prefix, write_metadata
 from tests.shard_folders import (
     make_sequences,
     write_documents,
@@ -108,15 +101,9 @@ def test_names_of_shards(tmp_path: Path) -> None:
         ({"total_sequences": 11}, "the sum of shard_sizes: 10; total_sequences is 11"),
         ({"total_sequences": None}, "total_sequences is None"),
         ({"num_shards": 4}, "entries of shard_sizes: 3; num_shards is 4"),
-        (
-            {"num_shards": 0, "shard_sizes": []},
-            "num_shards must be a whole number between 1",
-        ),
+        ({"num_shards": 0, "shard_sizes": []}, "num_shards must be a whole number between 1"),
         ({"shard_sizes": [3, 4, 3]}, "shard_0000.bin has 128 bytes; 3 sequences of 8 tokens"),
-        (
-            {"shard_sizes": [11, -4, 3]},
-            "shard_sizes[1] must be a whole number",
-        ),
+        ({"shard_sizes": [11, -4, 3]}, "shard_sizes[1] must be a whole number"),
         ({"shard_sizes": [10, -(10**4299), 10**4299]}, "shard_sizes[1]"),
         ({"domain_stats": {"a": 9 * 10**4299, "b": 9 * 10**4299}}, "domain_stats.a"),
         ({"shard_sizes": 10}, "shard_sizes must be a list, not 10"),

@@ -1,7 +1,5 @@
 """verify: with checksums, every damaged byte is found and located."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -95,8 +93,7 @@ def test_several_prefixes_and_a_missing_one(prefix: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"", b"{}", b"[]", b'{"version": 1}', b'{"version": 2, "provenance": {}}', b"\xff"],
+    "content", [b"", b"{}", b"[]", b'{"version": 1}', b'{"version": 2, "provenance": {}}', b"\xff"]
 )
 def test_a_damaged_sidecar_is_a_separate_problem(prefix: Path, content: bytes) -> None:
     Path(f"{prefix}.info.json").write_bytes(content)

@@ -1,7 +1,5 @@
 """An input format of one's own, in 40 lines and by public names alone."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterator
@@ -12,15 +10,7 @@ import pytest
 from millrace.encoding import Tokenizer
 from millrace.errors import TextError
 from millrace.jobs import tokenize
-from millrace.text import (
-    BadDocumentError,
-    Batch,
-    Documents,
-    Format,
-    Part,
-    Query,
-    open_part,
-)
+from millrace.text import BadDocumentError, Batch, Documents, Format, Part, Query, open_part
 
 
 class Songs(Format):

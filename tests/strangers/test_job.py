@@ -4,8 +4,6 @@ Each task hashes the lines of one file; the job keeps the first line of each has
 at any instant, on both engines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

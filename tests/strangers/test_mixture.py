@@ -1,7 +1,5 @@
 """A stranger's mixture: phases with other shares, and no index."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A stranger's dataset that tokenises on the fly: a source of tokens in 20 lines."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A stranger's packer: whole documents side by side, with the masks of each document alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

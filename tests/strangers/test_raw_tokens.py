@@ -1,7 +1,5 @@
 """A headerless token file, trained on as it is: windows of the stream, permuted without a table."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

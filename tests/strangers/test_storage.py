@@ -1,7 +1,5 @@
 """A storage of a stranger: a dictionary of bytes, by public names alone."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from pathlib import Path

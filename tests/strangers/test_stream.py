@@ -1,7 +1,5 @@
 """A stream of one's own by public names alone: texts of a generator, tokenised on the way."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A stranger's field: a weight for each token, which stays with its token whatever moves it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

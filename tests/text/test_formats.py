@@ -1,7 +1,5 @@
 """Every format: whole, in parts and in pieces."""
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

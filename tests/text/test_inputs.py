@@ -1,7 +1,5 @@
 """Which files a job reads, and files that go away, change or cannot be read."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import subprocess

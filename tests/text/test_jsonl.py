@@ -1,7 +1,5 @@
 """JSONL: which lines there are, and what they mean."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

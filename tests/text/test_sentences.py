@@ -1,7 +1,5 @@
 """Splitting texts into sentences: Punkt as NLTK and Megatron-LM's script use it, and sentencex."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

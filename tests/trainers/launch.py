@@ -6,8 +6,6 @@ MODULES is a comma-separated list of modules to import before forking, RUNS a JS
 {"ranks": 2, "arguments": [...], "is_killed": false}, done one after the other.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import json

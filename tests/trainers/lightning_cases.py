@@ -3,8 +3,6 @@
 lightning_cases.py FOLDER CASES
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

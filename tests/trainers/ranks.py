@@ -3,8 +3,6 @@
 ranks.py FOLDER RANK_THAT_DIES
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

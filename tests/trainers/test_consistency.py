@@ -1,7 +1,5 @@
 """check_consistency in real processes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

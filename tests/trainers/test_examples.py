@@ -1,7 +1,5 @@
 """Each trainer: killed with SIGKILL, resumed on other ranks, and its losses stay bit for bit."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """torch's DataLoader and torchdata's, with any number of workers and start method."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

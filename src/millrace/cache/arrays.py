@@ -7,8 +7,6 @@ may build one set at once, each in its own temporary files. The bytes are equal,
 a whole set or none, whatever the order of the renames.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

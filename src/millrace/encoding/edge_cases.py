@@ -1,7 +1,5 @@
 """Texts on which tokenizers tend to differ: built in, and the same at each call."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import unicodedata

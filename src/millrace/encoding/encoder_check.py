@@ -1,7 +1,5 @@
 """Whether an encoder gives the ids of the library that defines the vocabulary."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

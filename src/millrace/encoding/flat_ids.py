@@ -1,7 +1,5 @@
 """Ids of several texts in one flat array."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions as tokenizers, and what a function is: a job does not go on with another one."""
 
-from __future__ import annotations
-
 import dis
 import hashlib
 import re

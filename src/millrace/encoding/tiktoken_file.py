@@ -44,7 +44,7 @@ _MEGATRON_PATTERNS = {
 # An older form of the pattern, which fastokens knows by heart: it matches the same.
 _FASTOKENS_PATTERNS = {
     "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 }
 
 _CL100K_TOKENS = "endoftext fim_prefix fim_middle fim_suffix".split()

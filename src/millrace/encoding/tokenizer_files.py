@@ -1,7 +1,5 @@
 """The kinds of tokenizers' files: a class for each, and a line in `KINDS`."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from dataclasses import dataclass

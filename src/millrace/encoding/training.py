@@ -1,7 +1,5 @@
 """Train a tokenizer on the texts of files, so that a new project needs no hub."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

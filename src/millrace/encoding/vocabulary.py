@@ -1,7 +1,5 @@
 """What a tokenizer needs to know of its file, and what the kinds of files have in common."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ A worker that was given up for lost, and still runs, cannot disturb its successo
 ATTEMPT, nor write into a later job: each start from nothing has another RUN.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -8,8 +8,6 @@ of them end. A worker that dies for another reason is replaced, and does its tas
 Each worker has a thread here, so that it does not wait while a task is drawn or a result is used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

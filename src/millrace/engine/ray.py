@@ -4,8 +4,6 @@ millrace and the module of the function are installed on every machine of the cl
 task again if it loses the worker or the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a task is, what an executor does with tasks, and what workers have in common."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import traceback

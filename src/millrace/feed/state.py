@@ -1,7 +1,5 @@
 """The state of a loader: how a saved one is compared with the data and the order of today."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple

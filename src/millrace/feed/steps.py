@@ -1,7 +1,5 @@
 """Steps: how one is made, and how threads make them ahead of their use."""
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import os

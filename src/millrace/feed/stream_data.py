@@ -1,7 +1,5 @@
 """What a loader draws from: its dataset, its sampler, and what is read in turn, without numbers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Describes indexed datasets and folders of shards: counts, lengths, domains, a document."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A picture of the domains' shares along the output of a global shuffle, as SVG."""
 
-from __future__ import annotations
-
 import os
 from xml.sax.saxutils import escape, quoteattr
 

@@ -1,7 +1,5 @@
 """What `bench` needs of the machine: an empty page cache, and the rate of copying memory."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

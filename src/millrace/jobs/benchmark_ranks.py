@@ -1,7 +1,5 @@
 """What one rank of `bench` measures: waits for batches, in its own process."""
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What `bench` measured, as text."""
 
-from __future__ import annotations
-
 from millrace.jobs.benchmarking import BenchResult
 
 

@@ -1,7 +1,5 @@
 """Measures how fast this machine feeds a run: the user's data as it lies, through the `Loader`."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

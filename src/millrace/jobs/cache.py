@@ -1,7 +1,5 @@
 """Lists what is in a cache folder, checks it, and removes what no run needs."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

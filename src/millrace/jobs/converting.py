@@ -1,7 +1,5 @@
 """Convert token files from and to arrays, and from one dtype to another."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Build every index of a training run ahead of time, off the nodes with GPUs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Merge and split token files."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os
@@ -15,12 +13,7 @@ import numpy as np
 from millrace.errors import ConfigError
 from millrace.names import IDX
 from millrace.option_class import StrPath, check_options, option, parse_size
-from millrace.provenance import (
-    common_tokenizer,
-    copied_origins,
-    read_tokenizer,
-    tokenizer_conflict,
-)
+from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from millrace.store.checking import require_sound
 from millrace.store.publish import building, files_of

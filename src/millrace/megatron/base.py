@@ -1,7 +1,5 @@
 """What datasets share: `MegatronDataset`, and indices that are loaded from a cache or built."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import warnings

@@ -1,7 +1,5 @@
 """`BlendedDataset`, a mixture of datasets, and the builder of all splits from a configuration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Errors that are also of Megatron-LM's kinds, so that code that catches those keeps working."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """`GPTDataset`: samples of fixed length, in Megatron-LM's order."""
 
-from __future__ import annotations
-
 import operator
 import os
 from functools import cached_property, lru_cache

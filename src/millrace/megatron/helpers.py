@@ -1,7 +1,5 @@
 """Megatron-LM's compiled helpers, by their names and arguments."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Token files under Megatron-LM's names: `IndexedDataset`, its readers and its builder."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, ClassVar
 

@@ -4,8 +4,6 @@ The samplers give lists of ints, step by step, from `consumed_samples` on; numbe
 limits are AssertionErrors. Those of `millrace.feed` can also check where they start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import os

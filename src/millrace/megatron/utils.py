@@ -2,8 +2,6 @@
 
 # ruff: noqa: N803 - the arguments of `S3Client` are named by boto3
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

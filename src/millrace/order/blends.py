@@ -1,7 +1,5 @@
 """From which dataset each sample is drawn: what a mixture is, and Megatron-LM's blend."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol

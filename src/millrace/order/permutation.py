@@ -1,7 +1,5 @@
 """A permutation of any number of items, of which no table is kept."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What an order is: a function from sample numbers to token spans."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np

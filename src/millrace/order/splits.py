@@ -1,7 +1,5 @@
 """Train, valid and test as ranges of one dataset."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Sequence

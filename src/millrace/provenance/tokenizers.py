@@ -6,8 +6,6 @@ compared where pairs come together. So is the library that has split texts into 
 version and language are recorded, and may differ. A pair without that information fits any other.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Megatron-LM's arguments, from a file or a command line, as a `DatasetConfig`."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

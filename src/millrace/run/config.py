@@ -1,7 +1,5 @@
 """What a training run asks of its data."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

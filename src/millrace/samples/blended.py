@@ -1,7 +1,5 @@
 """Samples of several datasets, mixed."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

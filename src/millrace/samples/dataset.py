@@ -1,7 +1,5 @@
 """Datasets: sample numbers in, the arrays of a batch out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol, SupportsIndex

@@ -1,7 +1,5 @@
 """Which arrays a batch has: their names, and the form that a caller asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

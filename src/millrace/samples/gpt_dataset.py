@@ -1,7 +1,5 @@
 """Samples of fixed length: from one token file, or from the output folder of a global shuffle."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from typing import Any

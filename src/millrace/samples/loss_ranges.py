@@ -6,8 +6,6 @@ are refused. The array is int32 [ranges, 3], a row (sequence, start, stop) for e
 without `stop`, sorted and without overlap.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any, NamedTuple
 
@@ -29,10 +27,7 @@ _ARRAY = "ranges"
 
 
 def write_loss_ranges(
-    prefix: str | os.PathLike[str],
-    ranges: ArrayLike,
-    *,
-    path: str | os.PathLike[str] | None = None,
+    prefix: str | os.PathLike[str], ranges: ArrayLike, *, path: str | os.PathLike[str] | None = None
 ) -> str:
     """Writes the ranges of a token file, whole or not at all, in place of those that are there.
 

@@ -1,7 +1,5 @@
 """From a token batch to the arrays of a batch: one rule for every source of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

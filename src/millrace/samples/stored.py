@@ -1,7 +1,5 @@
 """Stored tokens in an order: the source of most samples, and its path through the core."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

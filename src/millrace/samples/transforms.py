@@ -5,8 +5,6 @@ a pure function of tokens and sample numbers, so a sample is the same whatever t
 thread that reads it, and after a resume.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol

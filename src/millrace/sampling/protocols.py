@@ -1,7 +1,5 @@
 """What a sampler is: three methods, and those that it may have beside them."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Samplers in the order of the sample numbers, and a cyclic one that shuffles each epoch anew."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Global batch sizes that change with the number of consumed samples."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter

@@ -6,8 +6,6 @@ shard of whole documents is an indexed dataset. The metadata are written last: a
 is not whole.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ Every byte is read and compared if the metadata have checksums. Files that do no
 folder are named.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The shards of a folder as one token file, whose sequences all have one length."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -169,10 +167,7 @@ class Shards:
 
 
 def _open_same(
-    folder: str,
-    options: dict[str, Any],
-    identity: tuple[Any, ...],
-    fingerprint: str,
+    folder: str, options: dict[str, Any], identity: tuple[Any, ...], fingerprint: str
 ) -> Shards:
     """Opens pickled shards, if their data are still there."""
     shards = Shards(folder, **options)

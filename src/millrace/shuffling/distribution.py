@@ -11,8 +11,6 @@ that:
   together, or shares that are more even than chance makes them.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping

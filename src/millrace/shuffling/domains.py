@@ -1,7 +1,5 @@
 """The input of a shuffle: the token files of each domain, sorted by domain and path."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Sequence

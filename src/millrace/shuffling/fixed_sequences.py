@@ -6,8 +6,6 @@ token on. What is left over at its end is cut off; with `carry`, only at the end
 the ends of the files' parts say where a sequence lies.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

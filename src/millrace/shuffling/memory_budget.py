@@ -4,8 +4,6 @@ Memory is counted, not measured: `ITEM_OVERHEAD` for each item in a buffer, and 
 bytes for each process.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 bytes per item on the disk. `keyed` is a `KeyedPermutation`, which takes none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ with its checksum.
 two is there, so the next job in this folder knows that the shards may go.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The options of a shuffle: each is described once, as a field."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The token files of the input: opened and checked when they are found, then read by pieces."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import stat

@@ -4,8 +4,6 @@ What belongs to a document is looked up in tables, which are files: only the row
 take memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

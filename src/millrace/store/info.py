@@ -4,8 +4,6 @@ It is optional: a pair without one is a whole dataset. Checksums are XXH3-64 of 
 in hex; the provenance is what the writer knows (tool, tokenizer, options).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any

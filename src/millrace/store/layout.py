@@ -12,8 +12,6 @@ offset  size     content
         N        int8 modes, only in multimodal files; only the file's size shows it
 """
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass
 from functools import cached_property

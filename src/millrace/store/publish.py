@@ -20,8 +20,6 @@ reached step 2, and drops one that did not, or one after which another tool has 
 to the prefix. Times tell: the index of a new pair is never older than its tokens.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Token files without an index: raw tokens, or a one-dimensional `.npy` array of NumPy."""
 
-from __future__ import annotations
-
 import io
 import os
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The files of a pair while a builder writes them, who may write, and the checks at the end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """What a reader asks of a part of a file, the records of its bytes, and documents in batches."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which files a job reads: files, folders, patterns, lists of files, standard input."""
 
-from __future__ import annotations
-
 import glob
 import os
 import re

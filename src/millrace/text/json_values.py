@@ -1,7 +1,5 @@
 """Texts and ids of JSON records and rows: what Python's `json` reads, at the speed of `orjson`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Megatron-LM's script splits with Punkt, whose data must be installed; nothing is
 `sentencex` needs no data, knows more languages, and is many times faster.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import re

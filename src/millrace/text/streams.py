@@ -1,7 +1,5 @@
 """Bytes of one file or pipe, plain or compressed."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

@@ -1,7 +1,5 @@
 """The plan of a tokenise job: how many workers it has, and which task reads which input."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Container, Generator, Iterator, Sequence

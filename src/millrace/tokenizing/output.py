@@ -1,7 +1,5 @@
 """The output of a tokenise job: finished tasks, in their order, become the final files."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import heapq

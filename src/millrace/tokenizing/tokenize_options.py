@@ -1,7 +1,5 @@
 """The options of a tokenise job: each is described once, as a field."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

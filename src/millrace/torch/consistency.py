@@ -4,8 +4,6 @@ Every rank puts a report into the store of the process group, waits for those of
 compares them all.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from bisect import bisect_right

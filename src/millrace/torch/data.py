@@ -7,8 +7,6 @@ Both work with any number of workers and any start method. torchdata's StatefulD
 same arguments, and its state resumes at the batch after the last one that the trainer got.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Datasets and errors over the ranks of torch.distributed."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 import threading

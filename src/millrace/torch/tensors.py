@@ -1,7 +1,5 @@
 """Torch tensors of numpy batches, on the CPU or on a device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any

@@ -3,8 +3,6 @@
 `millrace.cli` imports the module of the verb that is run, and no other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

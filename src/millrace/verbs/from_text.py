@@ -1,7 +1,5 @@
 """`tokenize` and `train-tokenizer`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -39,8 +37,7 @@ class TokenizerOptions:
         metavar="PATTERN",
     )
     add_special_tokens: bool = _tokenizer(
-        "add the special tokens of the tokenizer's post-processor to each text",
-        False,
+        "add the special tokens of the tokenizer's post-processor to each text", False
     )
     special_tokens_in_text: bool = _tokenizer(
         'encode "<|endoftext|>" in a text as plain text, not as that token',

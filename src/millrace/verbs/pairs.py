@@ -1,7 +1,5 @@
 """`inspect`, `verify`, `merge`, `split` and `convert`."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`index`, `bench`, `cache` and `demo`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +96,7 @@ VERBS = (
         "and warm, and says how long training steps would wait, what bounds the rate, and how many "
         "accelerators it could feed.",
     ),
-    Verb(
-        "cache list",
-        _list,
-        (CacheOptions, JsonOption),
-        "Lists the entries.",
-    ),
+    Verb("cache list", _list, (CacheOptions, JsonOption), "Lists the entries."),
     Verb(
         "cache check",
         _check,

@@ -1,7 +1,5 @@
 """`shuffle`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Parquet and Arrow: rows of tables, read by pyarrow."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import importlib

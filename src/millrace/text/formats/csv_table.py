@@ -1,7 +1,5 @@
 """CSV and TSV: rows as Python's `csv` reads them; the first names the columns."""
 
-from __future__ import annotations
-
 import csv
 import re
 import sys

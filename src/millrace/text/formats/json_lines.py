@@ -1,7 +1,5 @@
 """JSON lines: each is an object, and a document."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain text: a file is a document, or each text between two separators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from millrace import checks
