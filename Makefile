@@ -46,6 +46,7 @@ lint: $(VENV)/.package $(VENV)/.dev  ## ruff: lint and format
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.package $(VENV)/.dev  ## mypy, strict
+	$(BIN)/python -m nanobind.stubgen -q -m millrace._core -o src/millrace/_core.pyi
 	$(BIN)/mypy
 
 format: $(VENV)/.dev  ## let ruff format the code

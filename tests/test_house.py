@@ -209,14 +209,6 @@ def test_every_public_name_is_documented() -> None:
             assert value.__doc__ or not is_code, f"{package.__name__}.{name}"
 
 
-def test_the_stub_and_the_core_have_the_same_names() -> None:
-    from millrace import _core
-
-    tree = ast.parse((SOURCE / "_core.pyi").read_text())
-    stub = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
-    assert stub == {name for name in dir(_core) if not name.startswith("_")}
-
-
 def test_one_module_alone_imports_the_core() -> None:
     users = {path.name for path in SOURCE.rglob("*.py") if "millrace._core" in imports_of(path)}
     assert users == {"_native.py"}

@@ -61,7 +61,7 @@ def interrupt_once() -> None:
             is_over = True
             raise KeyboardInterrupt
 
-    def on_unraisable(dropped: sys.UnraisableHookArgs) -> None:
+    def on_unraisable(dropped: "sys.UnraisableHookArgs") -> None:
         """Python drops what is raised while it runs a finalizer: then the next Ctrl-C counts."""
         nonlocal is_over
         if issubclass(dropped.exc_type, KeyboardInterrupt):

@@ -141,7 +141,7 @@ class DatasetConfig:
             access=check_choice("access", self.access, get_args(Access)),
         )
         for field in dataclasses.fields(self):
-            if field.type == "bool":
+            if field.type is bool:
                 self._set(**{field.name: check_bool(field.name, getattr(self, field.name))})
         self._set(**dataclasses.asdict(self.sample_options))
         if not isinstance(self.cache, str | os.PathLike | None):
