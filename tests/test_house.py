@@ -55,8 +55,7 @@ LARGER_ROOMS = {
 }
 WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),
-    **dict.fromkeys(("TokenizeOptions", "TokenizeKeywords"), "the options of a verb"),
-    **dict.fromkeys(("ShuffleOptions", "ShuffleKeywords"), "the options of a verb"),
+    **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
     **dict.fromkeys(("Description", "ShardsDescription", "Measurement"), "a report"),
     "ShuffleResult": "a report",
     "ShardsMetadata": "the entries of metadata.json",

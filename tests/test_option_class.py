@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from millrace.option_class import (
     add_options,
     check_options,
     identity_of,
-    keywords_of,
     option,
     option_table,
     parse_escapes,
@@ -62,19 +61,6 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-
-
-class JobKeywords(TypedDict, total=False):
-    seed: int
-    workers: int | None
-    rate: float
-    plan: str
-    keys: Sequence[str]
-    memory: int | None
-    checksums: bool
-    restart: bool
-    shard: tuple[int, int] | None
-    tokenizer: Any
 
 
 def make(**options: Any) -> JobOptions:
@@ -131,10 +117,6 @@ def test_the_identity_has_what_decides_the_output() -> None:
     }
     assert json.loads(json.dumps(identity)) == identity
     assert identity_of(make(restart=True))["restart"] is True
-
-
-def test_the_keywords_are_the_fields_with_a_default() -> None:
-    assert get_type_hints(JobKeywords) == keywords_of(JobOptions)
 
 
 def parse(*arguments: str) -> dict[str, Any]:

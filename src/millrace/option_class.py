@@ -114,16 +114,6 @@ def identity_of(options: Any) -> dict[str, Any]:
     return entries
 
 
-def keywords_of(option_class: type) -> dict[str, Any]:
-    """Name and type of each field with a default, as in a TypedDict for `Unpack`."""
-    hints = get_type_hints(option_class)
-    return {
-        field.name: hints[field.name]
-        for field in fields_of(option_class)
-        if field.default is not MISSING
-    }
-
-
 def add_options(parser: argparse.ArgumentParser, *option_classes: type) -> None:
     """Adds the fields of option classes to a parser, which leaves out those that are not given."""
     groups: dict[str, Any] = {"": parser}

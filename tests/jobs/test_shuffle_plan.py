@@ -3,7 +3,7 @@
 import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.option_class import keywords_of
 from millrace.order import KeyedPermutation
 from millrace.ragged import even_sizes, starts_of
 from millrace.shuffling import memory_budget, plans
 from millrace.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, group_bounds, sizes_of
 from millrace.shuffling.permutations import KeyedRanges
 from millrace.shuffling.plans import PLANS, Gather, Rates, Scatter, ShufflePlan, resume_plan
-from millrace.shuffling.shuffle_options import ShuffleKeywords, ShuffleOptions
 from tests.jobs.shuffle_cases import sequence_items
 
 GB = 10**9
@@ -209,12 +207,3 @@ def test_rates_of_tiny_sequences_take_little_memory(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 30_000_000
     finally:
         tracemalloc.stop()
-
-
-# ---- the options ----
-
-
-def test_the_keywords_are_the_options() -> None:
-    assert get_type_hints(ShuffleKeywords) == {
-        name: kind for name, kind in keywords_of(ShuffleOptions).items() if name != "input_dir"
-    }

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +16,7 @@ import pytest
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.encoding import Tokenizer
 from millrace.jobs import tokenize
-from millrace.option_class import keywords_of
 from millrace.store.writer import PairWriter
-from millrace.tokenizing import TokenizeKeywords, TokenizeOptions
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 
 
@@ -256,7 +254,3 @@ def test_the_pairs_of_several_keys_are_published_together(
         for folder in tmp_path.glob("*.tmp"):
             folder.rmdir()
     assert texts_after("race") == ["the race"] * 2
-
-
-def test_the_keywords_of_tokenize_are_its_options() -> None:
-    assert get_type_hints(TokenizeKeywords) == keywords_of(TokenizeOptions)

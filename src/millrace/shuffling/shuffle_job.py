@@ -1,11 +1,9 @@
 """The shuffle job: numbers the items, permutes them, moves them, and publishes the shards."""
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from millrace.engine import ALREADY, Run
 from millrace.errors import ConfigError
@@ -26,16 +24,8 @@ from millrace.shuffling.memory_budget import budget_of
 from millrace.shuffling.permutations import Permutation, choose_permutation, make_permutation
 from millrace.shuffling.plans import check_room, choose_plan, resume_plan
 from millrace.shuffling.shuffle_items import Items
-from millrace.shuffling.shuffle_options import (
-    ShuffleKeywords,
-    ShuffleOptions,
-    check_apart,
-    identity,
-)
+from millrace.shuffling.shuffle_options import ShuffleOptions, check_apart, identity
 from millrace.shuffling.whole_documents import DocumentItems
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +68,7 @@ class ShuffleResult:
     notices: list[str]
 
 
-def shuffle(
-    input_dir: StrPath | None, output_dir: StrPath, **options: Unpack[ShuffleKeywords]
-) -> ShuffleResult:
+def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> ShuffleResult:
     """Permutes the sequences, or documents, of many domains globally, and writes them as shards.
 
     The items are numbered by domain, then path, then place in the file; `permutation[i]` is the

@@ -5,7 +5,7 @@ import itertools
 import os
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 
@@ -133,25 +133,6 @@ class ShuffleOptions:
     def unit(self) -> str:
         """What is shuffled: "documents" or "sequences"."""
         return "documents" if self.documents else "sequences"
-
-
-class ShuffleKeywords(TypedDict, total=False):
-    """The keywords of `shuffle`, for type checkers; a test compares them with `ShuffleOptions`."""
-
-    input_list: Any
-    dtype: Any
-    seq_len: int
-    carry: bool
-    documents: bool
-    num_shards: int
-    seed: int
-    permutation: str
-    plan: str
-    engine: str
-    workers: int
-    memory: int | None
-    restart: bool
-    show_progress: bool
 
 
 def identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:

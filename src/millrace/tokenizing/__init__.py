@@ -5,6 +5,6 @@ and `output` makes the final files of finished tasks.
 """
 
 from millrace.tokenizing.text_job import TokenizeResult, tokenize
-from millrace.tokenizing.tokenize_options import CHECK_RATE, TokenizeKeywords, TokenizeOptions
+from millrace.tokenizing.tokenize_options import CHECK_RATE, TokenizeOptions
 
-__all__ = ["CHECK_RATE", "TokenizeKeywords", "TokenizeOptions", "TokenizeResult", "tokenize"]
+__all__ = ["CHECK_RATE", "TokenizeOptions", "TokenizeResult", "tokenize"]

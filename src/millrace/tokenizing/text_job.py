@@ -1,7 +1,5 @@
 """The tokenise job: checks, plans, runs tasks, and publishes what they made."""
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import itertools
@@ -11,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
 from millrace.engine import ALREADY, Done, Run
@@ -23,10 +21,7 @@ from millrace.text import InputFile, Query, find_inputs, parts_of, read_document
 from millrace.tokenizing import input_tasks
 from millrace.tokenizing.chunk import run_task, texts_of
 from millrace.tokenizing.output import Output, quarantine_path
-from millrace.tokenizing.tokenize_options import TokenizeKeywords, TokenizeOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _FIRST_FILES = 8  # files that are searched for the first documents
 _FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
@@ -70,10 +65,7 @@ class TokenizeResult:
 
 
 def tokenize(
-    inputs: Sequence[StrPath],
-    output_prefix: StrPath,
-    tokenizer: Tokenizer,
-    **options: Unpack[TokenizeKeywords],
+    inputs: Sequence[StrPath], output_prefix: StrPath, tokenizer: Tokenizer, **options: Any
 ) -> TokenizeResult:
     """Writes `{output_prefix}_{key}_document.bin/.idx` for each key.
 

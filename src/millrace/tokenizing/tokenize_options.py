@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 from millrace import checks
 from millrace.encoding import Tokenizer
@@ -169,29 +169,3 @@ class TokenizeOptions:
         """Path prefix of the indexed dataset of each key."""
         level = "document" if self.splitter is None else "sentence"
         return {key: f"{self.output_prefix}_{key}_{level}" for key in self.json_keys}
-
-
-class TokenizeKeywords(TypedDict, total=False):
-    """The options of `tokenize` that are given by keyword."""
-
-    json_keys: Sequence[str]
-    separator: str | None
-    format: Format | None
-    id_key: str
-    shard: tuple[int, int] | None
-    append_eod: bool
-    prepend_bos: bool
-    check_rate: float
-    splitter: SentenceSplitter | None
-    partitions: int
-    keep_sequential_samples: bool
-    on_error: str
-    max_document_size: int | None
-    provenance: str
-    checksums: bool
-    engine: str
-    workers: int | None
-    memory: int | None
-    chunk_size: int | None
-    restart: bool
-    show_progress: bool
