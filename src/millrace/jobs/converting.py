@@ -52,17 +52,7 @@ class ConvertOptions(PairOptions):
     )
 
 
-def convert(
-    source: StrPath,
-    target: StrPath,
-    *,
-    dtype: DTypeLike | None = None,
-    source_dtype: DTypeLike | None = None,
-    document_end: int | None = None,
-    append_eod: int | None = None,
-    checksums: bool = True,
-    origins: bool = True,
-) -> None:
+def convert(source: StrPath, target: StrPath, **options: Any) -> None:
     """Converts token arrays to indexed datasets and back, and from one dtype to another.
 
     The names of `source` and `target` tell their formats: `.npy` is a NumPy array, `.bin` raw
@@ -73,53 +63,45 @@ def convert(
             tokens, or an indexed dataset.
         target: An array or raw tokens of one dimension (document boundaries are lost), or an
             indexed dataset.
-        dtype: Dtype of the target; None: the source's dtype, or int32 for an indexed dataset if
-            the format has no code for the source's.
-        source_dtype: Dtype of raw tokens.
-        document_end: Token that ends each document of a stream; None: the stream is one document.
-        append_eod: End-of-document token, which is put after each document of an indexed dataset;
-            one that ends with it already, or has no tokens, stays as it is.
-        checksums: Whether to write the sidecar of an indexed dataset.
-        origins: Whether to copy the origins of an indexed dataset's documents to another.
+        options: The other fields of `ConvertOptions`:
+            dtype: Dtype of the target; None: the source's dtype, or int32 for an indexed dataset
+                if the format has no code for the source's.
+            source_dtype: Dtype of raw tokens.
+            document_end: Token that ends each document of a stream; None: it is one document.
+            append_eod: End-of-document token, which is put after each document of an indexed
+                dataset; one that ends with it already, or has no tokens, stays as it is.
+            checksums: Whether to write the sidecar of an indexed dataset.
+            origins: Whether to copy the origins of an indexed dataset's documents to another.
 
     Raises:
         ConfigError: A token that does not fit the dtype, or an option that is missing or does not
             apply.
         DataError: A missing or damaged source, or one of another format.
     """
-    options = ConvertOptions(
-        source=source,
-        target=target,
-        dtype=dtype,
-        source_dtype=source_dtype,
-        document_end=document_end,
-        append_eod=append_eod,
-        checksums=checksums,
-        origins=origins,
-    )
-    source, target = os.fspath(options.source), os.fspath(options.target)
+    own = ConvertOptions(source=source, target=target, **options)
+    source, target = os.fspath(own.source), os.fspath(own.target)
     is_array = target.endswith((".npy", BIN))
     try:
-        array = _open_array(source, options.source_dtype)
+        array = _open_array(source, own.source_dtype)
     except OSError as error:
         raise DataError(f"{source} cannot be read: {error}") from None
-    if options.append_eod is not None and (is_array or array is not None):
+    if own.append_eod is not None and (is_array or array is not None):
         raise ConfigError("append_eod needs documents: source and target must be path prefixes")
     if array is None:
-        if options.document_end is not None:
+        if own.document_end is not None:
             raise ConfigError(
                 "document_end divides a stream of tokens; an indexed dataset already has documents"
             )
         dataset = IndexedDataset(source)
         if not is_array:
-            _convert_pair(dataset, target, options)
+            _convert_pair(dataset, target, own)
             return
         require_sound(dataset)
         array = dataset.tokens
     if is_array:
-        _write_array(target, array.reshape(-1), options.dtype)
+        _write_array(target, array.reshape(-1), own.dtype)
     else:
-        _write_dataset(target, array, options)
+        _write_dataset(target, array, own)
 
 
 def _convert_pair(dataset: IndexedDataset, target: str, options: ConvertOptions) -> None:

@@ -72,14 +72,7 @@ class SplitOptions(PairOptions):
             )
 
 
-def merge(
-    prefixes: Sequence[StrPath],
-    output_prefix: StrPath,
-    *,
-    checksums: bool = True,
-    origins: bool = True,
-    any_tokenizer: bool = False,
-) -> IndexedDataset:
+def merge(prefixes: Sequence[StrPath], output_prefix: StrPath, **options: Any) -> IndexedDataset:
     """Concatenates indexed datasets; documents keep their order.
 
     If all inputs have origins of their documents, so has the output; if all name the same
@@ -89,28 +82,23 @@ def merge(
         prefixes: Path prefixes of the input pairs, at least one; all have the same dtype, and all
             have modes or none has.
         output_prefix: Path prefix of the output pair; it may be one of the inputs.
-        checksums: Whether to write the sidecar.
-        origins: Whether to copy the origins of the documents.
-        any_tokenizer: Whether to merge pairs although their sidecars name different tokenizers, or
-            splitters of sentences.
+        options: The other fields of `MergeOptions`:
+            checksums: Whether to write the sidecar.
+            origins: Whether to copy the origins of the documents.
+            any_tokenizer: Whether to merge pairs although their sidecars name different
+                tokenizers, or splitters of sentences.
 
     Raises:
         ConfigError: An empty list, or pairs that differ in dtype, modes, tokenizer or splitter of
             sentences.
         DataError: A missing or damaged pair.
     """
-    options = MergeOptions(
-        prefixes=prefixes,
-        output_prefix=output_prefix,
-        checksums=checksums,
-        origins=origins,
-        any_tokenizer=any_tokenizer,
-    )
-    names = [os.fspath(prefix) for prefix in options.prefixes]
+    own = MergeOptions(prefixes=prefixes, output_prefix=output_prefix, **options)
+    names = [os.fspath(prefix) for prefix in own.prefixes]
     if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
     conflict = None
-    if not options.any_tokenizer:
+    if not own.any_tokenizer:
         conflict = tokenizer_conflict(map(read_tokenizer, names))
     if conflict:
         raise ConfigError(
@@ -118,21 +106,13 @@ def merge(
             "--any-tokenizer (any_tokenizer=True)"
         )
     datasets = [IndexedDataset(name) for name in names]
-    with pair_builder(options, output_prefix, datasets, {"merged": names}) as builder:
+    with pair_builder(own, output_prefix, datasets, {"merged": names}) as builder:
         for dataset in datasets:  # the open ones: the files at their prefixes may change meanwhile
             builder.add_index(dataset)
     return IndexedDataset(output_prefix)
 
 
-def split(
-    prefix: StrPath,
-    output_prefix: StrPath,
-    *,
-    documents: int | None = None,
-    num_bytes: int | None = None,
-    checksums: bool = True,
-    origins: bool = True,
-) -> list[str]:
+def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
     """Cuts an indexed dataset into shards of whole documents, with their origins.
 
     Shard i gets the path prefix `{output_prefix}_{i:05}`; merging the shards restores the dataset,
@@ -142,11 +122,11 @@ def split(
     Args:
         prefix: Path prefix of the input pair.
         output_prefix: First part of the shards' path prefixes.
-        documents: Number of documents per shard; the last shard may have fewer.
-        num_bytes: Maximum size of the tokens of a shard; a longer document gets a shard alone. Give
-            either `documents` or `num_bytes`.
-        checksums: Whether to write the sidecars.
-        origins: Whether to copy the origins of the documents.
+        options: The other fields of `SplitOptions`, of which either `documents` or `num_bytes`:
+            documents: Number of documents per shard; the last shard may have fewer.
+            num_bytes: Maximum size of the tokens of a shard; a longer document gets a shard alone.
+            checksums: Whether to write the sidecars.
+            origins: Whether to copy the origins of the documents.
 
     Returns:
         The shards' path prefixes.
@@ -155,28 +135,21 @@ def split(
         ConfigError: Not exactly one of `documents` and `num_bytes`, or a value below 1.
         DataError: A missing or damaged pair.
     """
-    options = SplitOptions(
-        prefix=prefix,
-        output_prefix=output_prefix,
-        documents=documents,
-        num_bytes=num_bytes,
-        checksums=checksums,
-        origins=origins,
-    )
+    own = SplitOptions(prefix=prefix, output_prefix=output_prefix, **options)
     dataset = IndexedDataset(prefix)
     require_sound(dataset)
-    if options.documents is not None:
-        bounds = [*range(0, dataset.num_documents, options.documents), dataset.num_documents]
-    elif options.num_bytes is not None:
-        bounds = bounds_by_size(dataset, options.num_bytes)
+    if own.documents is not None:
+        bounds = [*range(0, dataset.num_documents, own.documents), dataset.num_documents]
+    elif own.num_bytes is not None:
+        bounds = bounds_by_size(dataset, own.num_bytes)
     shards = []
     for number, span in enumerate(itertools.pairwise(bounds)):
-        shards.append(f"{options.output_prefix}_{number:05}")
+        shards.append(f"{own.output_prefix}_{number:05}")
         provenance = {"split": dataset.prefix, "documents": list(span)}
-        with pair_builder(options, shards[-1], [dataset], provenance, documents=span) as builder:
+        with pair_builder(own, shards[-1], [dataset], provenance, documents=span) as builder:
             builder.add_index(dataset, span)
     kept = set(map(os.path.realpath, files_of(dataset.prefix)))
-    for shard in _existing_shards(os.fspath(options.output_prefix), len(shards)):
+    for shard in _existing_shards(os.fspath(own.output_prefix), len(shards)):
         if kept.isdisjoint(map(os.path.realpath, files_of(shard))):
             with building(shard):  # holds the lock: no other process builds this shard
                 # The index last: a kill leaves no tokens without one, which would be raw tokens.
