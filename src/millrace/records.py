@@ -22,15 +22,11 @@ import functools
 import itertools
 import types
 import typing
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
 from millrace.checks import MAX_INT64, NOTHING, place_of, shown
 
 T = TypeVar("T")
-
-Read = Callable[[Any, tuple[Any, ...]], Any]
-"""A function of a value and its place that returns the value in a type, or raises ValueError."""
 
 
 class Limits(NamedTuple):
@@ -55,88 +51,66 @@ def record_from(kind: type[T], value: Any, name: str = "the record") -> T:
     Raises:
         ValueError: A missing entry, or a value of another type or outside its limits.
     """
-    record: T = _reader(kind)(value, (name,))  # type: ignore[arg-type]
+    record: T = _read(kind, value, (name,))
     return record
 
 
-_PLAIN = {int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
+_PLAIN: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    type(None): "null",
+    Any: "a value",
+}
+
+
+def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
+    """A value in a type; ValueError for another one, with its place."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (Union, types.UnionType):
+        (kind,) = (one for one in arguments if one is not type(None))
+        return None if value is None else _read(kind, value, place)
+    if kind in _PLAIN:
+        needed = _PLAIN[kind]
+        is_valid = type(value) is kind or (kind is float and type(value) is int)
+        is_valid = is_valid or (kind is Any and value is not NOTHING)
+    elif origin is Annotated:
+        least, most = arguments[1]
+        needed = f"a whole number between {least} and {'2**63 - 1' if most == MAX_INT64 else most}"
+        is_valid = type(value) is int and least <= value <= most
+    elif origin is Literal:
+        needed, is_valid = f"one of {arguments}", value in arguments
+    elif origin in (list, tuple):
+        kinds = [one for one in arguments if one is not ...]
+        needed = "a list" if len(kinds) == 1 else f"a list of {len(kinds)}"
+        is_valid = isinstance(value, list) and (len(kinds) == 1 or len(kinds) == len(value))
+    else:
+        needed, is_valid = "an object", isinstance(value, dict)
+    if not is_valid:
+        raise ValueError(f"{place_of(place)} must be {needed}, not {shown(value, 80)}")
+    if origin in (list, tuple):
+        entries = enumerate(zip(itertools.cycle(kinds), value, strict=False))
+        return origin([_read(one, entry, (*place, i)) for i, (one, entry) in entries])
+    if origin is dict:
+        return {key: _read(arguments[1], one, (*place, key)) for key, one in value.items()}
+    if dataclasses.is_dataclass(kind):
+        entries_of = {
+            name: _read(one, value.get(name, NOTHING), (*place, name))
+            for name, one, is_needed in _fields(kind)  # type: ignore[arg-type]
+            if is_needed or name in value
+        }
+        return kind(**entries_of)  # type: ignore[operator]
+    return value
 
 
 @functools.cache
-def _reader(kind: Any) -> Read:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return _plain("a value", lambda value: value is not NOTHING)
-    if kind in _PLAIN:
-        return _plain(_PLAIN[kind], lambda value: type(value) is kind)
-    if kind is float:
-        return _plain("a number", lambda value: type(value) in (int, float))
-    if dataclasses.is_dataclass(kind):
-        return _record(kind)
-    if origin is Annotated:
-        least, most = arguments[1]
-        needed = f"a whole number between {least} and {'2**63 - 1' if most == MAX_INT64 else most}"
-        return _plain(needed, lambda value: type(value) is int and least <= value <= most)
-    if origin is Literal:
-        return _plain(f"one of {arguments}", lambda value: value in arguments)
-    if origin in (Union, types.UnionType):
-        (read,) = (_reader(one) for one in arguments if one is not type(None))
-        return lambda value, place: None if value is None else read(value, place)
-    if origin in (list, tuple):
-        return _list(origin, [_reader(one) for one in arguments if one is not ...])
-    if origin is dict:
-        entry, check = _reader(arguments[1]), _plain("an object", _is_object)
-        return lambda value, place: {
-            key: entry(one, (*place, key)) for key, one in check(value, place).items()
-        }
-    raise TypeError(f"{kind} is not the type of a value of a record")
-
-
-def _plain(needed: str, is_valid: Callable[[Any], bool]) -> Read:
-    def read(value: Any, place: tuple[Any, ...]) -> Any:
-        if not is_valid(value):
-            raise ValueError(f"{place_of(place)} must be {needed}, not {shown(value, 80)}")
-        return value
-
-    return read
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _list(kind: Callable[[Any], Any], entries: list[Read]) -> Read:
-    length = None if len(entries) == 1 else len(entries)
-    check = _plain(
-        "a list" if length is None else f"a list of {length}",
-        lambda value: isinstance(value, list) and length in (None, len(value)),
-    )
-
-    def read(value: Any, place: tuple[Any, ...]) -> Any:
-        pairs = zip(itertools.cycle(entries), check(value, place), strict=False)
-        return kind([entry(one, (*place, i)) for i, (entry, one) in enumerate(pairs)])
-
-    return read
-
-
-def _record(kind: Any) -> Read:
+def _fields(kind: Any) -> list[tuple[str, Any, bool]]:
+    """The name and type of each field of a record, and whether it must be there."""
     types_of_fields = typing.get_type_hints(kind, include_extras=True)
     # A field without a default has MISSING in both places.
-    fields = [
-        (field.name, _reader(types_of_fields[field.name]), field.default is field.default_factory)
+    return [
+        (field.name, types_of_fields[field.name], field.default is field.default_factory)
         for field in dataclasses.fields(kind)
         if field.init
     ]
-    check = _plain("an object", _is_object)
-
-    def read(value: Any, place: tuple[Any, ...]) -> Any:
-        entries = check(value, place)
-        return kind(
-            **{
-                name: read_one(entries.get(name, NOTHING), (*place, name))
-                for name, read_one, is_needed in fields
-                if is_needed or name in entries
-            }
-        )
-
-    return read

@@ -322,5 +322,5 @@ def test_files_are_flushed_before_they_are_renamed(
     record, *paths = map(str, files_of(tmp_path))
     folder = ("flush", str(tmp_path))
     publication = [step for step in steps if step[0] == "rename" or step == folder]
-    names = [("rename", path) for path in paths]
-    assert publication == [*names, folder, ("rename", record), folder]
+    renames = [("rename", path) for path in (*reversed(paths), record)]
+    assert publication == [step for rename in renames for step in (rename, folder)]

@@ -24,7 +24,7 @@ from millrace.encoding.tiktoken_file import (
     _MEGATRON_PATTERNS,
     TIKTOKEN_PATTERNS,
 )
-from millrace.encoding.vocabulary import VocabularyOptions
+from millrace.encoding.vocabulary import Options
 from millrace.errors import TextError
 
 _CL100K = _FASTOKENS_PATTERNS["cl100k_base"]
@@ -238,7 +238,7 @@ def run(cases: int, seed: int, encoder: str = "fastokens", texts: int = 4000) ->
         parts = [config[key] for key in ("pre_tokenizer", "normalizer", "added_tokens")]
         try:
             content = json.dumps(config).encode()
-            vocabulary = JsonVocabulary.load("variant", content, VocabularyOptions())
+            vocabulary = JsonVocabulary.load("variant", content, Options())
         except TextError:
             counts["invalid"] += 1
             continue

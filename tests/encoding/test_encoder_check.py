@@ -60,8 +60,8 @@ def with_water(text: str) -> list[int]:
          "from token 2 the ids are [97, 98] instead of [97, 98, 99], for the text 'abc'"),
         # What the reference cannot encode is left out.
         (with_water, letters, ["水", "a"],
-         "it cannot encode the text 'a' (with_water returned ids from 97 to 27700 for the text "
-         "'a'; its vocabulary_size is 300)"),
+         "it cannot encode the text 'a' (with_water has a vocabulary_size of 300, and returned for "
+         "the text 'a': an id must be between 0 and 299, not 27700)"),
         (letters, with_water, ["水", "a"], None),
     ],
 )  # fmt: skip

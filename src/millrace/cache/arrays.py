@@ -20,20 +20,8 @@ from typing import Any, BinaryIO, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _native
+from millrace import _native, files
 from millrace.errors import DataError
-from millrace.files import (
-    atomic_file,
-    blake2b,
-    checksum,
-    flush_to_disk,
-    fsync_folder,
-    is_of_the_process,
-    naming,
-    sum_of,
-    temporary_name,
-    writers_lock,
-)
 from millrace.order import RULES_VERSION
 from millrace.order.order_plans import Layout
 from millrace.records import record_from
@@ -53,7 +41,7 @@ NO_RECORD = (OSError, ValueError, KeyError, TypeError, AttributeError)
 def fingerprint(key: Any) -> str:
     """A name for plain JSON values: 32 hexadecimal digits."""
     text = json.dumps([RULES_VERSION, key], sort_keys=True)
-    return blake2b(text.encode()).hexdigest()
+    return files.blake2b(text.encode()).hexdigest()
 
 
 def seal(record: Mapping[str, Any]) -> bytes:
@@ -71,7 +59,7 @@ def unseal(text: bytes) -> dict[str, Any]:
 
 
 def _sealed(rest: bytes) -> bytes:
-    return b'{"xxh3": "%s", ' % checksum([rest]).encode() + rest
+    return b'{"xxh3": "%s", ' % files.checksum([rest]).encode() + rest
 
 
 class ArrayWriter:
@@ -144,7 +132,7 @@ class ArraySet:
         for array, record in self.arrays.items():
             try:
                 self[array]
-                if contents and sum_of(self.path(array))[1] != record.xxh3:
+                if contents and files.sum_of(self.path(array))[1] != record.xxh3:
                     problems.append(f"{self.path(array)} is damaged: its checksum has changed")
             except DataError as error:
                 problems.append(str(error))
@@ -161,7 +149,7 @@ def read_record(path: str) -> dict[str, Any] | None:
         with open(path, "rb") as file:
             return unseal(file.read())
     except NO_RECORD as error:
-        if isinstance(error, OSError) and is_of_the_process(error):
+        if isinstance(error, OSError) and files.is_of_the_process(error):
             raise
         return None
 
@@ -209,7 +197,7 @@ def load_or_build(
     os.makedirs(folder, exist_ok=True)
     place = os.path.join(folder, name)
     paths = [array_path(folder, name, array) for array in layout]
-    with writers_lock(place + LOCK, place + JSON, *paths, limit=limit):
+    with files.writers_lock(place + LOCK, place + JSON, *paths, limit=limit):
         if (array_set := usable(folder, name, key)) is not None:
             return array_set, False
         return _publish(folder, name, key, layout, build), True
@@ -225,30 +213,23 @@ def usable(folder: str, name: str, key: Any) -> ArraySet | None:
 def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> ArraySet:
     """Writes all arrays, then renames them, then writes the record."""
     record_path = os.path.join(folder, name + JSON)
-    paths = {array: array_path(folder, name, array) for array in layout}
-    temporaries = {array: temporary_name(path) for array, path in paths.items()}
+    records = {}
     with contextlib.ExitStack() as stack:
-        files: dict[str, BinaryIO] = {}
-        for array, path in temporaries.items():
-            stack.callback(Path(path).unlink, missing_ok=True)
-            files[array] = stack.enter_context(open(path, "x+b", buffering=0))
-        build({array: ArrayWriter(files[array], *form) for array, form in layout.items()})
-        records = {}
+        paths = {array: array_path(folder, name, array) for array in layout}
+        out = {array: stack.enter_context(files.atomic_file(paths[array])) for array in layout}
+        build({array: ArrayWriter(out[array], *form) for array, form in layout.items()})
         for array, (dtype, shape) in layout.items():
-            with naming(paths[array]):
-                flush_to_disk(files[array])
-            sums = sum_of(temporaries[array])[1], checksum(_ends(files[array]))
-            records[array] = ArrayRecord(np.dtype(dtype).str, shape, *sums)
+            with open(out[array].name, "rb") as file:
+                ends = files.checksum(_ends(file))
+            whole = files.sum_of(out[array].name)[1]
+            records[array] = ArrayRecord(np.dtype(dtype).str, shape, whole, ends)
         present = load(folder, name)
         if present is not None and present.key != key:
             # Another set's record must not stand beside these arrays.
             Path(record_path).unlink(missing_ok=True)
-            fsync_folder(record_path)
-        for array, path in paths.items():
-            os.rename(temporaries[array], path)
-        fsync_folder(record_path)
+            files.fsync_folder(record_path)
     entries = {array: vars(record) for array, record in records.items()}
-    with atomic_file(record_path) as file:
+    with files.atomic_file(record_path) as file:
         file.write(seal({"logic": RULES_VERSION, "key": key, "arrays": entries}))
     return ArraySet(folder, name, key, records)
 
@@ -269,11 +250,11 @@ def _map_array(path: str, record: ArrayRecord) -> NDArray[Any]:
             first, last = _ends(file)
             if os.fstat(file.fileno()).st_size != size or not first.startswith(header):
                 raise DataError(f"{path} is not the array {dtype} {list(shape)}, or is truncated")
-            if checksum([first, last]) != record.ends:
+            if files.checksum([first, last]) != record.ends:
                 raise DataError(f"{path} is damaged, or another set's: its ends have changed")
             content = _native.map_file(file.fileno(), size)
     except OSError as error:
-        if is_of_the_process(error):
+        if files.is_of_the_process(error):
             raise
         raise DataError(f"{path} is missing, or cannot be read: {error.strerror}") from None
     return np.frombuffer(content, dtype, offset=len(header)).reshape(shape)

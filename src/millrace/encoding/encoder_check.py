@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown
 from millrace.encoding.edge_cases import edge_cases
-from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
+from millrace.encoding.flat_ids import EncodeBatch
+from millrace.encoding.vocabulary import Options, Vocabulary, must_pass
 from millrace.errors import ConfigError, TextError
 
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
 _NUM_TOKENS_AS_TEXTS = 3000
 
 Result = NDArray[np.uint32] | str  # the ids of a text, or the error that it raises
-_VERDICTS: dict[tuple[str, VocabularyOptions, str], str | None] = {}
+_VERDICTS: dict[tuple[str, Options, str], str | None] = {}
 """How the first built-in text differs, or None, by file, options and encoder: a second job of this
 process need not compare 13,000 texts again."""
 

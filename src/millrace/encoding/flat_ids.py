@@ -1,7 +1,7 @@
 """Ids of several texts in one flat array."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 
 FlatIds = tuple[NDArray[np.uint32], NDArray[np.int64]]
 """The ids of several texts in one array, and the number of ids of each text."""
+
+EncodeBatch = Callable[[list[str]], FlatIds]
+"""A function from texts to the ids of all of them, and the number of ids of each. It runs on the
+threads that the environment of its library allows, which the workers of a job set to one."""
 
 
 def flat_ids(lists: Sequence[Sequence[int]]) -> FlatIds:

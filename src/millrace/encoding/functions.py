@@ -1,7 +1,6 @@
 """Functions as tokenizers, and what a function is: a job does not go on with another one."""
 
 import dis
-import hashlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -9,9 +8,7 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
-
-from millrace.checks import shown
+from millrace.checks import check_int, check_ints, shown
 from millrace.encoding.flat_ids import FlatIds, joined_ids
 from millrace.encoding.vocabulary import Vocabulary, sha256
 from millrace.errors import ConfigError, TextError
@@ -52,20 +49,16 @@ class FunctionVocabulary(Vocabulary):
     def encode_batch(self, texts: list[str]) -> FlatIds:
         arrays = []
         for text in texts:
-            ids = np.asarray(self.function(text))
-            if ids.size == 0:
-                ids = np.empty(0, np.uint32)
-            problem = ""
-            if ids.ndim != 1 or ids.dtype.kind not in "iu":
-                problem = f"an array of shape {list(ids.shape)} and dtype {ids.dtype}"
-                remedy = "it must return a list of ids"
-            elif ids.size and not 0 <= ids.min() <= ids.max() < self.size:
-                problem = f"ids from {ids.min()} to {ids.max()}"
-                remedy = f"its vocabulary_size is {self.size}"
-            if problem:
+            returned = self.function(text)
+            try:
+                ids = check_ints("ids", returned)
+                for number in (ids.min(), ids.max()) if ids.size else ():
+                    check_int("an id", number, 0, self.size - 1)
+            except ConfigError as error:
                 raise TextError(
-                    f"{self.name} returned {problem} for the text {shown(text)}; {remedy}"
-                )
+                    f"{self.name} has a vocabulary_size of {self.size}, and returned for the text "
+                    f"{shown(text)}: {error}"
+                ) from None
             arrays.append(ids)
         return joined_ids(arrays)
 
@@ -87,7 +80,7 @@ def code_of(function: Callable[..., Any]) -> str | None:
         parts = [repr(sys.version_info[:2]), *_parts(function, package, {})]
     except (_UnseenError, RecursionError, ValueError):  # the last: an empty cell of a closure
         return None
-    return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
+    return sha256("\0".join(parts).encode(errors="surrogatepass"))
 
 
 def _parts(value: Any, package: str, seen: dict[int, int]) -> Iterator[str]:

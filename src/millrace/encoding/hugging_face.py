@@ -11,17 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from millrace.encoding.flat_ids import FlatIds, flat_ids
-from millrace.encoding.vocabulary import (
-    EncodeBatch,
-    Vocabulary,
-    VocabularyOptions,
-    fastokens_encoder,
-    import_package,
-    must_pass,
-    read_file,
-    sha256,
-)
+from millrace.encoding.flat_ids import EncodeBatch, FlatIds, flat_ids
+from millrace.encoding.vocabulary import Options, Vocabulary, must_pass, package, read_file, sha256
 from millrace.errors import TextError
 
 
@@ -34,7 +25,7 @@ class JsonVocabulary(Vocabulary):
 
     path: str
     content: str
-    options: VocabularyOptions
+    options: Options
     file_sha256: str = ""
     eod_token: str | None = None
     bos_token: str | None = None
@@ -49,14 +40,13 @@ class JsonVocabulary(Vocabulary):
 
     @classmethod
     def load(
-        cls, path: str, content: bytes, options: VocabularyOptions, **tokens: str | None
+        cls, path: str, content: bytes, options: Options, **tokens: str | None
     ) -> JsonVocabulary:
         """`tokens` are the `eod_token` and `bos_token` that other files name."""
         try:
             vocabulary = cls(path, content.decode(), options, sha256(content), **tokens)
+            _ = vocabulary.library  # fails here if the file is damaged
             dropout = json.loads(vocabulary.content)["model"].get("dropout")
-            if not dropout:
-                _ = vocabulary.library  # fails here if the file is damaged
         except BaseException as error:  # such as panics of Rust
             if must_pass(error) or isinstance(error, TextError):
                 raise
@@ -73,7 +63,7 @@ class JsonVocabulary(Vocabulary):
     @cached_property
     def library(self) -> Any:
         """The `tokenizers.Tokenizer`."""
-        tokenizers = import_package("tokenizers", "tokenizing", "tokenizers")
+        tokenizers = package("tokenizers")
         # from_str panics more often.
         tokenizer = _whole(tokenizers.Tokenizer.from_buffer(self.content.encode()))
         tokenizer.encode_special_tokens = not self.options.special_tokens_in_text
@@ -115,11 +105,7 @@ class JsonVocabulary(Vocabulary):
         return flat_ids([encoding.ids for encoding in batch])
 
     def fast_encoder(self) -> EncodeBatch:
-        return fastokens_encoder(
-            lambda tokenizers: _whole(tokenizers.from_json_str(self.content)),
-            add_special_tokens=self.options.add_special_tokens,
-            special_tokens_in_text=self.options.special_tokens_in_text,
-        )
+        return self.fastokens(lambda library: _whole(library.from_json_str(self.content)))
 
 
 def _whole(tokenizer: Any) -> Any:
@@ -149,7 +135,7 @@ def _with_defaults(value: Any) -> Any:
     return {"use_regex": True, **parts} if value.get("type") == "ByteLevel" else parts
 
 
-def load_folder(folder: str, path: str, options: VocabularyOptions) -> JsonVocabulary:
+def load_folder(folder: str, path: str, options: Options) -> JsonVocabulary:
     """The tokenizer of a folder of transformers, which that package makes if the tokenizer.json, at
     `path`, lacks a token that another file of the folder names."""
     settings = _read_object(folder, "tokenizer_config.json")

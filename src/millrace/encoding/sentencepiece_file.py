@@ -14,15 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from millrace.encoding.flat_ids import FlatIds, joined_ids, starts_and_ends, with_tokens
-from millrace.encoding.vocabulary import (
+from millrace.encoding.flat_ids import (
     EncodeBatch,
-    Vocabulary,
-    VocabularyOptions,
-    fastokens_encoder,
-    import_package,
-    sha256,
+    FlatIds,
+    joined_ids,
+    starts_and_ends,
+    with_tokens,
 )
+from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
 from millrace.errors import TextError
 
 _BPE = 2  # TrainerSpec.model_type
@@ -37,7 +36,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     path: str
     content: bytes
-    options: VocabularyOptions
+    options: Options
 
     reference_name = "sentencepiece"
     encoder_names = ("fastokens", "sentencepiece")
@@ -48,7 +47,7 @@ class SentencePieceVocabulary(Vocabulary):
         return content[:1] == b"\n" or path.endswith(".model")
 
     @classmethod
-    def load(cls, path: str, content: bytes, options: VocabularyOptions) -> SentencePieceVocabulary:
+    def load(cls, path: str, content: bytes, options: Options) -> SentencePieceVocabulary:
         vocabulary = cls(path, content, options)
         _ = vocabulary.library  # fails here if the file is damaged
         return vocabulary
@@ -56,7 +55,7 @@ class SentencePieceVocabulary(Vocabulary):
     @cached_property
     def library(self) -> Any:
         """The `SentencePieceProcessor`."""
-        sentencepiece = import_package("sentencepiece", f"reading {self.path}", "encoders")
+        sentencepiece = package("sentencepiece")
         try:
             processor = sentencepiece.SentencePieceProcessor()
             processor.LoadFromSerializedProto(self.content)
@@ -123,7 +122,7 @@ class SentencePieceVocabulary(Vocabulary):
         """The fast encoder. It knows no user-defined symbols and mistakes the names of bytes: texts
         with these are rare and left to sentencepiece."""
         content = tokenizer_json(self.content, self.path)
-        encode_batch = fastokens_encoder(lambda tokenizers: tokenizers.from_json_str(content))
+        encode_batch = self.fastokens(lambda library: library.from_json_str(content))
         first, last = self._ends()
         symbols = user_defined_symbols(self.content)
         # One search for what all of them begin with takes less time than many.
@@ -131,19 +130,13 @@ class SentencePieceVocabulary(Vocabulary):
         # fastokens takes "<0x0A>" for the byte if no merges form it.
         marks = [*([prefix] if len(prefix) > 1 else symbols), "<0x"]
 
-        def encode_plain(texts: list[str]) -> FlatIds:
+        def encode(texts: list[str]) -> FlatIds:
             ids, lengths = encode_batch(texts)
             ids = with_tokens(ids, *starts_and_ends(lengths), first, last, ids.dtype)
-            return ids, lengths + (first is not None) + (last is not None)
-
-        def encode(texts: list[str]) -> FlatIds:
+            lengths = lengths + (first is not None) + (last is not None)
             others = [i for i, text in enumerate(texts) if any(mark in text for mark in marks)]
             if not others:
-                return encode_plain(texts)
-            plain_texts = list(texts)
-            for i in others:
-                plain_texts[i] = ""
-            ids, lengths = encode_plain(plain_texts)
+                return ids, lengths
             parts = np.split(ids, np.cumsum(lengths)[:-1])
             for i in others:
                 parts[i] = self.encode_batch([texts[i]])[0]
@@ -169,23 +162,20 @@ def tokenizer_json(model: bytes, path: str) -> str:
     last = dict(fields)  # of several fields of one number, the last counts
     trainer, normalizer = dict(_fields(last.get(2, b""))), dict(_fields(last.get(3, b"")))
     kinds = [kind for _, _, kind in pieces]
-    symbols = "".join(piece for piece, _, kind in pieces if kind == _USER_DEFINED)
+    symbols = "".join(user_defined_symbols(model))
     scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
     lonely = next((piece for piece in scores if not scores.keys() >= set(piece)), None)
-    problem = ""
-    if trainer.get(3, 1) != _BPE:
-        problem = "is not a BPE model"
-    elif not kinds or not set(kinds) <= {_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE}:
-        problem = "has unused pieces"
-    elif symbols and (normalizer.get(2) or " " in symbols or _SPACE in symbols):
-        problem = "has user-defined symbols with spaces or with a normalization"
-    elif trainer.get(24, 0) or not normalizer.get(5, 1):
-        problem = "writes spaces in another way than before a word"
-    elif normalizer.get(6) or last.get(5):
-        problem = "has rules for the normalization of decoded text"
-    elif lonely is not None:
-        problem = f"has the piece {lonely!r}, but not all of its characters"
-    if problem:
+    known = {_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE}
+    has_such_symbols = symbols and (normalizer.get(2) or " " in symbols or _SPACE in symbols)
+    problems = {
+        "is not a BPE model": trainer.get(3, 1) != _BPE,
+        "has unused pieces": not kinds or not set(kinds) <= known,
+        "has user-defined symbols with spaces or with a normalization": has_such_symbols,
+        "writes spaces elsewhere than before a word": trainer.get(24) or not normalizer.get(5, 1),
+        "has rules for the normalization of decoded text": normalizer.get(6) or last.get(5),
+        f"has the piece {lonely!r}, but not all of its characters": lonely is not None,
+    }
+    for problem in filter(problems.get, problems):
         raise TextError(f"{path} {problem}, which only sentencepiece itself can encode")
     # A name with a space never matches: the normalizer replaces all spaces.
     names = [f"{piece} " if kind in _UNMATCHED else piece for piece, _, kind in pieces]

@@ -12,15 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from millrace.checks import shown
-from millrace.encoding.flat_ids import FlatIds, flat_ids, joined_ids
-from millrace.encoding.vocabulary import (
-    EncodeBatch,
-    Vocabulary,
-    VocabularyOptions,
-    fastokens_encoder,
-    import_package,
-    sha256,
-)
+from millrace.encoding.flat_ids import EncodeBatch, FlatIds, flat_ids, joined_ids
+from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
 from millrace.errors import ConfigError, TextError
 
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -75,7 +68,7 @@ class TiktokenVocabulary(Vocabulary):
     pattern: str
     pattern_name: str
     special_ids: dict[str, int]
-    options: VocabularyOptions
+    options: Options
     file_sha256: str = ""
     eod_token: str | None = None
     bos_token: str | None = None
@@ -108,7 +101,7 @@ class TiktokenVocabulary(Vocabulary):
         return is_line is not None or path.endswith(".tiktoken")
 
     @classmethod
-    def load(cls, path: str, content: bytes, options: VocabularyOptions) -> TiktokenVocabulary:
+    def load(cls, path: str, content: bytes, options: Options) -> TiktokenVocabulary:
         pattern = options.tiktoken_pattern
         if pattern is None:
             pattern = os.path.basename(path).removesuffix(".tiktoken")
@@ -136,7 +129,7 @@ class TiktokenVocabulary(Vocabulary):
     @cached_property
     def library(self) -> Any:
         """The `tiktoken.Encoding`."""
-        tiktoken = import_package("tiktoken", f"reading {self.path}", "encoders")
+        tiktoken = package("tiktoken")
         try:
             return tiktoken.Encoding(
                 os.path.basename(self.path),
@@ -184,11 +177,9 @@ class TiktokenVocabulary(Vocabulary):
         with os.fdopen(number, "wb") as file:
             file.write(_rank_lines(self.ranks))
             file.flush()
-            return fastokens_encoder(
-                lambda tokenizers: tokenizers.from_tiktoken(
-                    f"/proc/self/fd/{number}", pattern=pattern, special_tokens=self.special_ids
-                ),
-                special_tokens_in_text=self.options.special_tokens_in_text,
+            path, options = f"/proc/self/fd/{number}", {"special_tokens": self.special_ids}
+            return self.fastokens(
+                lambda library: library.from_tiktoken(path, pattern=pattern, **options)
             )
 
 
@@ -200,7 +191,7 @@ class MegatronRanks(TiktokenVocabulary):
         return content[:4096].lstrip()[:1] == b"["
 
     @classmethod
-    def load(cls, path: str, content: bytes, options: VocabularyOptions) -> TiktokenVocabulary:
+    def load(cls, path: str, content: bytes, options: Options) -> TiktokenVocabulary:
         name = options.tiktoken_pattern or "v2"
         if name not in _MEGATRON_PATTERNS:
             raise ConfigError(

@@ -15,13 +15,11 @@ from numpy.typing import ArrayLike, NDArray
 from millrace.checks import check_bool, check_choice, check_int, check_path, shown
 from millrace.dtypes import optimal_dtype
 from millrace.encoding.encoder_check import choose_encoder, difference_on
+from millrace.encoding.flat_ids import EncodeBatch
 from millrace.encoding.functions import FunctionVocabulary, code_of
 from millrace.encoding.tokenizer_files import load_vocabulary
-from millrace.encoding.vocabulary import EncodeBatch, Vocabulary, VocabularyOptions, must_pass
+from millrace.encoding.vocabulary import EOD_TOKENS, Options, Vocabulary, must_pass
 from millrace.errors import ConfigError, TextError
-
-EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
 
 UNSEEN = "not seen: give from_function a version"
 
@@ -74,7 +72,7 @@ class Tokenizer:
         for name, value in {**tokens, "tiktoken_pattern": tiktoken_pattern}.items():
             if not isinstance(value, str | None):
                 raise ConfigError(f"{name} must be a text, not {shown(value)}")
-        options = VocabularyOptions(
+        options = Options(
             add_special_tokens=check_bool("add_special_tokens", add_special_tokens),
             special_tokens_in_text=check_bool("special_tokens_in_text", special_tokens_in_text),
             tiktoken_pattern=tiktoken_pattern,

@@ -10,15 +10,10 @@ from millrace.encoding.flat_ids import FlatIds
 from millrace.encoding.hugging_face import JsonVocabulary, load_folder
 from millrace.encoding.sentencepiece_file import SentencePieceVocabulary
 from millrace.encoding.tiktoken_file import MegatronRanks, TiktokenVocabulary
-from millrace.encoding.vocabulary import Vocabulary, VocabularyOptions, read_file, sha256
+from millrace.encoding.vocabulary import Options, Vocabulary, read_file, sha256
 from millrace.errors import ConfigError, TextError
 
-KINDS: tuple[type[JsonVocabulary | TiktokenVocabulary | SentencePieceVocabulary], ...] = (
-    MegatronRanks,
-    JsonVocabulary,
-    TiktokenVocabulary,
-    SentencePieceVocabulary,
-)
+KINDS = MegatronRanks, JsonVocabulary, TiktokenVocabulary, SentencePieceVocabulary
 """The kinds of files: the first that `matches`, by the content or else by the ending of the name,
 will `load` a file."""
 
@@ -56,23 +51,19 @@ class ByteVocabulary(Vocabulary):
         return np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32), lengths
 
 
-def load_vocabulary(path: str, options: VocabularyOptions) -> Vocabulary:
+def load_vocabulary(path: str, options: Options) -> Vocabulary:
     """Reads a file, a folder of transformers, or "bytes"; content, not a name, tells its kind."""
     vocabulary = _load(path, options)
-    if options.tiktoken_pattern is not None and "tiktoken_pattern" not in vocabulary.option_names:
-        raise ConfigError(
-            f"tiktoken_pattern is {options.tiktoken_pattern!r}, but {path} is not a tiktoken file; "
-            "leave the pattern out"
-        )
-    if options.add_special_tokens and "add_special_tokens" not in vocabulary.option_names:
-        raise ConfigError(
-            f"{path} does not say which special tokens to add to a text; leave out "
-            "add_special_tokens (--add-special-tokens)"
-        )
+    for name in ("tiktoken_pattern", "add_special_tokens"):
+        value = getattr(options, name)
+        if value not in (None, False) and name not in vocabulary.option_names:
+            raise ConfigError(
+                f"{name} is {value!r}, but {path} is not a file that takes it: leave it out"
+            )
     return vocabulary
 
 
-def _load(path: str, options: VocabularyOptions) -> Vocabulary:
+def _load(path: str, options: Options) -> Vocabulary:
     if path == "bytes":
         return ByteVocabulary()
     if os.path.isdir(path):

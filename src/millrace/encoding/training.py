@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace import checks
 from millrace.encoding.tokenizer import Tokenizer
-from millrace.encoding.vocabulary import import_package
+from millrace.encoding.vocabulary import package
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
 from millrace.text import (
@@ -83,7 +83,7 @@ def train_tokenizer(
     parts = [part for file in files for part in parts_of(file, part_size)]
     texts = _Texts(parts, keys, max_bytes)
 
-    tokenizers = import_package("tokenizers", "tokenizing", "tokenizers")
+    tokenizers = package("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()

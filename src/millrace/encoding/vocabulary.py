@@ -7,20 +7,19 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from millrace.encoding.flat_ids import FlatIds
+from millrace.encoding.flat_ids import EncodeBatch, FlatIds
 from millrace.errors import TextError
 
 ENCODERS = ("fastokens", "tokenizers", "tiktoken", "sentencepiece", "bytes")
 """The names of the encoders; "auto" chooses among them. The first is fast, and never makes a Python
 object per id; the others are references."""
 
-EncodeBatch = Callable[[list[str]], FlatIds]
-"""A function from texts to the ids of all of them, and the number of ids of each. It runs on the
-threads that the environment of its library allows, which the workers of a job set to one."""
+EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+"""The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class VocabularyOptions:
+class Options:
     """Options of a `Tokenizer` that not all kinds of files have."""
 
     add_special_tokens: bool = False
@@ -38,7 +37,7 @@ class Vocabulary(Protocol):
     reference_name: str
     encoder_names: tuple[str, ...]
     option_names: tuple[str, ...] = ()
-    options: VocabularyOptions = VocabularyOptions()
+    options: Options = Options()
 
     @property
     def size(self) -> int:
@@ -90,35 +89,29 @@ class Vocabulary(Protocol):
         """One of `encoder_names`; TextError without its package, or if it refuses the file."""
         return self.encode_batch if name == self.reference_name else self.fast_encoder()
 
+    def fastokens(self, load: Callable[[Any], Any]) -> EncodeBatch:
+        """The encoder of fastokens, for a function from its class of tokenizers to one of them."""
+        library = package("fastokens")
+        try:
+            tokenizer = load(library.Tokenizer)
+        except BaseException as error:
+            if must_pass(error):
+                raise
+            raise TextError(f"fastokens cannot read this vocabulary: {error}") from None
+        options = {
+            "add_special_tokens": self.options.add_special_tokens,
+            "split_special_tokens": not self.options.special_tokens_in_text,
+        }
+
+        def encode_batch(texts: list[str]) -> FlatIds:
+            ids, offsets = tokenizer.encode_batch_flat(texts, **options)
+            bounds = np.frombuffer(offsets, np.uint64).astype(np.int64)
+            return np.frombuffer(ids, np.uint32), np.diff(bounds)
+
+        return encode_batch
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "library"}
-
-
-def fastokens_encoder(
-    load: Callable[[Any], Any],
-    *,
-    add_special_tokens: bool = False,
-    special_tokens_in_text: bool = True,
-) -> EncodeBatch:
-    """The encoder of fastokens, for a function from its class of tokenizers to one of them."""
-    package = import_package("fastokens", "the encoder fastokens", "tokenizers")
-    try:
-        tokenizer = load(package.Tokenizer)
-    except BaseException as error:
-        if must_pass(error):
-            raise
-        raise TextError(f"fastokens cannot read this vocabulary: {error}") from None
-
-    def encode_batch(texts: list[str]) -> FlatIds:
-        ids, offsets = tokenizer.encode_batch_flat(
-            texts,
-            add_special_tokens=add_special_tokens,
-            split_special_tokens=not special_tokens_in_text,
-        )
-        bounds = np.frombuffer(offsets, np.uint64).astype(np.int64)
-        return np.frombuffer(ids, np.uint32), np.diff(bounds)
-
-    return encode_batch
 
 
 def read_file(path: str) -> bytes:
@@ -129,13 +122,14 @@ def read_file(path: str) -> bytes:
         raise TextError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def import_package(name: str, purpose: str, extra: str) -> Any:
+def package(name: str) -> Any:
     """An optional package; TextError with the remedy if it is not installed."""
     try:
         return __import__(name)
     except ImportError:
+        extra = "encoders" if name in ("sentencepiece", "tiktoken") else "tokenizers"
         raise TextError(
-            f"{purpose} needs the {name} package: pip install 'millrace[{extra}]'"
+            f"this tokenizer needs the {name} package: pip install 'millrace[{extra}]'"
         ) from None
 
 

@@ -16,7 +16,7 @@ from millrace.jobs.benchmark_ranks import BenchOptions, Pass, RankReport, measur
 from millrace.option_class import option
 from millrace.run import DatasetConfig, arguments
 from millrace.run.config import source_of
-from millrace.run.plan import Manifest, manifest_path
+from millrace.run.plan import Manifest
 from millrace.store.publish import bin_path, idx_path
 
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them
@@ -217,13 +217,11 @@ def _training_prefixes(config: DatasetConfig) -> list[str]:
 def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:
     """The files that a start reads: token files, and index arrays that are in the cache folder."""
     files = [path(prefix) for prefix in dict.fromkeys(prefixes) for path in (bin_path, idx_path)]
-    if config.cache is not None:
-        folder = str(config.cache)
-        manifest = Manifest.read(manifest_path(folder, config.order_key()))
-        for name in [] if manifest is None else filter(None, manifest.sets):
-            array_set = arrays.load(folder, name)
-            if array_set is not None:
-                files += [array_set.path(array) for array in array_set.layout]
+    manifest = Manifest.find(config)
+    for name in [] if manifest is None else filter(None, manifest.sets):
+        array_set = arrays.load(str(config.cache), name)
+        if array_set is not None:
+            files += [array_set.path(array) for array in array_set.layout]
     return files
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,20 +21,12 @@ import numpy as np
 from millrace.cache import arrays as array_sets
 from millrace.checks import check_limit
 from millrace.deferred import Deferred
-from millrace.errors import CacheError, ConfigError, DataError
+from millrace.errors import CacheError, ConfigError, DataError, DuplicateDataWarning
 from millrace.feed import BlendedDataset, GPTDataset
 from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
 from millrace.order.order_plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
-from millrace.run.plan import (
-    DatasetPlan,
-    Manifest,
-    RunPlan,
-    SplitPlan,
-    manifest_path,
-    plan_run,
-    warn_of_copies,
-)
+from millrace.run.plan import DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
 """What a split becomes; several validation sets apart from each other are a list."""
@@ -98,7 +91,7 @@ def build_run(
     """The same as `build_datasets`, and the plan of the run."""
     wait_limit = check_limit("wait_limit", wait_limit)
     plan, arrays = _find(config) or _build(config, progress, wait_limit)
-    warn_of_copies(plan)
+    _warn_of_copies(plan)
     datasets = [split and _dataset(plan, split, arrays[split.name]) for split in plan.splits]
     return plan, Datasets(*datasets)  # type: ignore[arg-type]
 
@@ -115,14 +108,31 @@ def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDatas
     return BlendedDataset(datasets, order=BlendOrder(weights, split.num_samples, arrays.blend))
 
 
+def _warn_of_copies(plan: RunPlan) -> None:
+    """Warns of the same sequences, in whatever files, twice in a blend."""
+    for split in plan.present_splits:
+        drawn: dict[tuple[str, str], list[DatasetPlan]] = {}
+        for dataset in split.datasets if split.kind == "blend" else ():
+            others = drawn.setdefault((dataset.file.fingerprint, dataset.file.lengths_checksum), [])
+            start, stop = dataset.inputs.sequences
+            for other in others:
+                if max(start, other.inputs.sequences[0]) < min(stop, other.inputs.sequences[1]):
+                    warnings.warn(
+                        f"the {split.name} blend has the data of {dataset.file.prefix} twice (also "
+                        f"as {other.file.prefix}): the same samples are drawn twice, in the same "
+                        "order. Give it once, with the sum of the weights",
+                        DuplicateDataWarning,
+                        stacklevel=4,  # the line that calls `build_datasets`
+                    )
+                    break
+            others.append(dataset)
+
+
 def _find(config: DatasetConfig) -> Run | None:
     """The run by its manifest, if there is one that fits the token files and its sets."""
-    if config.cache is None:
-        return None
-    folder, key = os.fspath(config.cache), config.order_key()
-    manifest = Manifest.read(manifest_path(folder, key))
-    plan = manifest.plan(config) if manifest is not None and manifest.config == key else None
-    arrays = None if plan is None else _find_sets(_sets_of(plan), folder)
+    manifest = Manifest.find(config)
+    plan = None if manifest is None else manifest.plan(config)
+    arrays = None if plan is None else _find_sets(_sets_of(plan), str(config.cache))
     if plan is None or arrays is None:
         return None
     has_changed = not config.trust_cache and any(file.record.change() for file in plan.files)
@@ -230,8 +240,7 @@ def _sets_of(plan: RunPlan) -> dict[str, SplitSet]:
 
 def _find_sets(sets: Mapping[str, SplitSet], folder: str) -> dict[str, SplitArrays] | None:
     arrays = {name: one.find(folder) for name, one in sets.items()}
-    present = {name: one for name, one in arrays.items() if one is not None}
-    return present if len(present) == len(sets) else None
+    return None if None in arrays.values() else arrays  # type: ignore[return-value]
 
 
 class SplitSet:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,20 +18,12 @@ from typing import Any, Literal
 
 from millrace.cache import arrays
 from millrace.checks import absolute_path
-from millrace.errors import ConfigError, DuplicateDataWarning
+from millrace.errors import ConfigError
 from millrace.files import atomic_file, writers_lock
-from millrace.order import (
-    RULES_VERSION,
-    SPLITS,
-    OrderInputs,
-    OrderPlan,
-    normalize,
-    part_range,
-    samples_per_dataset,
-    split_ranges,
-)
+from millrace.order import RULES_VERSION, SPLITS, OrderInputs, OrderPlan
+from millrace.order.blends import normalize, samples_per_dataset
 from millrace.order.order_plans import check_token_dtype, entries_of, plan_order
-from millrace.order.splits import VALID, Bookends, Range
+from millrace.order.splits import VALID, Bookends, Range, part_range, split_ranges
 from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.records import record_from
 from millrace.run.config import Blend, DatasetConfig, source_of
@@ -200,26 +191,6 @@ def _plan_dataset(
     return DatasetPlan(file=file, inputs=inputs, order=order)
 
 
-def warn_of_copies(plan: RunPlan) -> None:
-    """Warns of the same sequences, in whatever files, twice in a blend."""
-    for split in plan.present_splits:
-        drawn: dict[tuple[str, str], list[DatasetPlan]] = {}
-        for dataset in split.datasets if split.kind == "blend" else ():
-            others = drawn.setdefault((dataset.file.fingerprint, dataset.file.lengths_checksum), [])
-            start, stop = dataset.inputs.sequences
-            for other in others:
-                if max(start, other.inputs.sequences[0]) < min(stop, other.inputs.sequences[1]):
-                    warnings.warn(
-                        f"the {split.name} blend has the data of {dataset.file.prefix} twice (also "
-                        f"as {other.file.prefix}): the same samples are drawn twice, in the same "
-                        "order. Give it once, with the sum of the weights",
-                        DuplicateDataWarning,
-                        stacklevel=4,  # the line that calls `build_datasets`
-                    )
-                    break
-            others.append(dataset)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a cache folder knows of a run: the key of its configuration, its token files (with their
@@ -254,6 +225,15 @@ class Manifest:
 
         return arrays.read_as(path, parse)
 
+    @classmethod
+    def find(cls, config: DatasetConfig) -> Manifest | None:
+        """The manifest of a configuration, if its cache folder has one."""
+        if config.cache is None:
+            return None
+        key = config.order_key()
+        manifest = cls.read(_manifest_path(os.fspath(config.cache), key))
+        return manifest if manifest is not None and manifest.config == key else None
+
     def plan(self, config: DatasetConfig) -> RunPlan | None:
         """The plan of a configuration with this key; None if the record is not understood."""
         files = [TokenFile(record, config.access) for record in self.files]
@@ -270,7 +250,7 @@ class Manifest:
         """Writes the manifest, or makes an equal one in the folder as young as a new one; waits as
         many seconds for the folder's lock."""
         text = arrays.seal({"logic": RULES_VERSION, **dataclasses.asdict(self)})
-        path = manifest_path(folder, self.config)
+        path = _manifest_path(folder, self.config)
         os.makedirs(folder, exist_ok=True)
         with writers_lock(manifests_lock(folder), path, limit=limit):
             with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
@@ -286,7 +266,7 @@ def manifests_lock(folder: str) -> str:
     return os.path.join(folder, "manifests.lock")
 
 
-def manifest_path(folder: str, key: dict[str, Any]) -> str:
+def _manifest_path(folder: str, key: dict[str, Any]) -> str:
     return os.path.join(folder, MANIFEST + arrays.fingerprint(key) + arrays.JSON)
 
 
