@@ -1,12 +1,12 @@
 """Array sets in a folder: published atomically, loaded again, never used for other inputs."""
 
-import contextlib
+import functools
 import json
 import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ FORMS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "numbers": (np.uint32, (5000,)),
     "nothing": (np.int64, (0,)),
 }
+NAME = arrays.fingerprint(1)
 FORK = multiprocessing.get_context("fork")
 
 
@@ -42,16 +43,11 @@ def build(key: int, writers: Mapping[str, arrays.ArrayWriter]) -> None:
 
 
 def load_or_build(folder: Path, key: int = 1) -> tuple[arrays.ArraySet, bool]:
-    return arrays.load_or_build(
-        str(folder), name_of(key), key, FORMS, lambda writers: build(key, writers)
-    )
+    name = arrays.fingerprint(key)
+    return arrays.load_or_build(str(folder), name, key, FORMS, functools.partial(build, key))
 
 
-def name_of(key: int) -> str:
-    return arrays.fingerprint(key)
-
-
-def loaded(folder: Path, name: str = name_of(1)) -> arrays.ArraySet:
+def loaded(folder: Path, name: str = NAME) -> arrays.ArraySet:
     array_set = arrays.load(str(folder), name)
     assert array_set is not None
     return array_set
@@ -70,8 +66,11 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def files_of(folder: Path, key: int = 1) -> list[Path]:
-    record = folder / f"{name_of(key)}.json"
-    return [record, *(Path(arrays.array_path(str(folder), name_of(key), n)) for n in FORMS)]
+    record = folder / f"{arrays.fingerprint(key)}.json"
+    return [
+        record,
+        *(Path(arrays.array_path(str(folder), arrays.fingerprint(key), n)) for n in FORMS),
+    ]
 
 
 # ---- building and loading ----
@@ -119,7 +118,7 @@ def test_an_error_of_the_builder_leaves_nothing(tmp_path: Path) -> None:
 
     for _ in range(2):
         with pytest.raises(ValueError, match=r"\(2,\) from row 4999 on do not fit \(5000,\)"):
-            arrays.load_or_build(str(tmp_path), name_of(1), 1, FORMS, write_too_much)
+            arrays.load_or_build(str(tmp_path), NAME, 1, FORMS, write_too_much)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -165,17 +164,15 @@ def test_any_damaged_byte_of_a_record_is_detected(tmp_path: Path) -> None:
     for at in range(len(data)):
         for damaged in (flip(data, at), data[:at]):
             record.write_bytes(damaged)
-            assert arrays.load(str(tmp_path), name_of(1)) is None, at
+            assert arrays.load(str(tmp_path), NAME) is None, at
 
 
 def test_any_damaged_byte_of_a_small_array_is_detected(tmp_path: Path) -> None:
-    array_set, _ = arrays.load_or_build(
-        str(tmp_path),
-        "name",
-        1,
-        {"numbers": (np.int64, (40,))},
-        lambda writers: writers["numbers"].write(0, np.arange(40)),
-    )
+    def build_one(writers: Mapping[str, arrays.ArrayWriter]) -> None:
+        writers["numbers"].write(0, np.arange(40))
+
+    layout = {"numbers": (np.int64, (40,))}
+    array_set, _ = arrays.load_or_build(str(tmp_path), "name", 1, layout, build_one)
     path = Path(array_set.path("numbers"))
     data = path.read_bytes()
     for at in range(len(data)):
@@ -212,12 +209,11 @@ def test_sets_of_another_logic_version_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_or_build(tmp_path)
-    old = name_of(1)
     monkeypatch.setattr(arrays, "RULES_VERSION", arrays.RULES_VERSION + 1)
-    assert name_of(1) != old
+    assert arrays.fingerprint(1) != NAME
     assert load_or_build(tmp_path)[1]
     # Nor is the old set loaded under its old name.
-    assert arrays.load(str(tmp_path), old) is None
+    assert arrays.load(str(tmp_path), NAME) is None
 
 
 def test_damage_after_loading_is_a_clear_error(tmp_path: Path) -> None:
@@ -236,7 +232,7 @@ def test_half_written_files_of_dead_processes_are_replaced(tmp_path: Path) -> No
     for path in files_of(tmp_path):
         Path(f"{path}.tmp").write_bytes(b"half")
         Path(temporary_name(str(path))).touch()
-    (tmp_path / f"{name_of(1)}.lock").write_bytes(b"")  # no process holds it
+    (tmp_path / f"{NAME}.lock").write_bytes(b"")  # no process holds it
     other = Path(temporary_name(str(files_of(tmp_path, 2)[0])))
     other.touch()
     array_set, is_built = load_or_build(tmp_path)
@@ -248,51 +244,44 @@ def test_half_written_files_of_dead_processes_are_replaced(tmp_path: Path) -> No
 # ---- several processes ----
 
 
-@contextlib.contextmanager
-def processes(count: int, target: Callable[..., None], *arguments: Any) -> Iterator[list[Any]]:
-    children = [FORK.Process(target=target, args=(number, *arguments)) for number in range(count)]
-    for process in children:
-        process.start()
-    try:
-        yield children
-    finally:
-        for process in children:
-            process.join(60)
-            if process.is_alive():
-                process.kill()
-                process.join()
-
-
 def test_one_of_many_threads_builds(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         built = pool.map(lambda _: load_or_build(tmp_path)[1], range(8))
     assert sorted(built) == [False] * 7 + [True]
 
 
-def _load_and_report(number: int, folder: Path, out: Any) -> None:
+def _load_and_report(folder: Path, out: Any) -> None:
     array_set, is_built = load_or_build(folder)
     assert_holds(array_set)
     out.put(is_built)
 
 
-def _build_and_stop(number: int, folder: Path, stopped: Any) -> None:
+def _build_and_stop(folder: Path, out: Any) -> None:
     def write(writers: Mapping[str, arrays.ArrayWriter]) -> None:
         writers["rows"].write(0, content(1)["rows"])
-        stopped.put(os.getpid())
+        out.put("stopped")
         signal.pause()
 
-    arrays.load_or_build(str(folder), name_of(1), 1, FORMS, write)
+    arrays.load_or_build(str(folder), NAME, 1, FORMS, write)
 
 
 def test_a_killed_builder_releases_its_lock(tmp_path: Path) -> None:
-    stopped, out = FORK.Queue(), FORK.Queue()
-    with processes(1, _build_and_stop, tmp_path, stopped):
-        builder = stopped.get(timeout=60)
-        with processes(3, _load_and_report, tmp_path, out):
-            assert arrays.load(str(tmp_path), name_of(1)) is None
-            assert out.empty()
-            os.kill(builder, signal.SIGKILL)
-            assert sorted(out.get(timeout=60) for _ in range(3)) == [False, False, True]
+    out = FORK.Queue()
+    targets = [_build_and_stop] + [_load_and_report] * 3
+    processes = [FORK.Process(target=target, args=(tmp_path, out)) for target in targets]
+    try:
+        processes[0].start()
+        assert out.get(timeout=60) == "stopped"
+        for process in processes[1:]:
+            process.start()
+        assert arrays.load(str(tmp_path), NAME) is None
+        assert out.empty()
+        processes[0].kill()
+        assert sorted(out.get(timeout=60) for _ in range(3)) == [False, False, True]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     assert set(stamps(tmp_path)) == {path.name for path in files_of(tmp_path)}
 
 
