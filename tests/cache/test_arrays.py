@@ -66,11 +66,9 @@ def stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def files_of(folder: Path, key: int = 1) -> list[Path]:
-    record = folder / f"{arrays.fingerprint(key)}.json"
-    return [
-        record,
-        *(Path(arrays.array_path(str(folder), arrays.fingerprint(key), n)) for n in FORMS),
-    ]
+    name = arrays.fingerprint(key)
+    paths = [arrays.array_path(str(folder), name, array) for array in FORMS]
+    return [folder / f"{name}.json", *map(Path, paths)]
 
 
 # ---- building and loading ----
@@ -268,20 +266,18 @@ def _build_and_stop(folder: Path, out: Any) -> None:
 def test_a_killed_builder_releases_its_lock(tmp_path: Path) -> None:
     out = FORK.Queue()
     targets = [_build_and_stop] + [_load_and_report] * 3
-    processes = [FORK.Process(target=target, args=(tmp_path, out)) for target in targets]
-    try:
-        processes[0].start()
-        assert out.get(timeout=60) == "stopped"
-        for process in processes[1:]:
-            process.start()
-        assert arrays.load(str(tmp_path), NAME) is None
-        assert out.empty()
-        processes[0].kill()
-        assert sorted(out.get(timeout=60) for _ in range(3)) == [False, False, True]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    options: Any = {"args": (tmp_path, out), "daemon": True}
+    builder, *loaders = [FORK.Process(target=target, **options) for target in targets]
+    builder.start()
+    assert out.get(timeout=60) == "stopped"
+    for process in loaders:
+        process.start()
+    assert arrays.load(str(tmp_path), NAME) is None
+    assert out.empty()
+    builder.kill()
+    assert sorted(out.get(timeout=60) for _ in loaders) == [False, False, True]
+    for process in loaders:
+        process.join()
     assert set(stamps(tmp_path)) == {path.name for path in files_of(tmp_path)}
 
 

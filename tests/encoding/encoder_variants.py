@@ -17,27 +17,23 @@ from functools import cache
 from typing import Any
 
 from millrace.encoding import edge_cases as built_in
+from millrace.encoding import tiktoken_file as tiktoken
 from millrace.encoding.encoder_check import choose_encoder, difference_on
 from millrace.encoding.hugging_face import JsonVocabulary
-from millrace.encoding.tiktoken_file import (
-    _FASTOKENS_PATTERNS,
-    _MEGATRON_PATTERNS,
-    TIKTOKEN_PATTERNS,
-)
 from millrace.encoding.vocabulary import Options
 from millrace.errors import TextError
 
-_CL100K = _FASTOKENS_PATTERNS["cl100k_base"]
+_CL100K = tiktoken._FASTOKENS_PATTERNS["cl100k_base"]
 PATTERNS = {
     "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     "cl100k": _CL100K,
-    "cl100k possessive": TIKTOKEN_PATTERNS["cl100k_base"][0],
+    "cl100k possessive": tiktoken.TIKTOKEN_PATTERNS["cl100k_base"][0],
     "qwen2": _CL100K.replace("{1,3}", ""),
     "qwen3.5": _CL100K.replace("{1,3}", "")
     .replace(r"?\p{L}+", r"?[\p{L}\p{M}]+")
     .replace(r"\s\p{L}\p{N}", r"\s\p{L}\p{M}\p{N}"),
-    "o200k": TIKTOKEN_PATTERNS["o200k_base"][0],
-    "tekken": _MEGATRON_PATTERNS["v2"],
+    "o200k": tiktoken.TIKTOKEN_PATTERNS["o200k_base"][0],
+    "tekken": tiktoken._MEGATRON_PATTERNS["v2"],
     "deepseek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?"
     r"[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "bloom": r" ?[^(\s|[.,!?…。，、।۔،])]+",
@@ -64,19 +60,17 @@ def byte_level(add_prefix_space: bool = False, use_regex: bool = False) -> Any:
     return {"type": "ByteLevel", **flags}
 
 
-def sequence(*parts: Any) -> Any:
-    return {"type": "Sequence", "pretokenizers": list(parts)}
-
-
-def normalizers(*parts: Any) -> Any:
-    return {"type": "Sequence", "normalizers": list(parts)}
+def sequence(*parts: Any, name: str = "pretokenizers") -> Any:
+    return {"type": "Sequence", name: list(parts)}
 
 
 SPLITTERS = [
-    *({"type": name} for name in "Whitespace WhitespaceSplit BertPreTokenizer".split()),
+    *(
+        {"type": name}
+        for name in "Whitespace WhitespaceSplit BertPreTokenizer UnicodeScripts".split()
+    ),
     *({"type": "Punctuation", "behavior": behavior} for behavior in BEHAVIORS),
     *({"type": "Digits", "individual_digits": flag} for flag in (True, False)),
-    {"type": "UnicodeScripts"},
     {"type": "CharDelimiterSplit", "delimiter": "a"},
     {"type": "FixedLength", "length": 5},
     *(
@@ -87,6 +81,7 @@ SPLITTERS = [
 ]
 _PREPEND = {"type": "Prepend", "prepend": "▁"}
 _SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+_OF_ACCENTS = ("NFD", "Lowercase", "StripAccents")
 _BERT = ("clean_text", "handle_chinese_chars", "lowercase")
 NORMALIZERS = [
     *({"type": name} for name in "NFC NFD NFKC NFKD Lowercase StripAccents Nmt ByteLevel".split()),
@@ -94,9 +89,7 @@ NORMALIZERS = [
         {"type": "Strip", "strip_left": left, "strip_right": right}
         for left, right in ((True, True), (True, False), (False, True))
     ),
-    _PREPEND,
-    _SPACES,
-    normalizers(_PREPEND, _SPACES),
+    *(_PREPEND, _SPACES, sequence(_PREPEND, _SPACES, name="normalizers")),
     *(
         {"type": "Replace", "pattern": {"Regex": pattern}, "content": content}
         for pattern, content in ((" {2,}", " "), (r"\s+", " "), (r"\d", "0"), (r"\p{P}", ""))
@@ -105,7 +98,7 @@ NORMALIZERS = [
         {"type": "BertNormalizer", **dict.fromkeys(_BERT, clean), "strip_accents": accents}
         for clean, accents in ((True, None), (False, True), (True, False))
     ),
-    normalizers({"type": "NFD"}, {"type": "Lowercase"}, {"type": "StripAccents"}),
+    sequence(*({"type": name} for name in _OF_ACCENTS), name="normalizers"),
 ]
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 TOKENS = ("<tok>", "ab", "<TOK>x", "  ", "é", "<t", "the", "1", "\n", "'s")
@@ -114,36 +107,33 @@ TOKENS = ("<tok>", "ab", "<TOK>x", "  ", "é", "<t", "the", "1", "\n", "'s")
 @cache
 def models() -> dict[str, dict[str, Any]]:
     """Small vocabularies of every kind, trained on the edge cases."""
-    import tokenizers as hf
+    from tokenizers import Tokenizer
+    from tokenizers import models as m
     from tokenizers import pre_tokenizers as pre
-    from tokenizers import trainers
+    from tokenizers import trainers as t
 
     parts = (built_in._phrases(), built_in._contractions(), built_in._whitespace())
     texts = [text for part in parts for text in part]
-
-    def trained(model: Any, splitter: Any, trainer: Any, size: int, **options: Any) -> Any:
-        tokenizer = hf.Tokenizer(model)
-        tokenizer.pre_tokenizer = splitter
-        unknown = options.get("unk_token") or getattr(model, "unk_token", None)
-        special = [unknown or "<|endoftext|>"]
-        options |= {"vocab_size": size, "special_tokens": special, "show_progress": False}
-        tokenizer.train_from_iterator(texts, trainer(**options))
-        return json.loads(tokenizer.to_str())
-
-    m, t = hf.models, trainers
-    alphabet = pre.ByteLevel.alphabet()
-    byte_level = pre.ByteLevel(add_prefix_space=False)
-    result = {
-        "byte_level": trained(m.BPE(), byte_level, t.BpeTrainer, 900, initial_alphabet=alphabet),
-        "bpe": trained(m.BPE(unk_token="<unk>"), pre.Metaspace(), t.BpeTrainer, 1800),
-        "unigram": trained(m.Unigram(), pre.Metaspace(), t.UnigramTrainer, 1800, unk_token="<unk>"),
-        "wordpiece": trained(
-            m.WordPiece(unk_token="[UNK]"), pre.BertPreTokenizer(), t.WordPieceTrainer, 1500
-        ),
-        "wordlevel": trained(
-            m.WordLevel(unk_token="[UNK]"), pre.Whitespace(), t.WordLevelTrainer, 800
-        ),
+    kinds: dict[str, tuple[Any, ...]] = {
+        "byte_level": (m.BPE, pre.ByteLevel(add_prefix_space=False), t.BpeTrainer, 900),
+        "bpe": (m.BPE, pre.Metaspace(), t.BpeTrainer, 1800),
+        "unigram": (m.Unigram, pre.Metaspace(), t.UnigramTrainer, 1800),
+        "wordpiece": (m.WordPiece, pre.BertPreTokenizer(), t.WordPieceTrainer, 1500),
+        "wordlevel": (m.WordLevel, pre.Whitespace(), t.WordLevelTrainer, 800),
     }
+    unknown = {"unk_token": "<unk>"}
+    of_trainers: dict[str, dict[str, Any]] = {
+        "byte_level": {"initial_alphabet": pre.ByteLevel.alphabet()},
+        "unigram": unknown,
+    }
+    result = {}
+    for name, (model, splitter, trainer, size) in kinds.items():
+        tokenizer = Tokenizer(model(**({} if name in of_trainers else unknown)))
+        tokenizer.pre_tokenizer = splitter
+        special = "<|endoftext|>" if name == "byte_level" else "<unk>"
+        options = {"vocab_size": size, "special_tokens": [special], "show_progress": False}
+        tokenizer.train_from_iterator(texts, trainer(**options, **of_trainers.get(name, {})))
+        result[name] = json.loads(tokenizer.to_str())
 
     def variant(name: str, **changes: Any) -> dict[str, Any]:
         config = copy.deepcopy(result[name])
@@ -213,14 +203,8 @@ def random_texts(tokens: list[str], count: int, seed: int) -> list[str]:
     """Other texts than the built-in ones."""
     draw = random.Random(seed)
     texts = []
-    ranges = (
-        (32, 127),
-        (9, 14),
-        (160, 0x600),
-        (0x900, 0xD000),
-        (0xE000, 0x11000),
-        (0x1F000, 0x1FB00),
-    )
+    starts = {32: 127, 9: 14, 160: 0x600, 0x900: 0xD000, 0xE000: 0x11000, 0x1F000: 0x1FB00}
+    ranges = list(starts.items())
     for _ in range(count // 2):
         numbers = [draw.randrange(*draw.choice(ranges)) for _ in range(draw.randint(1, 12))]
         texts.append("".join(map(chr, numbers)))
@@ -260,7 +244,6 @@ if __name__ == "__main__":
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--encoder", default="fastokens")
-    options = parser.parse_args()
-    totals = run(options.cases, options.seed, options.encoder)
+    totals = run(**vars(parser.parse_args()))
     print(dict(totals))
     sys.exit(1 if totals["missed"] else 0)

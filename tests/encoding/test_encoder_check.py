@@ -11,15 +11,8 @@ from millrace.encoding import Tokenizer
 from millrace.encoding import edge_cases as edge_cases_module
 from millrace.encoding.edge_cases import _around_tokens, edge_cases
 from millrace.encoding.tokenizer import checked_tokenizer, compare_encoders
-from tests.encoding.encoder_variants import (
-    FLAGS,
-    add_tokens,
-    byte_level,
-    models,
-    run,
-    sequence,
-    split,
-)
+from tests.encoding import encoder_variants as variants
+from tests.encoding.encoder_variants import byte_level, models, sequence, split
 from tests.encoding.test_tokenizer import train_sentencepiece, write_tiktoken
 
 
@@ -117,8 +110,8 @@ def test_added_tokens_are_encoded_as_the_reference_does(
     tmp_path: Path, tokens: dict[str, dict[str, bool]]
 ) -> None:
     config = copy.deepcopy(models()["byte_level"])
-    flags = [{**dict.fromkeys(FLAGS, False), **values} for values in tokens.values()]
-    add_tokens(config, list(tokens), flags)
+    flags = [{**dict.fromkeys(variants.FLAGS, False), **values} for values in tokens.values()]
+    variants.add_tokens(config, list(tokens), flags)
     path = write_variant(tmp_path, added_tokens=config["added_tokens"])
     assert_equal_to_reference(path, list(_around_tokens(list(tokens))))
 
@@ -200,7 +193,7 @@ def test_many_added_tokens_make_few_texts() -> None:
 
 def test_no_variant_agrees_on_the_edge_cases_and_differs_elsewhere() -> None:
     """A small run of `python -m tests.encoding.encoder_variants`."""
-    counts = run(cases=6, seed=3, texts=300)
+    counts = variants.run(cases=6, seed=3, texts=300)
     assert counts["missed"] == 0
     assert counts["equal"] > 0
 

@@ -16,7 +16,6 @@ leftovers of killed processes stay. The other checks must hold.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import multiprocessing
@@ -36,10 +35,11 @@ from unittest import mock
 
 import numpy as np
 
-from millrace import BlendedDataset, DatasetConfig, Datasets, IndexedDatasetBuilder, build_datasets
+from millrace import DatasetConfig, Datasets, build_datasets
 from millrace.cache import arrays
 from millrace.files import TMP, file_lock
 from tests.no_flock import no_flock
+from tests.run.test_build import contents, write
 
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 300.0  # seconds of silence after which a process counts as hanging
@@ -50,12 +50,8 @@ PATIENCE = 300.0  # seconds of silence after which a process counts as hanging
 
 def write_data(folder: Path, seed: int, num_files: int, num_documents: int) -> DatasetConfig:
     draw = np.random.default_rng(seed)
-    prefixes = []
-    for number in range(num_files):
-        prefixes.append(str(folder / f"data-{number}"))
-        with IndexedDatasetBuilder(prefixes[-1], np.uint16) as builder:
-            for length in draw.integers(0, 60, num_documents):
-                builder.add_document(draw.integers(0, 1000, length))
+    files = enumerate(draw.integers(0, 60, (num_files, num_documents)))
+    prefixes = [write(folder / f"data-{number}", lengths, number) for number, lengths in files]
     return DatasetConfig(
         sequence_length=32,
         seed=seed,
@@ -69,14 +65,7 @@ def write_data(folder: Path, seed: int, num_files: int, num_documents: int) -> D
 
 def digest_of(datasets: Datasets) -> str:
     """A digest of all arrays and of the first samples."""
-    digest = hashlib.sha256()
-    for blend in datasets:
-        assert isinstance(blend, BlendedDataset)
-        indices = (array for part in blend.datasets for array in part.indices)
-        rows = blend.batch(np.arange(16)).values()
-        for array in (blend.dataset_index, blend.dataset_sample_index, *indices, *rows):
-            digest.update(array.tobytes())
-    return digest.hexdigest()
+    return hashlib.sha256(repr(contents(datasets)).encode()).hexdigest()
 
 
 # ---- one process ----
@@ -94,8 +83,8 @@ class Builder:
     """
 
     def __init__(self, number: int, gate: Any, pipe: Any, stages: list[int], deaths: Any) -> None:
-        self.number, self.gate, self.pipe = number, gate, pipe
-        self.stages, self.deaths = stages, deaths
+        self.number, self.gate, self.pipe, self.stages = number, gate, pipe, stages
+        self.deaths = deaths
         self.place, self.is_publishing = 0, False
         self.publish = arrays._publish
 
@@ -152,26 +141,20 @@ class Builder:
                 signal.pause()
 
 
-@contextlib.contextmanager
 def start_processes(
     count: int, config: DatasetConfig, stages: list[int], deaths: Any
-) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
+) -> tuple[dict[int, Any], dict[int, Any]]:
     """Starts the processes together: (processes by number, receiving ends of their pipes)."""
     gate = FORK.Event()
     children, pipes = dict[int, Any](), dict[int, Any]()
-    try:
-        for number in range(count):
-            pipes[number], sender = FORK.Pipe(duplex=False)
-            builder = Builder(number, gate, sender, stages, deaths)
-            children[number] = FORK.Process(target=builder.run, args=(config,))
-            children[number].start()
-            sender.close()
-        gate.set()
-        yield children, pipes
-    finally:
-        for process in children.values():
-            process.kill()
-            process.join()
+    for number in range(count):
+        pipes[number], sender = FORK.Pipe(duplex=False)
+        builder = Builder(number, gate, sender, stages, deaths)
+        children[number] = FORK.Process(target=builder.run, args=(config,), daemon=True)
+        children[number].start()
+        sender.close()
+    gate.set()
+    return children, pipes
 
 
 # ---- the race ----
@@ -244,15 +227,15 @@ def race(
     deaths = FORK.Value("i", 0)
     with file_lock(str(folder / "lock")) as has_locks:
         referee = Referee(has_locks)
-    with start_processes(processes, config, stages, deaths) as (children, pipes):
-        for kind, number, value in listen(pipes):
-            referee.take(kind, number, value)
-            if kind == "doomed":
-                time.sleep(draw.random() * 0.05)
-            if kind in ("doomed", "waits") and number not in referee.dead:
-                referee.dead.add(number)
-                children[number].kill()
-                children[number].join()
+    children, pipes = start_processes(processes, config, stages, deaths)
+    for kind, number, value in listen(pipes):
+        referee.take(kind, number, value)
+        if kind == "doomed":
+            time.sleep(draw.random() * 0.05)
+        if kind in ("doomed", "waits") and number not in referee.dead:
+            referee.dead.add(number)
+            children[number].kill()
+            children[number].join()
     referee.check_end(processes, expected)
     referee.check_folder(Path(str(config.cache)), stages)
     return stages, referee
@@ -284,14 +267,12 @@ def main() -> int:
             again = [sys.executable, "-m", "tests.run.race", *sys.argv[1:]]
             again.remove("--no-flock")
             return subprocess.run(again, env=no_flock(Path(name))).returncode
-    began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         numbers = {key: getattr(options, key) for key in numbers}
         stages, referee = race(Path(name), **numbers)
     print(
         f"{len(referee.digests)} of {options.processes} processes agree on 3 sets, built "
-        f"{sum(referee.built.values())} times; builders were killed at the stages {stages}; "
-        f"{time.monotonic() - began:.0f} s"
+        f"{sum(referee.built.values())} times; builders were killed at the stages {stages}"
     )
     return 0
 
