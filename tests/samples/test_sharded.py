@@ -214,7 +214,7 @@ def test_an_open_folder_keeps_its_shards(
     with pytest.raises(DataError):
         pickle.loads(pickled)
     write_sequences(folder, sequences + 1, num_shards=4)
-    with pytest.raises(DataError, match="holds other data than the shards that were pickled"):
+    with pytest.raises(DataError, match="holds other data than the dataset that was pickled"):
         pickle.loads(pickled)
     shutil.rmtree(folder)
     write_sequences(folder, sequences, num_shards=2)  # the same sequences, divided differently
@@ -229,7 +229,7 @@ def test_a_pickle_does_not_open_where_the_metadata_were_changed(tmp_path: Path) 
     pickled = pickle.dumps(ShardedDataset(tmp_path / "out"))
     longer = {"seq_len": 16, "total_sequences": 6, "shard_sizes": [3, 3], "domain_stats": {"a": 6}}
     path.write_text(json.dumps(json.loads(text) | longer))
-    with pytest.raises(DataError, match="holds other data than the shards that were pickled"):
+    with pytest.raises(DataError, match="holds other data than the dataset that was pickled"):
         pickle.loads(pickled)
     path.write_text(text)
     assert len(pickle.loads(pickled)) == 12

@@ -36,7 +36,7 @@ def test_the_tokens_are_those_of_the_file(
     with pytest.raises(ConfigError, match="documents are not known"):
         tokens.documents_of(np.array([0]))
     path.write_bytes(path.read_bytes()[:-size] + b"\x7f" * size)
-    with pytest.raises(DataError, match="other tokens"):
+    with pytest.raises(DataError, match="other data"):
         pickle.loads(pickle.dumps(tokens))
 
 

@@ -87,7 +87,7 @@ def test_a_pickle_refuses_other_data(tmp_path: Path) -> None:
     assert pickle.loads(pickled)[0].tolist() == [1] * 100
     pickled = pickle.dumps(dataset)
     write(tmp_path / "data", 2)
-    with pytest.raises(DataError, match="hold other data than the dataset that was pickled"):
+    with pytest.raises(DataError, match="holds other data than the dataset that was pickled"):
         pickle.loads(pickled)
     assert dataset[0].tolist() == [1] * 100  # the parent goes on with what it opened
     with pytest.raises(DataError, match="other data"):

@@ -75,9 +75,9 @@ def test_every_change_of_the_metadata_is_found(folder: Path) -> None:
     ("place", "message"),
     [
         (17, "shard_0001.idx says int64; metadata.json says uint32, stored as int32"),
-        (34 + 4, "the length of sequence 1 is 24; it should be 8"),
-        (34 + 4 * 3 + 8 * 2, "the byte offset of sequence 2 is 80; it should be 64"),
-        (34 + 12 * 3 + 8 * 3, "document entry 3 is 19; it should be 3"),
+        (34 + 4, "sequence 2 has the length 8 and starts at byte 64; it should start at byte 128"),
+        (34 + 4 * 3 + 8 * 2, "shard_0001.bin has 96 bytes, but its index ends at byte 112"),
+        (34 + 12 * 3 + 8 * 3, "the document indices go from 0 to 19, not from 0 to 3"),
     ],
 )
 def test_damage_in_an_index_is_found_without_checksums(
@@ -105,7 +105,11 @@ def test_an_index_of_other_sequences_is_found(folder: Path) -> None:
     (folder / "other.bin").unlink()
     problems = verify_shards(folder).problems
     assert len(problems) == 1
-    assert "shard_0002.idx has 3 sequences and 2 document entries; the shard has 3" in problems[0]
+    assert "shard_0002.idx has 1 documents; metadata.json says 3" in problems[0]
+    with IndexedDatasetBuilder(folder / "other", np.int32) as builder:
+        builder.add_documents(np.zeros(24, np.int32), [8, 9, 7])
+    (folder / "other.idx").rename(folder / "shard_0002.idx")
+    assert "sequence 1 has 9 tokens" in verify_shards(folder).problems[0]
     (folder / "shard_0002.idx").write_bytes(b"MMIDIDX")
     assert "truncated" in verify_shards(folder).problems[0]
 
@@ -181,7 +185,7 @@ def test_a_folder_of_documents(tmp_path: Path) -> None:
     assert report.has_checksums
     remove_checksums(tmp_path / "out")
     flip(tmp_path / "out/shard_0000.idx", 34 + 8)  # the pointer of sequence 0
-    assert "sequence 0" in verify_shards(tmp_path / "out").problems[0]
+    assert "starts at byte 16" in verify_shards(tmp_path / "out").problems[0]
     write_documents(tmp_path / "out", [[[1, 2, 3], [4]], [[5, 6]]])
     with IndexedDatasetBuilder(tmp_path / "out/shard_0001", np.uint16) as builder:
         builder.add_document([5])

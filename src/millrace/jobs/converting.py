@@ -17,7 +17,6 @@ from millrace.jobs.reshape import PairOptions, bounds_by_size, pair_builder
 from millrace.names import BIN, IDX
 from millrace.option_class import StrPath, option
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
-from millrace.store.checking import require_sound
 
 _CHUNK = 16 << 20  # tokens that are converted at a time
 _EOD_CHUNK = 4 << 20  # tokens of documents that get an end, with several copies in memory
@@ -96,7 +95,7 @@ def convert(source: StrPath, target: StrPath, **options: Any) -> None:
         if not is_array:
             _convert_pair(dataset, target, own)
             return
-        require_sound(dataset)
+        dataset.check()
         array = dataset.tokens
     if is_array:
         _write_array(target, array.reshape(-1), own.dtype)
@@ -107,7 +106,7 @@ def convert(source: StrPath, target: StrPath, **options: Any) -> None:
 def _convert_pair(dataset: IndexedDataset, target: str, options: ConvertOptions) -> None:
     provenance: dict[str, Any] = {"converted": os.fspath(options.source)}
     if options.append_eod is not None:
-        require_sound(dataset)
+        dataset.check()
         if dataset.dtype.kind not in "iu":
             raise ConfigError(f"append_eod needs integers; {dataset.prefix} holds {dataset.dtype}")
         provenance["append_eod"] = options.append_eod

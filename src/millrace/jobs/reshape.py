@@ -15,7 +15,6 @@ from millrace.names import IDX
 from millrace.option_class import StrPath, check_options, option, parse_size
 from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
-from millrace.store.checking import require_sound
 from millrace.store.publish import building, files_of
 
 
@@ -137,7 +136,7 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
     """
     own = SplitOptions(prefix=prefix, output_prefix=output_prefix, **options)
     dataset = IndexedDataset(prefix)
-    require_sound(dataset)
+    dataset.check()
     if own.documents is not None:
         bounds = [*range(0, dataset.num_documents, own.documents), dataset.num_documents]
     elif own.num_bytes is not None:

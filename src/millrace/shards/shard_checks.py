@@ -7,7 +7,7 @@ folder are named.
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,12 @@ from millrace.shards.metadata import (
     shard_prefix,
     shard_problem,
 )
-from millrace.storage import LOCAL
-from millrace.store.checking import CheckedIndex, Checks, Report, make_pool
-from millrace.store.layout import WRITE_AGAIN
+from millrace.storage import LOCAL, copied
+from millrace.store.checking import Checks, Report, make_pool
+from millrace.store.layout import WRITE_AGAIN, Header, read_header
+from millrace.store.reader import IndexedDataset
 
+_ENTRIES = 1 << 20  # index entries that are compared at a time
 _SHARD_FILE = re.compile(r"shard_\d+\.(bin|idx)")
 
 
@@ -81,60 +83,56 @@ def verify_shards(
 
 def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: int) -> None:
     """Checks the size of a shard, and its index file against what it must hold."""
-    prefix = shard_prefix(folder, number)
+    prefix, size = shard_prefix(folder, number), metadata.shard_sizes[number]
+    path = f"{prefix}.idx"
     with checks.errors_of(prefix):
-        checks.add(shard_problem(folder, metadata, number))
-    with checks.errors_of(prefix):
-        try:
-            index = CheckedIndex(prefix, LOCAL.open(f"{prefix}.idx", "file"))
-        except FileNotFoundError:
+        if problem := shard_problem(folder, metadata, number):
+            checks.add(problem)
+        elif not os.path.lexists(path):
             if not metadata.is_of_another_tool:
-                checks.add(f"{prefix}.idx is missing: restore it, or shuffle again")
-            return
-        checks.report.num_bytes += index.header.size
-        size = LOCAL.stat(f"{prefix}.bin").size if metadata.has_documents else 0
-        checks.add(*_index_problems(index, metadata, metadata.shard_sizes[number]))
-        if metadata.has_documents:
-            checks.add(*index.problems(f"{prefix}.bin", size))
+                checks.add(f"{path} is missing: restore it, or shuffle again")
+        else:
+            header = read_header(LOCAL.open(path, "file"), path)
+            checks.report.num_bytes += header.size
+            checks.add(problem := _header_problem(path, header, metadata, size))
+            if metadata.has_documents or problem is None:
+                dataset = IndexedDataset(prefix, access="file")
+                dataset.check()
+                if not metadata.has_documents:
+                    checks.add(_sequences_problem(path, dataset, metadata.seq_len or 0))
 
 
-def _index_problems(index: CheckedIndex, metadata: ShardsMetadata, size: int) -> Iterator[str]:
-    """What the metadata contradict in the index of a shard with so many items."""
-    header, expected = index.header, metadata.token_dtype
+def _sequences_problem(path: str, dataset: IndexedDataset, length: int) -> str | None:
+    """The problem of an index whose documents are not one sequence of that length each."""
+    for start in range(0, len(dataset), _ENTRIES):
+        part = slice(start, start + _ENTRIES)
+        lengths = copied(dataset.sequence_lengths[part])
+        firsts = copied(dataset.document_indices[:-1][part])
+        bad = (lengths != length) | (firsts != np.arange(start, start + len(lengths)))
+        if bad.any():
+            place = int(bad.argmax())
+            return (
+                f"{path}: sequence {start + place} has {lengths[place]} tokens, and document "
+                f"{start + place} begins with sequence {firsts[place]}; each document should be "
+                f"one sequence of {length} tokens. {WRITE_AGAIN}"
+            )
+    return None
+
+
+def _header_problem(path: str, header: Header, metadata: ShardsMetadata, size: int) -> str | None:
+    """What the metadata contradict in the header of a shard with so many items."""
+    expected, num_documents = metadata.token_dtype, header.num_document_entries - 1
     if header.dtype != expected:
         suffix = "" if str(expected) == metadata.dtype else f", stored as {expected}"
-        yield (
-            f"{index.path} says {header.dtype}; {METADATA} says {metadata.dtype}{suffix}. "
-            f"{WRITE_AGAIN}"
-        )
-    counts = header.num_sequences, header.num_document_entries
-    if metadata.has_documents:
-        if counts[1] != size + 1:
-            yield (
-                f"{index.path} has {counts[1] - 1} documents; {METADATA} says {size}. {WRITE_AGAIN}"
-            )
-        return
-    if counts != (size, size + 1) or header.has_modes:
+        problem = f"says {header.dtype}; {METADATA} says {metadata.dtype}{suffix}"
+    elif num_documents != size:
+        problem = f"has {num_documents} documents; {METADATA} says {size}"
+    elif not metadata.has_documents and (header.num_sequences, header.has_modes) != (size, False):
         modes = " with modes" if header.has_modes else ""
-        yield (
-            f"{index.path} has {counts[0]} sequences{modes} and {counts[1]} document entries; the "
-            f"shard has {size} sequences, each a document. {WRITE_AGAIN}"
-        )
-        return
-    for name, what, first, step in (
-        ("lengths", "the length of sequence", metadata.seq_len or 0, 0),
-        ("pointers", "the byte offset of sequence", 0, metadata.sequence_bytes),
-        ("documents", "document entry", 0, 1),
-    ):
-        for start, entries in index.pieces(name):
-            wanted = first + step * np.arange(start, start + len(entries))
-            if different := np.flatnonzero(entries != wanted).tolist():
-                place = different[0]
-                yield (
-                    f"{index.path}: {what} {start + place} is {entries[place]}; it should be "
-                    f"{wanted[place]}. The index is damaged: shuffle again, or restore it"
-                )
-                break
+        problem = f"has {header.num_sequences} sequences{modes}; {METADATA} says {size}"
+    else:
+        return None
+    return f"{path} {problem}. {WRITE_AGAIN}"
 
 
 def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:

@@ -1,7 +1,6 @@
 """The shards of a folder as one token file, whose sequences all have one length."""
 
 import os
-from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,23 +11,16 @@ from millrace import _native
 from millrace.checks import check_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
-from millrace.ragged import Numbers, equal_runs, starts_of
+from millrace.ragged import Numbers
 from millrace.shards.metadata import bin_paths, read_metadata, shard_prefix, shard_problem
-from millrace.storage import (
-    Access,
-    BinReader,
-    Bytes,
-    Storage,
-    StoredFile,
-    bytes_in_memory,
-    storage_of,
-)
+from millrace.storage import Access, Bytes, Storage, StoredFile, storage_of
+from millrace.store.opened import JoinedFiles, OpenTokens
 
 _FINGERPRINT_SEQUENCES = 256
 _FINGERPRINT_BYTES = 4096  # of each of them, at most
 
 
-class Shards:
+class Shards(OpenTokens):
     """The sequences of a folder of shards, by number. No index is read.
 
     An open folder keeps showing the files that it opened. It can be forked, shared by threads, and
@@ -83,9 +75,11 @@ class Shards:
                     shard_problem(self.prefix, self.metadata, number, storage)
                     or f"{path} was replaced while it was opened: open the folder again"
                 )
-        self._identities = [reader.identity for reader in readers]
-        self.reader = ShardReader(readers)
-        self._tokens = [bytes_in_memory(reader) for reader in readers]
+        self.reader: JoinedFiles = JoinedFiles(readers)
+        self.is_mapped = self.reader.is_mapped
+        identities = [reader.identity for reader in readers]
+        shape = self.metadata.shard_sizes, self.sequence_length, str(self.dtype)
+        self.files = (identities, *shape)
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -115,18 +109,8 @@ class Shards:
         except DataError as error:  # of a map, which does not know its file
             raise DataError(f"{self.prefix}: {error}") from None
 
-    @property
-    def is_mapped(self) -> bool:
-        """Whether all tokens are in memory; else each read copies."""
-        return all(tokens is not None for tokens in self._tokens)
-
     def token_source(self) -> _native.TokenSource:
-        nothing = np.empty(0, self.dtype)
-        return _native.sharded_source(
-            [nothing if tokens is None else tokens.view(self.dtype) for tokens in self._tokens],
-            self.metadata.shard_sizes,
-            self.sequence_length,
-        )
+        return self.reader.source(self.dtype, self.metadata.shard_sizes, self.sequence_length)
 
     def documents_of(self, sequences: Numbers) -> Numbers:
         """The documents that sequences belong to: each sequence is a document."""
@@ -152,63 +136,8 @@ class Shards:
         """A checksum (16 hex digits) of the sequence lengths: their number, and the length."""
         return checksum([np.array([len(self), self.sequence_length], np.int64).data])
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open_same, (self.prefix, self._options, self._identity(), self.fingerprint)
-
-    def _identity(self) -> tuple[Any, ...]:
-        """Plain values that are equal if the files are the same and are read in the same way."""
-        return self._identities, self.metadata.shard_sizes, self.sequence_length, str(self.dtype)
-
     def __repr__(self) -> str:
         return (
             f"Shards({self.prefix!r}: {self.metadata.num_shards:,} shards, {len(self):,} sequences "
             f"of {self.sequence_length:,} tokens, {self.metadata.dtype})"
         )
-
-
-def _open_same(
-    folder: str, options: dict[str, Any], identity: tuple[Any, ...], fingerprint: str
-) -> Shards:
-    """Opens pickled shards, if their data are still there."""
-    shards = Shards(folder, **options)
-    # The same files, or (on another machine, or after a copy) the same content.
-    if shards._identity() != identity and shards.fingerprint != fingerprint:
-        raise DataError(
-            f"{folder} holds other data than the shards that were pickled: they were replaced "
-            "since. Open the folder anew, and pickle that dataset"
-        )
-    return shards
-
-
-class ShardReader:
-    """The bytes of several files, one after the other, as a `BinReader`."""
-
-    is_local = True
-
-    def __init__(self, readers: Sequence[BinReader]) -> None:
-        self._readers = readers
-        bounds = starts_of(reader.size for reader in readers)
-        self._starts, self.size = bounds[:-1], int(bounds[-1])
-
-    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
-        return self.gather(np.array([byte_offset]), np.array([num_bytes]))
-
-    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
-        """The pieces, none of which may lie in two files."""
-        runs = self._runs(byte_offsets, byte_counts)
-        parts = [reader.gather(*pieces) for reader, *pieces in runs]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint8), *parts])
-
-    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
-        for reader, *pieces in self._runs(byte_offsets, byte_counts):
-            if hasattr(reader, "prefetch"):
-                reader.prefetch(*pieces)
-
-    def _runs(
-        self, byte_offsets: Numbers, byte_counts: Numbers
-    ) -> Iterator[tuple[Any, Numbers, Numbers]]:
-        """Runs of pieces that lie in one file: its reader, their offsets in it, and their sizes."""
-        shards = np.searchsorted(self._starts[1:], byte_offsets, side="right")
-        for run in equal_runs(shards):
-            shard = int(shards[run.start])
-            yield self._readers[shard], byte_offsets[run] - self._starts[shard], byte_counts[run]

@@ -22,10 +22,11 @@ from millrace.ragged import Numbers, starts_of
 from millrace.shuffling.domains import Input
 from millrace.shuffling.shuffle_items import ItemsAt, WeightedUnits, contents_of
 from millrace.shuffling.token_files import TokenFile, read_files
-from millrace.store import IndexedDataset, layout
+from millrace.storage import copied
+from millrace.store import IndexedDataset
 from millrace.store.columns import Entries, write_index
 from millrace.store.info import Info
-from millrace.store.publish import idx_path, info_path, open_pair, origins_path
+from millrace.store.publish import idx_path, info_path, origins_path
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
 _ENTRIES = 1 << 18  # entries of an index that are copied at a time
@@ -181,14 +182,14 @@ class DocumentTables:
         ):
             for file in files:
                 index = _open_index(file)
+                width = index.dtype.itemsize
                 for start in range(0, file.num_sequences, _ENTRIES):
-                    add_starts(token + _first_tokens(index, start))
-                    if self.has_modes:
-                        add_modes(index.read("modes", start, _ENTRIES))
+                    part = slice(start, start + _ENTRIES)
+                    add_starts(token + copied(index.sequence_pointers[part]) // width)
+                    if index.sequence_modes is not None:
+                        add_modes(copied(index.sequence_modes[part]))
                 for start in range(0, file.num_documents, _ENTRIES):
-                    entries = index.read("documents", start, _ENTRIES + 1)
-                    if problem := layout.document_problem(entries, file.num_sequences, start):
-                        raise layout.index_damage(index.path[:-4], problem)
+                    entries = copied(index.document_indices[start : start + _ENTRIES + 1])
                     add_documents(sequence + entries[:-1])
                     self._is_single &= bool((np.diff(entries) == 1).all())
                 token, sequence = token + file.num_tokens, sequence + file.num_sequences
@@ -230,33 +231,19 @@ def _have_modes(files: Sequence[TokenFile]) -> bool:
     return bool(with_modes)
 
 
-def _open_index(file: TokenFile) -> layout.IndexFile:
-    """Opens the index of a file; a DataError if it has changed since it was found."""
+def _open_index(file: TokenFile) -> IndexedDataset:
+    """Opens and checks a file; a DataError if it has changed since it was found."""
     assert file.prefix is not None
-    data, index = open_pair(file.prefix)
-    assert data is not None
-    times = index.identity.time, data.identity.time
-    if times != (file.index_mtime_ns, file.mtime_ns) or data.size != file.size:
+    dataset = IndexedDataset(file.prefix, access="file")
+    data, index = dataset.files
+    found = file.size, file.mtime_ns, file.index_mtime_ns
+    if (data.size, data.time, index.time) != found:
         raise DataError(
             f"{file.prefix}.bin/.idx changed while the job began; leave the input as it is until "
             "the job has ended, and run the same command again"
         )
-    return layout.IndexFile(file.prefix, index)
-
-
-def _first_tokens(index: layout.IndexFile, start: int) -> Numbers:
-    """The first token of each sequence from number `start` on; a DataError if one is misplaced."""
-    lengths = index.read("lengths", start, _ENTRIES)
-    pointers = index.read("pointers", start, _ENTRIES)
-    size = index.header.dtype.itemsize
-    byte = 0
-    if start > 0:
-        before = start - 1
-        byte = index.entry("pointers", before) + index.entry("lengths", before) * size
-    problem, _ = layout.sequence_problem(lengths, pointers, size, byte, start)
-    if problem:
-        raise layout.index_damage(index.path[:-4], problem)
-    return pointers // size
+    dataset.check()
+    return dataset
 
 
 _ORIGIN = np.dtype(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from millrace import _native
 from millrace.checks import check_int, check_paths
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
-from millrace.storage import Storage, StoredFile, storage_of
-from millrace.store import layout
+from millrace.storage import StoredFile, storage_of
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
+from millrace.store.layout import read_header
 from millrace.store.publish import bin_path, idx_path, open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
 
-_ENTRIES = 1 << 20  # index entries that are checked at a time
 _ATTEMPTS = 10  # to check a pair; one fails only if the pair is replaced meanwhile
 
 
@@ -157,12 +156,6 @@ def make_pool(threads: int | None) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads)
 
 
-def require_sound(dataset: IndexedDataset) -> None:
-    """Checks the whole index of a dataset; a DataError if entries do not agree with each other."""
-    dataset.check_documents(0, dataset.num_documents)
-    dataset.check_sequences(0, len(dataset))
-
-
 def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
     """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
     for _ in range(_ATTEMPTS):
@@ -190,88 +183,41 @@ def _check_pair(prefix: str, checks: Checks) -> None:
     with checks.errors_of():
         info = read_info(prefix, storage_of(prefix)) or info
     checks.report.has_checksums = info.bin is not None
-    # Positioned reads of open files: if a file is cut short meanwhile, that is a problem to report;
-    # a map would end the process.
     with checks.errors_of():
         storage = storage_of(prefix)
         data, index = open_pair(prefix, "file", storage=storage)
         assert data is not None
-        checked = partial(CheckedIndex, prefix, index)  # an error if its header is damaged
-        checks.blocks(idx_path(prefix), index, info.idx, lambda a, b: checked().entries_in(a, b))
-        checks.blocks(bin_path(prefix), data, info.bin, lambda a, b: checked().sequences_in(a, b))
-        checks.add(*checked().problems(bin_path(prefix), data.size))
-        _check_origins(prefix, storage, info, checks)
+        # Errors of the index are reported by the check of the structure.
+        opened = partial(IndexedDataset, prefix, access="file", storage=storage)
+        header = partial(read_header, index, idx_path(prefix))
+        checks.blocks(idx_path(prefix), index, info.idx, lambda a, b: header().parts_in(a, b))
+        checks.blocks(bin_path(prefix), data, info.bin, lambda a, b: _sequences_in(opened(), a, b))
         checks.report.num_bytes = checks.report.num_bytes or index.size
+        dataset = opened()
+        dataset.check()
+        _check_origins(dataset, info, checks)
 
 
-def _check_origins(prefix: str, storage: Storage, info: Info, checks: Checks) -> None:
+def _sequences_in(dataset: IndexedDataset, start: int, stop: int) -> str:
+    """The sequences and documents between two bytes of the `.bin`."""
+    numbers = _native.find_documents(dataset.sequence_pointers, np.array([start, stop - 1]))
+    documents = dataset.documents_of(numbers)
+    return f"sequences {numbers[0]} to {numbers[1]}, documents {documents[0]} to {documents[1]}"
+
+
+def _check_origins(dataset: IndexedDataset, info: Info, checks: Checks) -> None:
     """Compares every byte of the sidecar of origins, or reads every row if it has no checksums."""
-    path = paths_to_read(prefix, storage).origins
+    path = paths_to_read(dataset.prefix, dataset.storage).origins
     try:
-        file = storage.open(path, "file")
+        file = dataset.storage.open(path, "file")
     except FileNotFoundError:
         return
     checks.blocks(path, file, info.origins)
     if checks.report.problems:  # of a damaged pair, the fingerprint may have changed
         return
     with checks.errors_of(), contextlib.suppress(ConfigError):  # pyarrow is not installed
-        dataset = IndexedDataset(prefix, access="file", storage=storage)
         origins = dataset.origins_file
         if origins is not None and info.origins is None:
             for _ in origins.tables(0, dataset.num_documents):
                 pass
             checks.report.num_bytes += file.size
-
-
-class CheckedIndex(layout.IndexFile):
-    """An open index file, with what is wrong in it and where bytes belong."""
-
-    def pieces(self, name: str) -> Iterator[tuple[int, Any]]:
-        """The entries of a column, in pieces, and the number of the first one of each."""
-        for start in range(0, self.header.columns[name].length, _ENTRIES):
-            yield start, self.read(name, start, _ENTRIES)
-
-    def problems(self, bin_path: str, bin_size: int) -> Iterator[str]:
-        """The first thing that is wrong with the sequences, and with the documents."""
-        size, byte = self.header.dtype.itemsize, 0
-        for start, lengths in self.pieces("lengths"):
-            pointers = self.read("pointers", start, _ENTRIES)
-            problem, byte = layout.sequence_problem(lengths, pointers, size, byte, start)
-            if problem:
-                yield f"{self.path}: {problem}"
-                break
-        else:
-            if problem := layout.size_problem(bin_size, byte):
-                yield f"{bin_path} {problem}"
-        last = np.zeros(1, np.int64)
-        for start, entries in self.pieces("documents"):
-            # The entries of a part go on from the last of the part before.
-            part, last = np.concatenate((last, entries)), entries[-1:]
-            if problem := layout.document_problem(part, self.header.num_sequences, start - 1):
-                yield f"{self.path}: {problem}"
-                return
-        if problem := self.document_ends_problem():
-            yield problem
-
-    def sequences_in(self, start: int, stop: int) -> str:
-        """The sequences and documents between two bytes of the `.bin`."""
-        first, last = (self._find("pointers", byte) for byte in (start, stop - 1))
-        documents = [self._find("documents", number) for number in (first, last)]
-        return f"sequences {first} to {last}, documents {documents[0]} to {documents[1]}"
-
-    def entries_in(self, start: int, stop: int) -> str:
-        """The parts of the index between two of its bytes."""
-        parts = ["header"] if start < layout.HEADER.size else []
-        for name, column in self.header.columns.items():
-            first, end = max(start, column.offset), min(stop, column.end)
-            if first < end:
-                size = column.dtype.itemsize
-                low, high = (first - column.offset) // size, (end - 1 - column.offset) // size
-                label = "document indices" if name == "documents" else f"{name} of sequences"
-                parts.append(f"{label} {low} to {high}")
-        return ", ".join(parts)
-
-    def _find(self, name: str, value: int) -> int:
-        """The number of a column's last entry that is at most `value`."""
-        numbers = range(self.header.columns[name].length)
-        return bisect_right(numbers, value, key=lambda number: self.entry(name, number)) - 1

@@ -18,12 +18,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.storage import BinReader, gather_range
-from millrace.store.publish import idx_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -89,59 +87,25 @@ class Header:
         """The size of the index file in bytes."""
         return self.columns["modes"].end
 
+    def parts_in(self, start: int, stop: int) -> str:
+        """The parts of the index file between two of its bytes."""
+        parts = ["header"] if start < HEADER.size else []
+        for name, column in self.columns.items():
+            first, end = max(start, column.offset), min(stop, column.end)
+            if first < end:
+                size = column.dtype.itemsize
+                low, high = (first - column.offset) // size, (end - 1 - column.offset) // size
+                label = "document indices" if name == "documents" else f"{name} of sequences"
+                parts.append(f"{label} {low} to {high}")
+        return ", ".join(parts)
+
     def pack(self) -> bytes:
         counts = self.num_sequences, self.num_document_entries
         return HEADER.pack(MAGIC, VERSION, dtype_code(self.dtype), *counts)
 
 
-class IndexFile:
-    """An open index file, whose entries are copied: a view of a map may be a bus error."""
-
-    def __init__(self, prefix: str, file: BinReader) -> None:
-        self.path = idx_path(prefix)
-        self._file = file
-        self.header = _read_header(file, self.path)
-
-    def read(self, name: str, start: int, count: int) -> NDArray[Any]:
-        """Entries of a column: `count` of them, or those up to its end."""
-        column = self.header.columns[name]
-        stop = min(start + count, column.length)
-        size = column.dtype.itemsize
-        data = gather_range(self._file, column.offset + start * size, column.offset + stop * size)
-        return data.view(column.dtype)
-
-    def entry(self, name: str, place: int) -> int:
-        return int(self.read(name, place, 1)[0])
-
-    def document_ends_problem(self) -> str | None:
-        """The problem of the first and last document entries."""
-        count, num_entries = self.header.num_sequences, self.header.num_document_entries
-        first, last = self.entry("documents", 0), self.entry("documents", num_entries - 1)
-        if (first, last) == (0, count):
-            return None
-        return (
-            f"{self.path}: the document indices go from {first} to {last}, not from 0 to {count}, "
-            "the number of sequences"
-        )
-
-    def check_ends(self, bin_path: str, bin_size: int) -> None:
-        """Raises DataError if the first and last entries are wrong, or do not fit the `.bin`."""
-        problem, end = self.document_ends_problem(), 0
-        if problem is None and self.header.num_sequences > 0:
-            last = self.header.num_sequences - 1
-            start, length = self.entry("pointers", 0), self.entry("lengths", last)
-            end = self.entry("pointers", last) + length * self.header.dtype.itemsize
-            if start != 0:
-                problem = f"{self.path}: the first sequence starts at byte {start}, not at 0"
-            elif length < 0:
-                problem = f"{self.path}: the last sequence has the negative length {length}"
-        if problem:
-            raise DataError(f"{problem}. {WRITE_AGAIN}")
-        if problem := size_problem(bin_size, end):
-            raise DataError(f"{bin_path} {problem}")
-
-
-def _read_header(file: BinReader, path: str) -> Header:
+def read_header(file: BinReader, path: str) -> Header:
+    """The header of an open index file; a DataError if it does not fit the file."""
     size = file.size
     if size < HEADER.size:
         raise DataError(
@@ -172,44 +136,3 @@ def _read_header(file: BinReader, path: str) -> Header:
         f"document entries take {headers[0].size}, or {headers[1].size} with modes. "
         "It is truncated or damaged: write it again from its source"
     )
-
-
-# ---- what is wrong with the entries: a phrase, or None ----
-
-
-def sequence_problem(
-    lengths: NDArray[np.int32], pointers: NDArray[np.int64], token_size: int, byte: int, first: int
-) -> tuple[str | None, int]:
-    """The problem of sequences from number `first` and `byte` on; the end of the last good one."""
-    bad, end = _native.first_bad_sequence(lengths, pointers, token_size, byte)
-    if bad == len(lengths):
-        return None, end
-    return (
-        f"sequence {first + bad} has the length {lengths[bad]} and starts at byte {pointers[bad]}; "
-        f"it should start at byte {end}, with no negative length"
-    ), end
-
-
-def document_problem(entries: NDArray[np.int64], num_sequences: int, first: int) -> str | None:
-    """The problem of some document entries, of which the first has the number `first`."""
-    bad = _native.first_bad_document(entries, num_sequences)
-    if bad == len(entries):
-        return None
-    return (
-        f"document entry {first + bad} is {entries[bad]}; it should be at least "
-        f"{entries[bad - 1] if bad else 0} and at most {num_sequences}"
-    )
-
-
-def size_problem(size: int, end: int) -> str | None:
-    """The problem of a `.bin` of `size` bytes whose index ends at byte `end`."""
-    if size == end:
-        return None
-    return (
-        f"has {size} bytes, but its index ends at byte {end}. "
-        f"{'It is truncated or empty' if size < end else 'It is too long'}. {WRITE_AGAIN}"
-    )
-
-
-def index_damage(prefix: str, problem: str) -> DataError:
-    return DataError(f"{prefix}.idx: {problem}. The index is damaged: write the pair again")

@@ -12,23 +12,15 @@ from millrace import _native
 from millrace.checks import check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b
-from millrace.storage import (
-    Access,
-    Bytes,
-    Storage,
-    StoredFile,
-    bytes_in_memory,
-    gather_range,
-    sample_of,
-    storage_of,
-)
+from millrace.storage import Access, Storage, StoredFile, gather_range, sample_of, storage_of
+from millrace.store.opened import JoinedFiles, OpenTokens
 
 _DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
 _NPY_MAGIC = b"\x93NUMPY"
 _HEADER_SIZE = 1 << 16  # bytes in which the header of an array of one dimension ends
 
 
-class RawTokens:
+class RawTokens(OpenTokens):
     """The stream of tokens of a file without an index.
 
     The file may be headerless, whatever its ending (OLMo-core's `.npy` files are), or an array that
@@ -68,16 +60,15 @@ class RawTokens:
             file = storage_of(self.prefix, storage).open(self.prefix, access)
         except FileNotFoundError:
             raise DataError(f"{self.prefix} not found: give the path of a token file") from None
-        self._identity = file.identity
         start, self.dtype = self._start_and_dtype(file, dtype)
-        self.reader = _Part(file, start)
-        self.num_tokens, rest = divmod(self.reader.size, self.dtype.itemsize)
-        if rest:
+        self.reader: JoinedFiles = JoinedFiles([file], start)
+        self.files = (file.identity,)
+        self.is_mapped = self.reader.is_mapped
+        if self.reader.size % self.dtype.itemsize:
             raise DataError(
                 f"{self.prefix} has {self.reader.size} bytes of tokens, which is not a multiple of "
                 f"{self.dtype.itemsize} ({self.dtype}): it is truncated, or the dtype is wrong"
             )
-        self.is_mapped = self.reader.bytes is not None
 
     def _start_and_dtype(
         self, file: StoredFile, dtype: DTypeLike | None
@@ -111,10 +102,9 @@ class RawTokens:
 
     def token_source(self) -> _native.TokenSource:
         """The tokens for the core, as one sequence: offsets in it are token positions."""
-        data = self.reader.bytes
-        tokens = np.empty(0, self.dtype) if data is None else data.view(self.dtype)
         # The core divides by a sequence's length.
-        return _native.sharded_source([tokens], [int(self.num_tokens > 0)], max(self.num_tokens, 1))
+        num_sequences, length = int(self.num_tokens > 0), max(self.num_tokens, 1)
+        return self.reader.source(self.dtype, [num_sequences], length)
 
     def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
         """A ConfigError: the documents of a stream are not known."""
@@ -130,29 +120,6 @@ class RawTokens:
         digest.update(sample_of(self.reader).data)
         return digest.hexdigest()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open_same, (self.prefix, self._options, self._identity, self.fingerprint)
-
-    def __repr__(self) -> str:
-        return f"RawTokens({self.prefix!r}: {self.num_tokens:,} tokens, {self.dtype})"
-
-
-class _Part:
-    """The bytes of a file from a place on, as a `BinReader`."""
-
-    def __init__(self, file: StoredFile, start: int) -> None:
-        self.size, self._file, self._start = file.size - start, file, start
-        data = bytes_in_memory(file)
-        # Off the grid of 8 bytes, as no version of NumPy has written it, tokens are copied.
-        self.bytes: Bytes | None = None if data is None or start % 8 else data[start:]
-        self.is_local = getattr(file, "is_local", False)
-
-    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
-        return self._file.read(self._start + byte_offset, num_bytes)
-
-    def gather(self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]) -> Bytes:
-        return self._file.gather(self._start + byte_offsets, byte_counts)
-
 
 def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     try:
@@ -162,10 +129,3 @@ def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     if stored.name not in _DTYPES or stored.byteorder == ">":
         raise ConfigError(f"dtype is {stored}; it is one of {', '.join(_DTYPES)}, little-endian")
     return np.dtype(np.int32) if stored.name == "uint32" else stored.newbyteorder("<")
-
-
-def _open_same(path: str, options: dict[str, Any], identity: Any, fingerprint: str) -> RawTokens:
-    tokens = RawTokens(path, **options)
-    if tokens._identity != identity and tokens.fingerprint != fingerprint:
-        raise DataError(f"{path} holds other tokens than the file that was pickled")
-    return tokens

@@ -20,7 +20,6 @@ from millrace.files import blake2b, checksum
 from millrace.storage import (
     Access,
     BinReader,
-    Identity,
     Storage,
     bytes_in_memory,
     copied,
@@ -30,13 +29,14 @@ from millrace.storage import (
 )
 from millrace.store import layout
 from millrace.store.info import Info, read_info
-from millrace.store.publish import bin_path, open_pair
+from millrace.store.opened import OpenTokens
+from millrace.store.publish import bin_path, idx_path, open_pair
 
 _CHUNK = 1024  # sequences that iteration reads at a time
 _PIECE = 1 << 19  # lengths that are copied at a time: they stay in a core's cache
 
 
-class IndexedDataset:
+class IndexedDataset(OpenTokens):
     """The sequences of a `.bin`/`.idx` pair, by number.
 
     Args:
@@ -98,13 +98,12 @@ class IndexedDataset:
             storage=self.storage,
         )
         index = self._pair.idx
-        index_file = layout.IndexFile(self.prefix, index)
-        self.header = index_file.header
+        self.files = tuple(file and file.identity for file in self._pair)
+        self.header = layout.read_header(index, idx_path(self.prefix))
         self.dtype = self.header.dtype
         reader = self._pair.bin or bin_reader
         assert reader is not None
-        self.reader: BinReader = reader
-        index_file.check_ends(bin_path(self.prefix), reader.size)
+        self.reader = reader
         mapped = bytes_in_memory(index)
         content = index.read(0, index.size) if mapped is None else mapped
         lengths, pointers, documents, modes = (
@@ -115,6 +114,7 @@ class IndexedDataset:
         self.sequence_pointers: NDArray[np.int64] = pointers
         self.document_indices: NDArray[np.int64] = documents
         self.sequence_modes: NDArray[np.int8] | None = modes if self.header.has_modes else None
+        self._check_ends()
         self._bytes = bytes_in_memory(reader)  # of the `.bin`
 
     def __len__(self) -> int:
@@ -128,10 +128,6 @@ class IndexedDataset:
     @property
     def num_documents(self) -> int:
         return self.header.num_document_entries - 1
-
-    @property
-    def num_tokens(self) -> int:
-        return self.reader.size // self.dtype.itemsize
 
     @property
     def num_bytes(self) -> int:
@@ -154,29 +150,70 @@ class IndexedDataset:
             )
         return first, end
 
+    def _check_ends(self) -> None:
+        """Checks the first and last entries, and that the last sequence ends with the `.bin`."""
+        count, end = len(self), 0
+        first, last = (_entry(self.document_indices, place) for place in (0, -1))
+        if (first, last) != (0, count):
+            raise self._damage(
+                f"the document indices go from {first} to {last}, not from 0 to {count}, the "
+                "number of sequences"
+            )
+        if count > 0:
+            first, last = (_entry(self.sequence_pointers, place) for place in (0, -1))
+            length = _entry(self.sequence_lengths, -1)
+            end = last + length * self.dtype.itemsize
+            if first != 0:
+                raise self._damage(f"the first sequence starts at byte {first}, not at 0")
+            if length < 0:
+                raise self._damage(f"the last sequence has the negative length {length}")
+        if (size := self.reader.size) != end:
+            raise DataError(
+                f"{self.prefix}.bin has {size} bytes, but its index ends at byte {end}. It is "
+                f"{'truncated or empty' if size < end else 'too long'}. {layout.WRITE_AGAIN}"
+            )
+
     def check_documents(self, start: int, stop: int) -> tuple[int, int]:
         """Checks documents [start, stop), and returns their sequences: (first, end)."""
         entries = self.document_indices[start : stop + 1]
-        if problem := layout.document_problem(entries, len(self), start):
-            raise layout.index_damage(self.prefix, problem)
-        return int(entries[0]), int(entries[-1])
+        bad = _native.first_bad_document(entries, len(self))
+        if bad < len(entries):
+            least = _entry(entries, bad - 1) if bad else 0
+            raise self._damage(
+                f"document entry {start + bad} is {_entry(entries, bad)}; it should be at least "
+                f"{least} and at most {len(self)}"
+            )
+        return _entry(entries, 0), _entry(entries, -1)
 
     def check_sequences(self, start: int, stop: int) -> tuple[int, int]:
         """Checks that sequences [start, stop) lie one after the other, and returns their bytes."""
         first, expected = (
-            int(self.sequence_pointers[number]) if number < len(self) else self.reader.size
+            _entry(self.sequence_pointers, number) if number < len(self) else self.reader.size
             for number in (start, stop)
         )
         lengths, pointers = self.sequence_lengths[start:stop], self.sequence_pointers[start:stop]
-        problem, end = layout.sequence_problem(lengths, pointers, self.dtype.itemsize, first, start)
-        if not problem and (end != expected or not 0 <= first <= end <= self.reader.size):
-            problem = (
+        bad, end = _native.first_bad_sequence(lengths, pointers, self.dtype.itemsize, first)
+        if bad < len(lengths):
+            raise self._damage(
+                f"sequence {start + bad} has the length {_entry(lengths, bad)} and starts at byte "
+                f"{_entry(pointers, bad)}; it should start at byte {end}, with no negative length"
+            )
+        if end != expected or not 0 <= first <= end <= self.reader.size:
+            raise self._damage(
                 f"sequences {start} to {stop - 1} lie at bytes {first} to {end}; they should end "
                 f"at byte {expected} of {self.reader.size}"
             )
-        if problem:
-            raise layout.index_damage(self.prefix, problem)
         return first, end
+
+    def check(self) -> None:
+        """Checks the whole index; a DataError if entries do not agree with each other."""
+        self.check_documents(0, self.num_documents)
+        self.check_sequences(0, len(self))
+
+    def _damage(self, problem: str) -> DataError:
+        return DataError(
+            f"{self.prefix}.idx: {problem}. The index is damaged: write the pair again"
+        )
 
     @property
     def is_mapped(self) -> bool:
@@ -271,7 +308,7 @@ class IndexedDataset:
         except DataError as error:
             raise DataError(f"{self.prefix}.bin/.idx: {error}") from None
         except ValueError as error:
-            raise layout.index_damage(self.prefix, f"{error} (of those to be read)") from None
+            raise self._damage(f"{error} (of those to be read)") from None
         return flat.view(self.dtype), np.concatenate(([0], np.cumsum(counts)))
 
     def document(self, number: SupportsIndex) -> NDArray[Any]:
@@ -290,11 +327,10 @@ class IndexedDataset:
         byte_offset = self.sequence_pointers.item(number) + start * self.dtype.itemsize
         num_bytes = count * self.dtype.itemsize
         if count < 0 or not 0 <= byte_offset <= self.reader.size - num_bytes:
-            problem = (
+            raise self._damage(
                 f"sequence {number} has {count} tokens from byte {byte_offset} on, outside the "
                 f".bin of {self.reader.size} bytes"
             )
-            raise layout.index_damage(self.prefix, problem)
         if self._bytes is not None:
             return self._bytes[byte_offset : byte_offset + num_bytes].view(self.dtype)
         return self.reader.read(byte_offset, num_bytes).view(self.dtype)
@@ -374,25 +410,6 @@ class IndexedDataset:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open_same, (type(self), self.prefix, self._options, self.identity())
-
-    def identity(self) -> tuple[Any, ...]:
-        """Plain values that tell these data from others, for `check_identity`."""
-        return self._identities(), self.fingerprint, self.lengths_checksum
-
-    def _identities(self) -> tuple[Identity | None, ...]:
-        return tuple(None if file is None else file.identity for file in self._pair)
-
-    def check_identity(self, pickled: tuple[Any, ...]) -> None:
-        """Raises DataError if these data have another identity than a pickled dataset."""
-        # The same files, or (on another machine, or after a copy) the same content.
-        if self._identities() != pickled[0] and self.identity()[1:] != pickled[1:]:
-            raise DataError(
-                f"{self.prefix}.bin/.idx hold other data than the dataset that was pickled: they "
-                "were replaced since. Open the dataset anew, and pickle that one"
-            )
-
     def __repr__(self) -> str:
         return (
             f"IndexedDataset({self.prefix!r}: {self.num_documents:,} documents, "
@@ -406,10 +423,6 @@ def _cut(
     return [flat[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
-def _open_same(
-    kind: type[IndexedDataset], prefix: str, options: dict[str, Any], pickled: tuple[Any, ...]
-) -> IndexedDataset:
-    """Opens a pickled dataset, if its data are still there."""
-    dataset = kind(prefix, **options)
-    dataset.check_identity(pickled)
-    return dataset
+def _entry(column: NDArray[Any], place: int) -> int:
+    """An entry of a mapped column: an error if the file was cut short, not a bus error."""
+    return int(copied(column[place:][:1])[0])
