@@ -395,7 +395,8 @@ class IndexedDataset(OpenTokens):
 
     def close(self) -> None:
         """Lets go of the files. Arrays that were taken from the dataset stay valid."""
-        self.__dict__ = {name: vars(self)[name] for name in ("prefix", "header")}
+        kept = {name: vars(self)[name] for name in ("prefix", "header")}
+        object.__setattr__(self, "__dict__", kept)
 
     if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
 
