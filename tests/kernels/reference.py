@@ -149,37 +149,15 @@ class TokenSource(NamedTuple):
         return tokens
 
 
-class ShardedSource(NamedTuple):
-    shards: Sequence[NDArray[Any]]
-    shard_sizes: Sequence[int]
-    sequence_length: int
-
-    @property
-    def tokens(self) -> NDArray[Any]:
-        """The tokens of all shards, one after the other."""
-        return np.concatenate(self.shards)
-
-    def locate(self, sequence: int, offset: int, count: int) -> tuple[int, int]:
-        """The byte offset and byte count of a span, in the concatenated files."""
-        if not 0 <= sequence < sum(self.shard_sizes):
-            raise ValueError(f"there is no sequence {sequence}")
-        if not 0 <= offset <= offset + count <= self.sequence_length or count < 0:
-            raise ValueError(f"{count} tokens from {offset} on are outside a sequence")
-        width = self.shards[0].itemsize
-        return (sequence * self.sequence_length + offset) * width, count * width
-
-    def read(self, sequence: int, offset: int, count: int) -> list[int]:
-        """The tokens of a span."""
-        self.locate(sequence, offset, count)
-        start = sequence * self.sequence_length + offset
-        tokens: list[int] = self.tokens[start : start + count].tolist()
-        return tokens
-
-
 def sharded_source(
     shards: Sequence[NDArray[Any]], shard_sizes: Sequence[int], sequence_length: int
-) -> ShardedSource:
-    return ShardedSource(shards, shard_sizes, sequence_length)
+) -> TokenSource:
+    """The tokens of all shards, one after the other, as those of one file."""
+    total = sum(shard_sizes)
+    num_bytes = total * sequence_length * shards[0].itemsize
+    pointers: Any = range(0, num_bytes, sequence_length * shards[0].itemsize)
+    lengths = np.broadcast_to(np.int32(sequence_length), total)
+    return TokenSource(np.concatenate(shards), pointers, lengths, num_bytes)
 
 
 class SequenceOrder(NamedTuple):
@@ -193,8 +171,7 @@ class SequenceOrder(NamedTuple):
         return [(sample_number, 0, self.sequence_length)]
 
 
-def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:
-    return SequenceOrder(num_sequences, sequence_length)
+sequence_order = SequenceOrder
 
 
 class GPTOrder(NamedTuple):
@@ -229,22 +206,9 @@ class GPTOrder(NamedTuple):
         return out
 
 
-def gpt_order(
-    sequence_lengths: Lengths,
-    document_index: Lengths,
-    sample_index: NDArray[Any],
-    shuffle_index: NDArray[Any],
-    *,
-    sequence_length: int,
-    add_extra_token: bool,
-) -> GPTOrder:
-    arrays = sequence_lengths, document_index, sample_index, shuffle_index
-    return GPTOrder(*arrays, sequence_length, add_extra_token)
-
-
-AnySource = TokenSource | ShardedSource
+gpt_order = GPTOrder
 AnyOrder = GPTOrder | SequenceOrder
-Sources = tuple[AnySource, ...]
+Sources = tuple[TokenSource, ...]
 Orders = tuple[AnyOrder, ...]
 
 
@@ -254,7 +218,7 @@ def spans(order: AnyOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, N
 
 
 def locate_spans(
-    token_source: AnySource, sequences: Numbers, offsets: Numbers, counts: Numbers
+    token_source: TokenSource, sequences: Numbers, offsets: Numbers, counts: Numbers
 ) -> tuple[Numbers, Numbers]:
     columns = (column.tolist() for column in (sequences, offsets, counts))
     pieces = [token_source.locate(*span) for span in zip(*columns, strict=True)]
@@ -384,7 +348,7 @@ def _positions(ends: list[bool]) -> list[int]:
 def _entry(values: Any, number: int) -> Any:
     """values[number], for numbers from 0 alone (Python would count negative ones from the end)."""
     if not 0 <= number < len(values):
-        raise ValueError(f"{number} is outside [0, {len(values)})")
+        raise ValueError(f"{number} is outside a sequence of {len(values)} entries")
     return values[number]
 
 
@@ -401,15 +365,13 @@ def copy_pieces(data: Bytes, byte_offsets: Numbers, byte_counts: Numbers) -> Byt
     return np.concatenate(pieces)
 
 
-def prefetch_mapped(data: Bytes, byte_offsets: Numbers, byte_counts: Numbers) -> None:
+def prefetch_mapped(data: Bytes, *pieces: Numbers) -> None:
     # Its errors are what can be seen of it.
-    copy_pieces(data, byte_offsets, byte_counts)
+    copy_pieces(data, *pieces)
 
 
-def prefetch_file(
-    descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
-) -> None:
-    read_packed(descriptor, num_bytes, byte_offsets, byte_counts)
+def prefetch_file(descriptor: int, num_bytes: int, *pieces: Numbers) -> None:
+    read_packed(descriptor, num_bytes, *pieces)
 
 
 def copy_sequences(
@@ -422,11 +384,8 @@ def copy_sequences(
     return flat, np.concatenate(([0], np.cumsum(counts)))
 
 
-def read_packed(
-    descriptor: int, num_bytes: int, byte_offsets: Numbers, byte_counts: Numbers
-) -> Bytes:
-    data = np.frombuffer(os.pread(descriptor, num_bytes, 0), np.uint8)
-    return copy_pieces(data, byte_offsets, byte_counts)
+def read_packed(descriptor: int, num_bytes: int, *pieces: Numbers) -> Bytes:
+    return copy_pieces(np.frombuffer(os.pread(descriptor, num_bytes, 0), np.uint8), *pieces)
 
 
 def read_pieces(
@@ -460,9 +419,8 @@ def read_pieces(
 def first_bad_sequence(
     lengths: Lengths, pointers: Numbers, token_size: int, byte_offset: int
 ) -> tuple[int, int]:
-    for place, (length, pointer) in enumerate(
-        zip(lengths.tolist(), pointers.tolist(), strict=True)
-    ):
+    pairs = zip(lengths.tolist(), pointers.tolist(), strict=True)
+    for place, (length, pointer) in enumerate(pairs):
         if length < 0 or pointer != byte_offset:
             return place, byte_offset
         byte_offset += length * token_size
@@ -520,35 +478,25 @@ def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numb
 
 
 def fill_in_middle(
-    tokens: Numbers,
-    ends: Numbers,
-    sample_numbers: Numbers,
-    *,
-    rate: float,
-    spm_rate: float,
-    prefix_token: int,
-    middle_token: int,
-    suffix_token: int,
-    eod_token: int | None,
-    pad_token: int | None,
-    seed: int,
+    tokens: Numbers, ends: Numbers, sample_numbers: Numbers, **options: Any
 ) -> tuple[Numbers, Numbers]:
     """The draws are NumPy's own: four words of Philox for each document."""
+    eod_token, pad_token = options["eod_token"], options["pad_token"]
+    marks = [(options[f"{name}_token"], -1) for name in ("prefix", "middle", "suffix")]
 
     def permuted(document: list[tuple[int, int]], draw: list[int]) -> list[tuple[int, int]]:
         cuts = sorted(word * (len(document) + 1) >> 64 for word in draw[2:])
         prefix, middle, suffix = (
             document[start:stop] for start, stop in pairwise([0, *cuts, len(document)])
         )
-        begin, fill, end = ((token, -1) for token in (prefix_token, middle_token, suffix_token))
-        if _is_drawn(draw[1], spm_rate):
+        begin, fill, end = marks
+        if _is_drawn(draw[1], options["spm_rate"]):
             return [begin, end, *suffix, fill, *prefix, *middle]
         return [begin, *prefix, end, *suffix, fill, *middle]
 
     pieces: list[tuple[int, int]] = []
-    for (start, end), number in zip(
-        _bounds(ends, len(tokens)), sample_numbers.tolist(), strict=True
-    ):
+    bounds = _bounds(ends, len(tokens))
+    for (start, end), number in zip(bounds, sample_numbers.tolist(), strict=True):
         sample = list(zip(tokens[start:end].tolist(), range(start, end), strict=True))
         num_tokens = len(sample)
         while pad_token is not None and num_tokens > 0 and sample[num_tokens - 1][0] == pad_token:
@@ -559,11 +507,11 @@ def fill_in_middle(
             stop = first
             while stop < num_tokens and (eod_token is None or sample[stop][0] != eod_token):
                 stop += 1
-            generator = np.random.Philox(key=seed, counter=[place, number, 0, 0])
+            generator = np.random.Philox(key=options["seed"], counter=[place, number, 0, 0])
             draw = generator.random_raw(4).tolist()
             room = len(sample) - len(out)
             document = sample[first : min(stop, first + max(room - 3, 0))]
-            if len(document) >= MIN_FIM_TOKENS and _is_drawn(draw[0], rate):
+            if len(document) >= MIN_FIM_TOKENS and _is_drawn(draw[0], options["rate"]):
                 out += permuted(document, draw)
             else:
                 out += sample[first:stop][:room]

@@ -1,6 +1,7 @@
 """The twin law for blend_by_weights and blend_by_sizes."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,15 @@ from tests.kernels.twins import assert_same
 
 from millrace import ConfigError, _native
 
-KINDS = ["uniform", "zipf", "one dominates", "nearly equal", "few weights", "halves", "heavy tail"]
+WEIGHTS_OF: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "uniform": lambda random, count: random.random(count) + 1e-3,
+    "zipf": lambda random, count: random.permutation(1 / np.arange(1.0, count + 1)),
+    "one dominates": lambda random, count: np.append(random.random(count - 1) + 1e-6, 9 * count),
+    "nearly equal": lambda random, count: 1 + 1e-12 * random.random(count),
+    "few weights": lambda random, count: random.integers(1, 6, count).astype(float),
+    "halves": lambda random, count: 0.5 ** np.minimum(np.arange(count), 1000),
+    "heavy tail": lambda random, count: random.gamma(0.1, size=count) + 1e-12,
+}
 SIZES = sorted({0, 1} | {2**k + d for k in range(1, 13) for d in (-1, 0, 1)})
 
 
@@ -35,16 +44,22 @@ def assert_sizes_twin(sizes: np.ndarray, threads: Sequence[int] = (1,)) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_by_weights_equals_its_twin(size: int) -> None:
+def test_equals_its_twin_for_each_size(size: int) -> None:
     random = np.random.default_rng(size)
     for num_datasets in (1, 2, 3, 7, 31):
-        assert_weights_twin(normalized(random.random(num_datasets) + 1e-3), size)
+        shares = normalized(random.random(num_datasets) + 1e-3)
+        assert_weights_twin(shares, size)
+        assert_sizes_twin(random.multinomial(size, shares).astype(np.int64))
     assert_weights_twin(np.full(4, 0.25), size)  # ties: the first one wins
 
 
-@pytest.mark.parametrize("num_datasets", [1, 2, 127, 128, 129, 1023, 1024, 1025])
-def test_by_weights_equals_its_twin_for_many_datasets(num_datasets: int) -> None:
+@pytest.mark.parametrize("num_datasets", [1, 2, 127, 128, 129, 1023, 1024, 1025, 32_766])
+def test_equals_its_twin_for_many_datasets(num_datasets: int) -> None:
     random = np.random.default_rng(num_datasets)
+    sizes = np.zeros(num_datasets, np.int64)  # datasets without samples are never drawn
+    assert_sizes_twin(sizes)
+    sizes[[0, num_datasets // 2, -1]] = 5, 3, 9
+    assert_sizes_twin(sizes)
     assert_weights_twin(normalized(random.random(num_datasets) ** 4 + 1e-9), 200)
 
 
@@ -64,12 +79,12 @@ def test_by_weights_equals_its_twin_for_extreme_weights(weights: list[float]) ->
     assert_weights_twin(np.array(weights), 2000)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS_OF)
 @pytest.mark.parametrize("num_datasets", [3, 24, 25, 192, 193, 400])
 def test_equals_its_twin_in_many_parts(num_datasets: int, kind: str) -> None:
     """Enough samples for several parts per thread, and for wrong guesses that are corrected."""
     random = np.random.default_rng(num_datasets)
-    shares = normalized(weights_of(kind, num_datasets, random))
+    shares = normalized(WEIGHTS_OF[kind](random, num_datasets))
     assert_weights_twin(shares, 30_000 + num_datasets, threads=(1, 2, 5))
     if num_datasets in (3, 25, 193):
         assert_sizes_twin(np.ceil(shares * 25_000).astype(np.int64), threads=(1, 2, 5))
@@ -114,25 +129,21 @@ def test_by_sizes_equals_its_twin_for_nearly_equal_sizes() -> None:
 @pytest.mark.parametrize("scale", [1e-300, 1e-9, 0.5, 0.9, 1.1, 3.0, 1e9, 1e300])
 def test_by_weights_equals_its_twin_for_weights_that_are_not_normalised(scale: float) -> None:
     """The guess of a part's start may be bad, and is corrected."""
-    for kind, num_datasets, size in (
-        ("uniform", 30, 20_000),
-        ("few weights", 30, 20_000),
-        ("uniform", 100, 1500),
-        ("zipf", 100, 1500),
-        ("few weights", 100, 1500),
+    for kind, (num_datasets, size) in itertools.product(
+        ("uniform", "few weights", "zipf"), ((30, 20_000), (100, 1500))
     ):
-        weights = weights_of(kind, num_datasets, np.random.default_rng(num_datasets))
+        weights = WEIGHTS_OF[kind](np.random.default_rng(num_datasets), num_datasets)
         assert_weights_twin(normalized(weights) * scale, size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS_OF)
 @pytest.mark.parametrize("num_datasets", [9, 17, 65, 150, 400])
 def test_equals_its_twin_where_not_all_datasets_are_candidates(
     num_datasets: int, kind: str
 ) -> None:
     """Enough samples for the margin of the floor to grow and to shrink."""
     random = np.random.default_rng(num_datasets)
-    shares = normalized(weights_of(kind, num_datasets, random))
+    shares = normalized(WEIGHTS_OF[kind](random, num_datasets))
     assert_weights_twin(shares, 400_000 // num_datasets)
     sizes = np.ceil(shares * (200_000 // num_datasets)).astype(np.int64)
     sizes[:: num_datasets // 4] = 0
@@ -155,24 +166,6 @@ def test_by_weights_equals_its_twin_where_counts_do_not_change_errors() -> None:
     """Errors around 2**52 and 2**53: beyond them, equal weights no longer take turns."""
     for scale in (2.0**42, 2.0**43, 2.0**44, 2.0**45):
         assert_weights_twin(np.repeat([scale, scale / 2, scale + 2.0**-8], 30), 1100)
-
-
-def weights_of(kind: str, num_datasets: int, random: np.random.Generator) -> np.ndarray:
-    if kind == "zipf":
-        return random.permutation(1 / np.arange(1.0, num_datasets + 1))
-    if kind == "one dominates":
-        weights = random.random(num_datasets) + 1e-6
-        weights[num_datasets // 2] = 9 * num_datasets
-        return weights
-    if kind == "nearly equal":
-        return 1 + 1e-12 * random.random(num_datasets)
-    if kind == "few weights":
-        return random.integers(1, 6, num_datasets).astype(float)
-    if kind == "halves":
-        return 0.5 ** np.minimum(np.arange(num_datasets), 1000)
-    if kind == "heavy tail":
-        return random.gamma(0.1, size=num_datasets) + 1e-12
-    return random.random(num_datasets) + 1e-3
 
 
 WEIGHTS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
@@ -201,31 +194,10 @@ def test_by_weights_equals_its_twin_for_any_weights(weights: list[float], size: 
     assert_weights_twin(np.array(weights), size)
 
 
-@pytest.mark.parametrize("total", SIZES)
-def test_by_sizes_equals_its_twin(total: int) -> None:
-    random = np.random.default_rng(total)
-    assert_sizes_twin(np.array([total]))
-    for num_datasets in (2, 3, 7):
-        shares = random.multinomial(total, normalized(random.random(num_datasets)))
-        assert_sizes_twin(shares.astype(np.int64))
-
-
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=20))
 @settings(deadline=None, derandomize=True, max_examples=200)
 def test_by_sizes_equals_its_twin_for_any_sizes(sizes: list[int]) -> None:
     assert_sizes_twin(np.array(sizes, dtype=np.int64))
-
-
-@pytest.mark.parametrize("num_datasets", [1024, 32_766])
-def test_by_sizes_equals_its_twin_for_many_datasets(num_datasets: int) -> None:
-    sizes = np.zeros(num_datasets, np.int64)
-    sizes[[0, num_datasets // 2, -1]] = 5, 3, 9
-    assert_sizes_twin(sizes)
-
-
-def test_datasets_without_samples_are_never_drawn() -> None:
-    assert_sizes_twin(np.array([0, 0]))
-    assert_sizes_twin(np.array([0, 5, 0, 1, 0]))
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,6 @@ def test_numbers_and_arguments_outside_their_limits_are_refused() -> None:
     for size, key in ((2**63, 0), (1, -1), (1, 2**64)):
         with pytest.raises(TypeError, match="incompatible"):
             _native.swap_or_not(nothing, size, key, False)
-    for bad_array in (nothing.astype(np.int32), nothing.reshape(0, 1), np.arange(4)[::2]):
-        with pytest.raises(TypeError, match="incompatible"):
-            _native.swap_or_not(bad_array, 1, 0, False)
 
 
 # ---- KeyedPermutation ----
@@ -126,7 +123,7 @@ def test_bad_arguments_are_refused() -> None:
             permutation.sources(np.array([bad]))
 
 
-# ---- statistics: as for random permutations ----
+# ---- statistics: as for random permutations; the twin and the frozen values hold the rest ----
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -135,26 +132,7 @@ def test_every_permutation_of_a_few_numbers_is_as_frequent(size: int) -> None:
     rows = np.stack([permuted(size, key) for key in range(num_keys)])
     counts = np.unique(rows @ 10 ** np.arange(size), return_counts=True)[1]
     assert len(counts) == math.factorial(size)
-    assert abs(chi_square_score(counts, num_keys / len(counts), len(counts) - 1)) < 4.5
-
-
-@pytest.mark.parametrize("first", range(4, 100, 12))
-def test_statistics_of_small_sizes(first: int) -> None:
-    for size in range(first, first + 12):
-        rows = np.stack([permuted(size, 1000 * size + key) for key in range(300)])
-        check_statistics(rows)
-
-
-@pytest.mark.parametrize("size", [127, 128, 129, 1023, 1024, 1025, 4097])
-def test_statistics_around_powers_of_two(size: int) -> None:
-    check_statistics(np.stack([permuted(size, size + key) for key in range(100)]))
-
-
-@pytest.mark.parametrize("size", [2**16, 2**17 + 1, 1_000_000])
-def test_statistics_of_large_sizes(size: int) -> None:
-    places = permuted(size, 1)
-    assert np.bincount(places, minlength=size).max() == 1
-    check_statistics(places[None])
+    assert abs(chi_square_score(counts)) < 4.5
 
 
 def test_statistics_of_a_part_of_the_largest_size() -> None:
@@ -164,97 +142,13 @@ def test_statistics_of_a_part_of_the_largest_size() -> None:
     places = _native.swap_or_not(numbers, size, 5, False)
     for values in (places, (places[1:] - places[:-1]) % size):
         counts = np.bincount(values // (size // 1000 + 1), minlength=1000)
-        assert abs(chi_square_score(counts, len(values) / 1000, 999)) < 4.5
+        assert abs(chi_square_score(counts)) < 4.5
 
 
-def test_the_statistics_find_what_is_not_random() -> None:
-    random = np.random.default_rng(0)
-    rows = random.permuted(np.tile(np.arange(64), (500, 1)), axis=1)
-    check_statistics(rows)
-    rotations = (np.arange(64) + random.integers(0, 64, (500, 1))) % 64
-    swapped = rows.copy()
-    swapped[:, 0] = np.maximum(rows[:, 0], rows[:, 1])
-    swapped[:, 1] = np.minimum(rows[:, 0], rows[:, 1])
-    for bad in (rotations, swapped, np.sort(rows, axis=1)):
-        with pytest.raises(AssertionError):
-            check_statistics(bad)
-
-
-def check_statistics(rows: np.ndarray) -> None:
-    """Each statistic is within 4.5 standard errors of its mean for random permutations.
-
-    Args:
-        rows: int64 [keys, n], each row a permutation of 0 to n - 1; n at least 4.
-    """
-    num_keys, n = rows.shape
-    here, middle, variance = np.arange(n), (n - 1) / 2, (n * n - 1) / 12
-    sums = [sum(1 / k**power for k in range(1, n + 1)) for power in (1, 2)]
-    num_cycles = count_cycles(rows)
-    centered = rows - middle
-    serial = (centered[:, 1:] * centered[:, :-1]).sum(axis=1)
-    statistics = {  # values, mean and standard deviation
-        "fixed points": ((rows == here).sum(axis=1), 1, 1),
-        "displacement": (
-            np.abs(rows - here).sum(axis=1),
-            (n * n - 1) / 3,
-            ((n + 1) * (2 * n * n + 7) / 45) ** 0.5,
-        ),
-        "correlation": ((centered * (here - middle)).sum(axis=1), 0, variance * n / (n - 1) ** 0.5),
-        "serial correlation": (
-            serial,
-            -variance,
-            serial.std() + 1e-9 if num_keys >= 100 else variance * n**0.5,
-        ),
-        "ascents": ((rows[:, 1:] > rows[:, :-1]).sum(axis=1), middle, ((n + 1) / 12) ** 0.5),
-        "cycles": (num_cycles, sums[0], (sums[0] - sums[1]) ** 0.5),
-        "parity": ((n - num_cycles) % 2, 0.5, 0.5),
-    }
-    for name, (values, mean, deviation) in statistics.items():
-        score = (values.mean() - mean) / (deviation / num_keys**0.5)
-        # A cycle or fixed point more or less of one permutation alone says nothing.
-        assert abs(score) < (4.5 if num_keys > 1 else 6), (name, n, score)
-    # How many numbers of each range go to each range: both margins are fixed.
-    num_bins = min(n, 64)
-    bins = here * num_bins // n
-    table = np.bincount((num_bins * bins + bins[rows]).reshape(-1), minlength=num_bins**2)
-    widths = np.bincount(bins, minlength=num_bins)
-    expected = num_keys * np.outer(widths, widths).reshape(-1) / n
-    score = chi_square_score(table, expected * n / (n - 1), (num_bins - 1) ** 2, expected)
-    assert abs(score) < 4.5, ("places", n, score)
-    # How far apart the places of two neighbours are.
-    if num_keys > 1:
-        steps = np.bincount((rows[:, 1] - rows[:, 0]) % n, minlength=n)[1:]
-    else:
-        steps = np.bincount((rows[0, 1:] - rows[0, :-1]) % n * 64 // n, minlength=64)
-    score = chi_square_score(steps, steps.sum() / len(steps), len(steps) - 1)
-    assert abs(score) < 4.5, ("steps", n, score)
-
-
-def chi_square_score(
-    counts: np.ndarray,
-    scale: np.ndarray | float,
-    degrees: int,
-    expected: np.ndarray | float | None = None,
-) -> float:
-    """Pearson's chi-square as a score of the normal distribution (Wilson and Hilferty).
-
-    Args:
-        counts: Counts of all cells.
-        scale: Divisor of the squares; the expected counts too, unless they are given.
-        degrees: Degrees of freedom.
-        expected: Expected counts.
-    """
-    chi_square = float(((counts - (scale if expected is None else expected)) ** 2 / scale).sum())
+def chi_square_score(counts: np.ndarray) -> float:
+    """Pearson's chi-square of equally likely cells, as a score of the normal distribution (Wilson
+    and Hilferty)."""
+    degrees = len(counts) - 1
+    chi_square = float(((counts - counts.mean()) ** 2).sum() / counts.mean())
     spread = 2 / (9 * degrees)
     return float(((chi_square / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
-
-
-def count_cycles(rows: np.ndarray) -> np.ndarray:
-    """The number of cycles of each permutation, by doubling jumps: int64 [keys]."""
-    n = rows.shape[1]
-    least = np.tile(np.arange(n), (len(rows), 1))
-    jump, covered = rows, 1
-    while covered < n:
-        least = np.minimum(least, np.take_along_axis(least, jump, axis=1))
-        jump, covered = np.take_along_axis(jump, jump, axis=1), 2 * covered
-    return (least == np.arange(n)).sum(axis=1)

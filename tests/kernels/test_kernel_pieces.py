@@ -172,18 +172,14 @@ def test_pieces_that_are_not_of_words_are_refused(tmp_path: Path) -> None:
     assert buffer.tolist() == [7] * 10
 
 
-def test_arrays_of_other_sizes_shapes_and_dtypes_are_refused() -> None:
+def test_arrays_of_other_sizes_and_a_buffer_to_read_only_are_refused() -> None:
     one, two, buffer = int64([0]), int64([0, 0]), np.zeros(4, np.uint8)
     for offsets, sizes, targets in ((one, one, two), (one, two, one), (two, one, one)):
         with pytest.raises(ValueError, match="differ in size"):
             _native.read_pieces(0, offsets, sizes, buffer, targets)
-    arguments = {"byte_offsets": one, "sizes": one, "buffer": buffer, "targets": one}
-    read_only = buffer.copy()
-    read_only.flags.writeable = False
-    for bad in (one.astype(np.int32), one.reshape(1, 1), np.zeros(4, np.int64)[::2], read_only):
-        for name in arguments:
-            with pytest.raises(TypeError, match="incompatible"):
-                _native.read_pieces(0, **(arguments | {name: bad}))
+    buffer.flags.writeable = False
+    with pytest.raises(TypeError, match="incompatible"):
+        _native.read_pieces(0, one, one, buffer, one)
 
 
 @pytest.mark.parametrize(

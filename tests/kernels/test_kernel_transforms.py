@@ -206,6 +206,8 @@ def test_other_arrays_that_do_not_fit_are_refused() -> None:
     for spans in ([1, -1, 1], [1, 0, -1], [1, 2**62, 1], [1, 0, 2**62]):
         with pytest.raises(ValueError, match=r"span"):
             _native.mark_ranges(ranges, *(np.array([number]) for number in spans))
+    with pytest.raises(TypeError, match="incompatible"):
+        _native.mark_ranges(np.zeros((2, 2), np.int32), one, one, one)
     with pytest.raises(ValueError, match="counts has 2 entries; 1 are needed"):
         _native.mark_ranges(ranges, one, one, np.array([1, 1]))
 
@@ -215,16 +217,3 @@ def test_repeats_outside_their_limits_are_refused() -> None:
     for max_period, min_repeats in ((0, 2), (1, 1), (1, 0), (1, -1), (2**31, 2), (1, 2**31)):
         with pytest.raises(ConfigError, match="max_period is"):
             _native.mark_repeats(np.arange(4), np.array([4]), max_period, min_repeats, False)
-
-
-def test_arrays_of_other_dtypes_and_shapes_are_refused() -> None:
-    tokens, ends, one, flags = np.arange(4), np.array([4]), np.array([1]), np.ones(4, np.uint8)
-    with pytest.raises(TypeError, match="incompatible"):
-        _native.fill_in_middle(tokens.astype(np.int32), ends, one, **FIM)
-    with pytest.raises(TypeError, match="incompatible"):
-        _native.mark_repeats(tokens, ends.astype(np.int32), 1, 2, False)
-    for ranges in (np.zeros((2, 2), np.int32), np.zeros(3, np.int32), np.zeros((1, 3), np.int64)):
-        with pytest.raises(TypeError, match="incompatible"):
-            _native.mark_ranges(ranges, one, one, one)
-    with pytest.raises(TypeError, match="incompatible"):
-        _native.mask_losses(np.ones((1, 3), np.float32), flags.view(bool), ends)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import oracle_megatron as megatron
 import pytest
+from tests.kernels.test_kernel_blend import WEIGHTS_OF
 
 import millrace
 from millrace import _native
@@ -55,38 +56,12 @@ def assert_by_weights(weights: list[float], size: int) -> None:
     assert_equal(blend(weights, size), theirs_by_weights(megatron.normalize(weights), size))
 
 
-def many_weights(kind: str, count: int, random: np.random.Generator) -> np.ndarray:
-    if kind == "uniform":
-        return random.random(count) + 1e-3
-    if kind == "zipf":
-        return random.permutation(1 / np.arange(1.0, count + 1))
-    if kind == "dirichlet":
-        return random.dirichlet(np.full(count, 0.1)) + 1e-12
-    if kind == "geometric":
-        return random.permutation(0.97 ** np.arange(count)) + 1e-300
-    if kind == "one dominates":
-        weights = random.random(count)
-        weights[count // 3] = 9 * count
-        return weights
-    if kind == "few weights":
-        return random.integers(1, 8, count).astype(float)
-    if kind == "nearly equal":
-        return 1 + 1e-9 * random.random(count)
-    return np.ones(count)
-
-
-KINDS = [
-    *("uniform", "zipf", "dirichlet", "geometric"),
-    *("one dominates", "few weights", "nearly equal", "equal"),
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS_OF)
 @pytest.mark.parametrize("count", [20, 70, 300, 1000, 4096])
 def test_blends_of_many_datasets_by_weight_are_equal(count: int, kind: str) -> None:
     """Long enough for the set of candidates to change many times over."""
     random = np.random.default_rng([29, count])
-    weights = many_weights(kind, count, random).tolist()
+    weights = WEIGHTS_OF[kind](random, count).tolist()
     assert_by_weights(weights, 200_000)
 
 
@@ -101,11 +76,11 @@ def test_blends_by_weights_that_are_not_normalised_are_equal(scale: float) -> No
         assert_equal(ours, theirs_by_weights(weights, 30_000))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WEIGHTS_OF)
 @pytest.mark.parametrize("count", [20, 70, 300, 1000, 4096])
 def test_exhaustive_blends_of_many_datasets_are_equal(count: int, kind: str) -> None:
     random = np.random.default_rng([31, count])
-    weights = many_weights(kind, count, random)
+    weights = WEIGHTS_OF[kind](random, count)
     # Megatron-LM looks at every dataset for every sample.
     size = min(150_000, 80_000_000 // count)
     sizes = np.ceil(weights / weights.sum() * size).astype(int).tolist()
