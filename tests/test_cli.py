@@ -20,7 +20,7 @@ import pytest
 from millrace import IndexedDataset, cli, jobs
 from millrace.demo import run_demo
 from millrace.encoding.training import train_tokenizer
-from millrace.jobs import cache, converting, indexing, reshape
+from millrace.jobs import cache, indexing
 from millrace.verbs.from_text import TrainOptions
 from millrace.verbs.runs import DemoOptions
 from tests import conftest
@@ -70,10 +70,6 @@ def tokenized(tmp_path: Path, tokenizer_file: Path) -> Path:
     return tmp_path / "out_text_document"
 
 
-def test_tokenize_writes_the_pair(tokenized: Path) -> None:
-    assert IndexedDataset(tokenized).num_documents == 50
-
-
 def test_inspect_shows_counts_lengths_and_a_document(tokenized: Path, tokenizer_file: Path) -> None:
     result = millrace("inspect", tokenized, "--tokenizer", tokenizer_file, "--document", "3")
     dataset = IndexedDataset(tokenized)
@@ -89,9 +85,8 @@ def test_inspect_prints_json(tokenized: Path, tokenizer_file: Path) -> None:
     result = millrace("inspect", tokenized, "--json", "--tokenizer", tokenizer_file)
     report = json.loads(result.stdout)
     dataset = IndexedDataset(tokenized)
-    assert report["num_documents"] == 50
-    assert report["num_sequences"] == len(dataset)
-    assert report["num_tokens"] == dataset.num_tokens
+    counts = {"num_documents": 50, "num_sequences": len(dataset), "num_tokens": dataset.num_tokens}
+    assert counts.items() <= report.items()
     assert report["dtype"] == "uint16"
     assert sum(count for _, _, count in report["histogram"]) == len(dataset)
     for low, high, count in report["histogram"]:
@@ -140,6 +135,12 @@ def test_help_without_docstrings() -> None:
         ["tokenize", "--input", "a", "--output-prefix", "b", "--tokenizer", "c", "--workers", "0"],
         ["inspect"],
         ["inspect", "a", "--nonsense"],
+        ["split", "a", "--output-prefix", "b"],
+        ["split", "a", "--output-prefix", "b", "--documents", "1", "--size", "2"],
+        ["split", "a", "--output-prefix", "b", "--size", "2Q"],
+        ["convert", "a", "b", "--dtype", "token"],
+        ["convert", "a.bin", "b", "--source-dtype", "S"],
+        ["verify"],
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
@@ -271,9 +272,8 @@ def test_a_closed_stdout_causes_no_traceback(tokenized: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    assert process.stdout is not None
+    assert process.stdout and process.stderr
     process.stdout.close()
-    assert process.stderr is not None
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 0
@@ -392,26 +392,8 @@ def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["split", "a", "--output-prefix", "b"],
-        ["split", "a", "--output-prefix", "b", "--documents", "1", "--size", "2"],
-        ["split", "a", "--output-prefix", "b", "--size", "2Q"],
-        ["convert", "a", "b", "--dtype", "token"],
-        ["convert", "a.bin", "b", "--source-dtype", "S"],
-        ["verify"],
-    ],
-)
-def test_wrong_usage_of_the_store_verbs_exits_with_2(arguments: list[str]) -> None:
-    assert millrace(*arguments).returncode == 2
-
-
-@pytest.mark.parametrize(
     ("function", "options"),
     [
-        (jobs.merge, reshape.MergeOptions),
-        (jobs.split, reshape.SplitOptions),
-        (jobs.convert, converting.ConvertOptions),
         (jobs.index, indexing.IndexOptions),
         (jobs.prune_cache, cache.PruneOptions),
         (train_tokenizer, TrainOptions),
