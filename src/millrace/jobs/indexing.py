@@ -7,15 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from millrace.cache.megatron import (
-    BLEND_ARRAYS,
-    GPT_ARRAYS,
-    Arrays,
-    CacheSet,
-    check_blend_arrays,
-    check_gpt_arrays,
-    load_or_build,
-)
+from millrace.cache import megatron as megatron_cache
 from millrace.checks import check_limit, text_table
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
@@ -234,17 +226,19 @@ def _write_megatron_cache(
         def write(dataset: DatasetPlan, part: GPTDataset | None, names: dict[str, Any]) -> bool:
             order, inputs = cast(GPTPlan, dataset.order), dataset.inputs
             start, stop = inputs.sequences
-            files = CacheSet.of(folder, names, names["index_split"], GPT_ARRAYS)
+            files = megatron_cache.CacheSet.of(
+                folder, names, names["index_split"], megatron_cache.GPT_ARRAYS
+            )
 
-            def check(arrays: Arrays) -> None:
-                check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
+            def check(arrays: megatron_cache.Arrays) -> None:
+                megatron_cache.check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
 
             def build(_: str) -> Mapping[str, Any]:
                 if part is not None:
                     return part.indices._asdict()
                 return build_arrays(order, inputs, dataset.file.prefix)
 
-            return load_or_build(files, check, build, limit=wait_limit)[1]
+            return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
         with ThreadPoolExecutor(plan.config.num_threads) as pool:
             yield from pool.map(write, split.datasets, parts, identifiers)
@@ -281,16 +275,16 @@ def _write_blend(
     weights = lengths if split.size is None else normalize(split.weights or lengths)
     identifiers: dict[str, Any] = {"class": "BlendedDataset", "datasets": datasets}
     identifiers |= {"split": split.name, "weights": weights, "size": split.size}
-    files = CacheSet.of(folder, identifiers, split.name, BLEND_ARRAYS)
+    files = megatron_cache.CacheSet.of(folder, identifiers, split.name, megatron_cache.BLEND_ARRAYS)
 
-    def check(arrays: Arrays) -> None:
-        check_blend_arrays(arrays, split.num_samples, len(lengths))
+    def check(arrays: megatron_cache.Arrays) -> None:
+        megatron_cache.check_blend_arrays(arrays, split.num_samples, len(lengths))
 
-    def build(_: str) -> Arrays:
+    def build(_: str) -> megatron_cache.Arrays:
         indices = built.order.indices if isinstance(built, BlendedDataset) else build_blend(split)
         return dict(indices._asdict())
 
-    return load_or_build(files, check, build, limit=wait_limit)[1]
+    return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
 
 def _rows(split: SplitPlan) -> Iterator[IndexRow]:
