@@ -43,7 +43,7 @@ def test_invalid_loaders_are_refused(dataset: GPTDataset) -> None:
         ({"prefetch": -1}, r"prefetch must be .*, not -1"),
         ({"threads": 0}, r"threads must be .*, not 0"),
         ({"watchdog": math.nan}, r"watchdog must be .*, not nan"),
-        ({"token_dtype": "int31"}, "token_dtype is 'int31'"),
+        ({"token_dtype": "int31"}, "token_dtype must be one of .* 'int31'"),
     ):
         with pytest.raises(ConfigError, match=message):
             Loader(dataset, **{"micro_batch_size": 1, **options})

@@ -20,7 +20,7 @@ from millrace.megatron.utils import GPTDatasetConfig, Split, log_on_first_rank
 from millrace.options import SampleOptions
 from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed
-from millrace.samples.stored import StoredTokens
+from millrace.samples.stored import StoredTokens, gather
 
 Sample = dict[str, torch.Tensor]
 Mask = NDArray[np.bool_]
@@ -208,8 +208,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
                 )
                 self._source = parts, StoredTokens(token_file, order)
             source, numbers = self._source[1], np.array([number % count])
-            if source.is_in_core:
-                return tuple(array[0] for array in source.gather(numbers, options).values())
+            leaves = source.leaves(numbers)
+            if leaves is not None:
+                return tuple(array[0] for array in gather(leaves, options).values())
             return _fill(source.tokens(numbers).tokens, options)
         except ValueError as error:
             raise DataAssertionError(

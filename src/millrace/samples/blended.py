@@ -22,7 +22,7 @@ from millrace.samples.dataset import (
 )
 from millrace.samples.fields import FIELDS, SOURCE_FIELDS, Batch, BatchForm
 from millrace.samples.rows import rows
-from millrace.samples.stored import StoredTokens, gather, gather_tokens
+from millrace.samples.stored import Leaves, StoredTokens, gather, gather_tokens
 from millrace.samples.tokens import Numbers, TokenBatch, check_tokens, concatenate, fingerprint_of
 
 _UNEVEN = ("cu_seqlens", "max_seqlen", "document_numbers", "document_bounds")
@@ -33,27 +33,17 @@ class _Draws(NamedTuple):
 
     dataset_numbers: NDArray[Any]  # of each sample
     in_dataset: Numbers  # the number of each sample in its dataset
-    used: list[int]  # the datasets' numbers, ascending; 0 if the batch is empty
-    datasets: list[Any]  # those in use
-    places: Numbers  # of each sample's dataset among these
+    datasets: dict[int, Any]  # those in use by number, ascending; the first for an empty batch
 
-    def each(self) -> Iterator[tuple[int, Any, Numbers]]:
-        """Number of each dataset in use, the dataset, and its samples' numbers in it."""
-        for place, (number, dataset) in enumerate(zip(self.used, self.datasets, strict=True)):
-            yield number, dataset, self.in_dataset[self.places == place]
+    def each(self) -> Iterator[tuple[int, Any, Numbers, NDArray[np.bool_]]]:
+        """Number of each dataset in use, the dataset, its samples' numbers, and which they are."""
+        for number, dataset in self.datasets.items():
+            here = self.dataset_numbers == number
+            yield number, dataset, self.in_dataset[here], here
 
     def order(self) -> Numbers:
         """Where each sample is among those of `each`, one dataset after the other."""
-        return np.argsort(np.argsort(self.places, kind="stable"))
-
-
-class _Leaves(NamedTuple):
-    """The sources in the core that samples come from, also of blends in the blend."""
-
-    sources: list[StoredTokens]
-    places: Numbers  # of each sample's source among these
-    numbers: Numbers  # of each sample in its source
-    source_numbers: NDArray[np.int32]  # of each sample's source among all of the blend
+        return np.argsort(np.argsort(self.dataset_numbers, kind="stable"))
 
 
 class BlendedDataset(TokenDataset):
@@ -75,6 +65,8 @@ class BlendedDataset(TokenDataset):
             samples differ in shape.
     """
 
+    _place = "{samples} of the blend"
+
     def __init__(
         self,
         datasets: Sequence[Dataset],
@@ -90,14 +82,21 @@ class BlendedDataset(TokenDataset):
             order = _build_blend_order(self.datasets, weights, size)
         elif weights is not None or size is not None:
             raise ConfigError("give an order, or weights and a size: one of the two")
-        views = [getattr(dataset, "options", None) for dataset in self.datasets]
-        _check_forms(self.datasets, views)
+        first = _form(self.datasets[0])
+        for number, form in enumerate(map(_form, self.datasets)):
+            if form != first:
+                name = name_of(self.datasets[number])
+                raise ConfigError(
+                    f"dataset {number} ({name}) has samples of {form}, dataset 0 of {first}: make "
+                    "them equal"
+                )
         # It is its own source of tokens, so there is none to hand to TokenDataset.
+        views = [getattr(dataset, "options", None) for dataset in self.datasets]
         self.options = views[0] if views.count(views[0]) == len(views) else None
         self.transforms = []
         self.order: Any = order
         stores = [one.stores if isinstance(one, TokenDataset) else (None,) for one in self.datasets]
-        self._stores: list[StoredTokens | None] = list(itertools.chain(*stores))
+        self.stores = list(itertools.chain(*stores))
         self._first_stores = np.cumsum([0, *map(len, stores)], dtype=np.int32)
 
     @property
@@ -123,85 +122,64 @@ class BlendedDataset(TokenDataset):
         """Number of each sample in its dataset: int64 [size]."""
         return self.order.indices.dataset_sample_index  # type: ignore[no-any-return]
 
-    @property
-    def stores(self) -> Sequence[StoredTokens | None]:
-        return self._stores
-
     def _draws(self, sample_numbers: Numbers) -> _Draws:
         dataset_numbers, in_dataset = self.order.draws(sample_numbers)
-        # A dict takes a tenth of the time of np.unique for a micro batch.
-        used = sorted(set(of_sample := dataset_numbers.tolist()))
-        if used and not 0 <= used[0] <= used[-1] < len(self.datasets):
+        used = sorted(set(dataset_numbers.tolist())) or [0]  # np.unique takes ten times as long
+        if not 0 <= used[0] <= used[-1] < len(self.datasets):
             raise DataError(
-                f"the dataset index has entries from {used[0]} to {used[-1]}; there are "
-                f"{len(self.datasets)} datasets. It is damaged: build it again"
+                f"the dataset index goes from {used[0]} to {used[-1]}, for {len(self.datasets)} "
+                "datasets. It is damaged: build it again"
             )
-        used = used or [0]
-        place_of = {number: place for place, number in enumerate(used)}
-        places = np.array([place_of[number] for number in of_sample], np.int64)
-        datasets = [self.datasets[number] for number in used]
-        return _Draws(dataset_numbers, np.asarray(in_dataset, np.int64), used, datasets, places)
+        datasets = {number: self.datasets[number] for number in used}
+        return _Draws(dataset_numbers, np.asarray(in_dataset, np.int64), datasets)
 
-    def _leaves(self, draws: _Draws) -> _Leaves | None:
-        """The sources that samples come from; None if one is not in the core."""
+    def leaves(self, numbers: Numbers) -> Leaves | None:
+        draws = self._draws(numbers)
+        places, in_source = np.empty_like(draws.in_dataset), np.empty_like(draws.in_dataset)
         sources: list[StoredTokens] = []
-        source_numbers = self._first_stores[draws.dataset_numbers]
-        places, numbers = draws.places.copy(), draws.in_dataset.copy()
-        for place, dataset in enumerate(draws.datasets):
-            if not is_ours(dataset) or dataset.transforms:
+        store_numbers: list[int] = []
+        for number, dataset, in_dataset, here in draws.each():
+            inner = dataset.leaves(in_dataset) if is_ours(dataset) else None
+            if inner is None:
                 return None
-            if isinstance(dataset, BlendedDataset):
-                here = draws.places == place
-                inner = dataset._leaves(dataset._draws(draws.in_dataset[here]))
-                if inner is None:
-                    return None
-                places[here], numbers[here] = len(sources) + inner.places, inner.numbers
-                source_numbers[here] += inner.source_numbers
-                sources += inner.sources
-            elif isinstance(dataset.source, StoredTokens) and dataset.source.is_in_core:
-                if place != len(sources):
-                    places[draws.places == place] = len(sources)
-                sources.append(dataset.source)
-            else:
-                return None
-        return _Leaves(sources, places, numbers, source_numbers)
+            places[here] = inner.places + len(sources)
+            in_source[here] = inner.numbers
+            sources += inner.sources
+            store_numbers += [self._first_stores[number] + one for one in inner.store_numbers]
+        return Leaves(sources, places, in_source, store_numbers, draws.dataset_numbers)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         if form is not None and form.token_dtype == "file":
             _ = self.file_dtype  # an error, if there are several
-        options, draws = self.options, self._draws(numbers)
-        if options is not None and options.boundaries == "eod":
-            leaves = self._leaves(draws)
+        if self.options is not None and self.options.boundaries == "eod":
+            leaves = self.leaves(numbers)
             if leaves is not None:
-                return gather(*leaves[:3], options, form, numbers, draws.dataset_numbers)
-        views: list[Any] = [one.options if is_ours(one) else None for one in draws.datasets]
-        if None in views:
+                return gather(leaves, self.options, form, numbers)
+        draws = self._draws(numbers)
+        views: dict[int, Any] = {
+            number: one.options if is_ours(one) else None for number, one in draws.datasets.items()
+        }
+        if None in views.values():
             return _merge_finished(draws, numbers, form)
-        tokens = self._tokens_for(numbers, form)
-        if views.count(views[0]) == len(views):
-            return rows(tokens, views[0], form)
-        return rows(tokens, [views[place] for place in draws.places.tolist()], form)
+        tokens, kinds = self._tokens_for(numbers, form), list(set(views.values()))
+        if len(kinds) == 1:
+            return rows(tokens, kinds[0], form)
+        return rows(tokens, [views[number] for number in draws.dataset_numbers.tolist()], form)
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
-        draws = self._draws(numbers)
-        leaves = self._leaves(draws)
-        if leaves is not None:
-            batch = gather_tokens(*leaves[:3])
-            sources = np.repeat(leaves.source_numbers, np.diff(batch.part_bounds))
-            batch = batch.with_arrays(part_source=sources)
-        else:
-            batch = self._merged(draws)
+        draws, leaves = self._draws(numbers), self.leaves(numbers)
+        batch = self._merged(draws) if leaves is None else gather_tokens(leaves)
         dataset_numbers = draws.dataset_numbers.astype(np.int64)
         return batch.with_field("dataset_numbers", "sample", dataset_numbers)
 
     def _merged(self, draws: _Draws) -> TokenBatch:
         """The tokens of the datasets, each read by its own method."""
         batches: list[TokenBatch] = []
-        for number, dataset, in_dataset in draws.each():
+        for number, dataset, in_dataset, _ in draws.each():
             if not hasattr(dataset, "tokens"):
                 raise ConfigError(
-                    f"{name_of(dataset)} has no method `tokens`, which returns the tokens of "
-                    "samples: leave this dataset out of the blend, or what needs the tokens"
+                    f"{name_of(dataset)} has no method `tokens`: leave this dataset out of the "
+                    "blend, or what needs the tokens"
                 )
             batch = check_tokens(name_of(dataset), dataset.tokens(in_dataset), len(in_dataset))
             if batch.part_starts is not None:
@@ -212,19 +190,16 @@ class BlendedDataset(TokenDataset):
         return batches[0] if len(batches) == 1 else concatenate(batches).select(draws.order())
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        for _, dataset, numbers in self._draws(check_numbers(sample_numbers, len(self))).each():
+        for _, dataset, numbers, _ in self._draws(check_numbers(sample_numbers, len(self))).each():
             if isinstance(dataset, TokenDataset):
                 dataset.prefetch(numbers)
 
     def _read_alone(self, read: Callable[..., Any], number: Numbers, *form: Any) -> None:
-        ((_, dataset, in_dataset),) = self._draws(number).each()  # which names its own sample
+        ((_, dataset, in_dataset, _),) = self._draws(number).each()  # which names its own sample
         if form:
             batch_of_form(dataset, in_dataset, _form_of_rows(*form))
         else:
             dataset.tokens(in_dataset)
-
-    def _where(self, samples: str) -> str:
-        return f"{samples} of the blend"
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """See `Dataset`; each dataset of the blend tells all of its samples."""
@@ -235,13 +210,13 @@ class BlendedDataset(TokenDataset):
 def _merge_finished(draws: _Draws, sample_numbers: Numbers, form: BatchForm | None) -> Batch:
     """The rows of several datasets, each made by its own method."""
     if form is not None and (uneven := [name for name in form.fields if name in _UNEVEN]):
-        finished = next(one for one in draws.datasets if not is_ours(one))
+        finished = next(one for one in draws.datasets.values() if not is_ours(one))
         raise ConfigError(
             f"{name_of(finished)} returns finished rows, of which a blend cannot make "
             f"{', '.join(uneven)}: leave these fields out"
         )
     batches: list[Batch] = []
-    for _, dataset, numbers in draws.each():
+    for _, dataset, numbers, _ in draws.each():
         batch = batch_of_form(dataset, numbers, _form_of_rows(form))
         batches.append(batch)
         is_even = all(array.shape[:1] == numbers.shape for array in batch.values())
@@ -283,18 +258,6 @@ def _build_blend_order(
     indices = build_blend_indices([name_of(d) for d in datasets], lengths, weights, size)
     weights = normalize(lengths if weights is None else weights)
     return BlendOrder(weights, len(indices.dataset_index), Deferred.of(indices))
-
-
-def _check_forms(datasets: Sequence[Any], views: Sequence[Any]) -> None:
-    """A ConfigError unless all samples have the same arrays; with the same options they do."""
-    first = _form(datasets[0])
-    for number, (dataset, view) in enumerate(zip(datasets, views, strict=True)):
-        is_same = view is not None and view is views[0]
-        if not is_same and (form := _form(dataset)) != first:
-            raise ConfigError(
-                f"dataset {number} ({name_of(dataset)}) has samples of {form}, dataset 0 of "
-                f"{first}: make them equal"
-            )
 
 
 def _form(dataset: Any) -> dict[str, str]:

@@ -12,7 +12,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.options import SampleOptions
 from millrace.samples.fields import Batch, BatchForm, check_form
 from millrace.samples.rows import mask_losses, rows
-from millrace.samples.stored import StoredTokens, documents_of
+from millrace.samples.stored import Leaves, StoredTokens, documents_of, gather
 from millrace.samples.tokens import (
     Numbers,
     TokenBatch,
@@ -62,18 +62,20 @@ class TokenDataset:
     """
 
     takes_form = True
+    _place = "{prefix}, {samples}"  # of a sample, in messages
 
     def __init__(
         self, source: TokenSource, options: SampleOptions | None, transforms: Iterable[Any] = ()
     ) -> None:
         if not isinstance(source, TokenSource):
-            raise ConfigError(
-                f"a {type(source).__name__} has no method `tokens`, which returns the TokenBatch "
-                "of sample numbers"
-            )
+            name = type(source).__name__
+            raise ConfigError(f"a {name} has no method `tokens`, which returns a TokenBatch")
         self.source: Any = source
         self.options = options
         self.transforms = check_transforms(source, transforms)
+        self.stores: Sequence[StoredTokens | None] = (None,)  # that `part_source` counts
+        if isinstance(source, StoredTokens | TokenDataset):
+            self.stores = source.stores if isinstance(source, TokenDataset) else (source,)
 
     @property
     def prefix(self) -> str:
@@ -88,9 +90,7 @@ class TokenDataset:
         number = check_int("the sample number", sample_number)
         number += len(self) if number < 0 else 0
         if not 0 <= number < len(self):
-            raise IndexError(
-                f"there is no sample {shown(number)}; the dataset has 0 to {len(self) - 1}"
-            )
+            raise IndexError(f"there is no sample {shown(number)} in 0 to {len(self) - 1}")
         return {name: array[0] for name, array in self.batch([number]).items()}
 
     def batch(self, sample_numbers: ArrayLike, form: BatchForm | None = None) -> Batch:
@@ -135,11 +135,15 @@ class TokenDataset:
         options = self.options
         if options is None:
             raise ConfigError("a dataset of tokens needs options: give SampleOptions")
-        source = self.source
-        is_plain = options.boundaries == "eod" and not self.transforms
-        if is_plain and isinstance(source, StoredTokens) and source.is_in_core:
-            return source.gather(numbers, options, form)
+        leaves = self.leaves(numbers) if options.boundaries == "eod" else None
+        if leaves is not None:
+            return gather(leaves, options, form, numbers)
         return rows(self._tokens_for(numbers, form), options, form)
+
+    def leaves(self, numbers: Numbers) -> Leaves | None:
+        """The samples for one call of the core; None if it cannot make them."""
+        is_stored = isinstance(self.source, StoredTokens) and not self.transforms
+        return self.source.leaves(numbers) if is_stored else None
 
     def _tokens_for(self, numbers: Numbers, form: BatchForm | None) -> TokenBatch:
         """The tokens, with what a form asks of the token files."""
@@ -179,21 +183,17 @@ class TokenDataset:
                 try:
                     self._read_alone(read, np.array([number]), *form)
                 except (MillraceError, OSError) as its_error:
-                    raise _placed(self._where(f"sample {number}"), its_error) from None
-            raise _placed(self._where(f"samples {shown(numbers.tolist())}"), error) from None
+                    raise self._placed(f"sample {number}", its_error) from None
+            raise self._placed(f"samples {shown(numbers.tolist())}", error) from None
 
     def _read_alone(self, read: Callable[..., Any], number: Numbers, *form: Any) -> None:
         read(number, *form)
 
-    def _where(self, samples: str) -> str:
-        return f"{self.prefix}, {samples}"
-
-    @property
-    def stores(self) -> Sequence[StoredTokens | None]:
-        """The stored tokens that `part_source` counts; None for a source of another kind."""
-        if isinstance(self.source, TokenDataset):
-            return self.source.stores
-        return (self.source if isinstance(self.source, StoredTokens) else None,)
+    def _placed(self, samples: str, error: Exception) -> Exception:
+        place = self._place.format(prefix=self.prefix, samples=samples)
+        if isinstance(error, OSError):
+            return OSError(error.errno, f"{place}: {error.strerror or error}")
+        return type(error)(f"{place}: {error}")
 
     @cached_property
     def file_dtype(self) -> np.dtype[Any] | None:
@@ -202,8 +202,7 @@ class TokenDataset:
         if len(names) > 1:
             some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in names.items())
             raise ConfigError(
-                f"the token files have several dtypes ({some}), so that there is no token_dtype "
-                "'file': use 'int32' or 'int64'"
+                f"the token files have several dtypes ({some}): use token_dtype='int32' or 'int64'"
             )
         return next(iter(names), None)
 
@@ -223,9 +222,8 @@ class TokenDataset:
         fingerprint = self._source_fingerprint(consumed_samples)
         if not self.transforms:
             return fingerprint
-        entries = [transform.fingerprint() for transform in self.transforms]
-        pairs = zip(self.transforms, entries, strict=True)
-        order = [entry for transform, entry in pairs if transform.changes_tokens]
+        order = [one.fingerprint() for one in self.transforms if one.changes_tokens]
+        entries = [one.fingerprint() for one in self.transforms]
         view = {**fingerprint.get("view", {}), "transforms": entries}
         return {**fingerprint, **({"transforms": order} if order else {}), "view": view}
 
@@ -255,6 +253,8 @@ class TransformedDataset(TokenDataset):
             that cannot work.
     """
 
+    _place = "{prefix}, transformed {samples}"
+
     def __init__(self, dataset: Any, transforms: Iterable[Any]) -> None:
         if isinstance(dataset, TransformedDataset):
             raise ConfigError("the dataset is transformed already: give all transforms in one list")
@@ -263,7 +263,7 @@ class TransformedDataset(TokenDataset):
         self._moves_tokens = any(one.changes_tokens for one in self.transforms)
         if self._moves_tokens and self.options is None:
             raise ConfigError(
-                "a transform that changes tokens needs a dataset with `options`, the same for all "
+                "a transform that changes tokens needs `options` that are the same for all "
                 "samples: transform each dataset of the blend alone"
             )
 
@@ -271,9 +271,6 @@ class TransformedDataset(TokenDataset):
     def spans(self) -> Any:
         """The dataset's method: where the tokens come from, before they are transformed."""
         return self.dataset.spans
-
-    def _where(self, samples: str) -> str:
-        return f"{self.prefix}, transformed {samples}"
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         has_mask = form is None or "loss_mask" in form.fields
@@ -313,10 +310,8 @@ def batch_of_form(dataset: Any, numbers: Numbers, form: BatchForm | None) -> Bat
         return batch
     batch = dataset.batch(numbers)
     if missing := [name for name in form.fields if name not in batch]:
-        raise ConfigError(
-            f"{name_of(dataset)} returns {', '.join(batch)}; it has no {', '.join(missing)}: leave "
-            "these fields out"
-        )
+        name, names = name_of(dataset), ", ".join(missing)
+        raise ConfigError(f"{name} returns {', '.join(batch)}; it has no {names}: leave it out")
     selected: Batch = {name: np.asarray(batch[name]) for name in form.fields}
     for name in ("tokens", "labels"):
         if name in selected:
@@ -345,17 +340,9 @@ def check_numbers(sample_numbers: ArrayLike, limit: int) -> Numbers:
     # Python finds the ends of a short list in a fifth of NumPy's time.
     ends = numbers.tolist() if numbers.size <= 64 else [numbers.min(), numbers.max()]
     if ends and not 0 <= min(ends) <= max(ends) < limit:
-        raise IndexError(
-            f"sample numbers from {numbers.min()} to {numbers.max()} were asked for; "
-            f"the dataset has 0 to {limit - 1}"
-        )
+        asked = f"from {numbers.min()} to {numbers.max()}"
+        raise IndexError(f"sample numbers {asked} were asked for; the dataset has 0 to {limit - 1}")
     return numbers
-
-
-def _placed(place: str, error: Exception) -> Exception:
-    if isinstance(error, OSError):
-        return OSError(error.errno, f"{place}: {error.strerror or error}")
-    return type(error)(f"{place}: {error}")
 
 
 def _narrowed(tokens: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -364,7 +351,7 @@ def _narrowed(tokens: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     if not np.array_equal(narrow, tokens):
         limits = np.iinfo(dtype)
         raise ConfigError(
-            f"the transformed tokens go from {tokens.min()} to {tokens.max()}; the token file's "
-            f"dtype is {dtype}, {limits.min} to {limits.max}. Pass token_dtype='int32' or 'int64'"
+            f"the transformed tokens go from {tokens.min()} to {tokens.max()}; the file's dtype is "
+            f"{dtype}, {limits.min} to {limits.max}. Pass token_dtype='int32' or 'int64'"
         )
     return narrow

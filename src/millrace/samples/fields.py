@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import MAX_INT64, check_bool, check_int, shown
+from millrace.checks import MAX_INT64, check_bool, check_choice, check_int, shown
 from millrace.errors import ConfigError
 
 Batch = dict[str, NDArray[Any]]
@@ -82,10 +82,7 @@ class BatchForm:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.token_dtype, str) or self.token_dtype not in TOKEN_DTYPES:
-            raise ConfigError(
-                f"token_dtype is {shown(self.token_dtype)}; it is one of {', '.join(TOKEN_DTYPES)}"
-            )
+        check_choice("token_dtype", self.token_dtype, TOKEN_DTYPES)
         size = self.vocab_size
         vars(self).update(
             fields=_check_fields(self.fields),
@@ -95,10 +92,8 @@ class BatchForm:
 
 
 def _check_fields(fields: Any) -> tuple[str, ...]:
-    if isinstance(fields, str) or not isinstance(fields, Sequence):
+    if isinstance(fields, str) or not isinstance(fields, Sequence) or len(fields) == 0:
         raise ConfigError(f"fields is {shown(fields)}; give a list of names, such as {FIELDS}")
-    if len(fields) == 0:
-        raise ConfigError(f"fields is empty; name at least one of {', '.join(ALL_FIELDS)}")
     names = tuple(fields)
     for name in names:
         if not isinstance(name, str):
@@ -113,10 +108,7 @@ def _check_fields(fields: Any) -> tuple[str, ...]:
 def check_form(form: Any) -> None:
     """Raises ConfigError for what is neither a form nor None."""
     if form is not None and not isinstance(form, BatchForm):
-        raise ConfigError(
-            f"form is {shown(form)}; give a BatchForm, such as BatchForm(fields=('tokens',)), or "
-            "None for all fields of a batch"
-        )
+        raise ConfigError(f"form is {shown(form)}; give a BatchForm, or None for all fields")
 
 
 @lru_cache(maxsize=256)
@@ -150,11 +142,9 @@ def plain_array(name: str, num_rows: int, sequence_length: int, has_extra: bool)
     num_rows_in_memory = 1 << max(num_rows - 1, 0).bit_length()
     if num_rows != num_rows_in_memory:
         return plain_array(name, num_rows_in_memory, sequence_length, has_extra)[:num_rows]
-    array: NDArray[Any]
+    row: NDArray[Any] = np.arange(sequence_length)
     if name == "loss_mask":
-        array = np.ones((num_rows, sequence_length), np.float32)
-        array[:, sequence_length - (not has_extra) :] = 0.0
-    else:
-        array = np.tile(np.arange(sequence_length), (num_rows, 1))
+        row = (row < sequence_length - (not has_extra)).astype(np.float32)
+    array = np.tile(row, (num_rows, 1))
     array.flags.writeable = False
     return array

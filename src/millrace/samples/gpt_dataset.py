@@ -73,11 +73,11 @@ class GPTDataset(TokenDataset):
         if order is None:
             file: Any = dataset.dataset if isinstance(dataset, TokenFile) else dataset
             check_token_dtype(file.dtype, file.prefix)
-            every = (0, len(file))
+            sequences = (0, len(file)) if sequences is None else sequences
             inputs = OrderInputs(
                 num_sequences=len(file),
                 num_tokens=file.num_tokens,
-                sequences=check_range(every if sequences is None else sequences, len(file)),
+                sequences=check_range(sequences, len(file)),
                 num_samples=num_samples,
                 sequence_length=options.sequence_length,
                 add_extra_token=options.add_extra_token,
@@ -162,26 +162,23 @@ class ShardedDataset(GPTDataset):
         shards = Shards(folder, access=access, dtype=dtype)
         if len(shards) == 0:
             raise DataError(
-                f"{shards.prefix} has no sequences: there is nothing to draw samples from. Shuffle "
-                "longer files, or with a smaller --seq-len"
+                f"{shards.prefix} has no sequences: shuffle longer files, or with a smaller "
+                "--seq-len"
             )
         has_extra = check_bool("add_extra_token", add_extra_token)
         length = shards.sequence_length - has_extra if options is None else None
         single = (length, add_extra_token, eod_token, pad_token, reset_position_ids)
         options = choose_options(options, (*single, eod_mask_loss, boundaries), has_extra=False)
         if options.sequence_length + options.add_extra_token != shards.sequence_length:
+            size = shards.sequence_length
             raise ConfigError(
-                f"sequence_length is {options.sequence_length} and add_extra_token "
-                f"{options.add_extra_token}; the sequences of {shards.prefix} have "
-                f"{shards.sequence_length} tokens. Give sequence_length {shards.sequence_length} "
-                f"without the extra token, or {shards.sequence_length - 1} with it, or shuffle the "
-                "data again with another --seq-len"
+                f"sequence_length is {options.sequence_length}, add_extra_token "
+                f"{options.add_extra_token}; the sequences of {shards.prefix} have {size} tokens. "
+                f"Give sequence_length {size} without the extra token, {size - 1} with it, or "
+                "shuffle again with another --seq-len"
             )
-        order = SequenceOrder(
-            len(shards),
-            sequence_length=options.sequence_length,
-            add_extra_token=options.add_extra_token,
-        )
+        shape = {name: getattr(options, name) for name in ("sequence_length", "add_extra_token")}
+        order = SequenceOrder(len(shards), **shape)
         super().__init__(shards, order=order, options=options)
 
     @property

@@ -91,16 +91,15 @@ class LossRanges:
         stores: Any = dataset.stores if isinstance(dataset, TokenDataset) else (None,)
         if None in stores:
             raise ConfigError(
-                f"a {type(dataset).__name__} does not say which tokens of a token file its samples "
-                "are made of. Ranges need a GPTDataset, or a blend of GPT datasets; for other "
-                "data, write a transform that makes the mask"
+                f"a {type(dataset).__name__} does not say which tokens of a token file it takes: "
+                "ranges need a GPTDataset, or a blend of these; else write a transform of your own"
             )
         self._prefixes = [store.prefix for store in stores]  # by number of the source of a part
         count = len(set(self._prefixes))
         if ranges is not None and count != 1:
             raise ConfigError(
-                f"there is one set of ranges for {count} token files: write ranges beside each of "
-                "them (write_loss_ranges), or transform each dataset of the blend alone"
+                f"there is one set of ranges for {count} token files: write ranges beside each "
+                "(write_loss_ranges), or transform each dataset of the blend alone"
             )
         for store in stores:
             if store.prefix not in self._ranges:
@@ -109,10 +108,7 @@ class LossRanges:
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
         starts, sequences, offsets = batch.part_starts, batch.part_sequence, batch.part_offset
         if starts is None or sequences is None or offsets is None or np.any(sequences < 0):
-            raise ConfigError(
-                "the samples do not say which sequences they are made of: ranges need an order of "
-                "sequences"
-            )
+            raise ConfigError("the samples name no sequences: ranges need an order of sequences")
         counts, sources = batch.part_counts, batch.part_source
         if sources is None:
             sources = np.zeros(len(counts), np.int32)
@@ -183,29 +179,26 @@ def _checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np
     except (TypeError, ValueError):  # rows of several lengths
         table = np.empty(1)
     if table.size > 0 and (table.ndim != 2 or table.shape[1] != 3 or table.dtype.kind not in "iuO"):
-        raise ConfigError(
-            f"the ranges are {table.dtype} of shape {list(table.shape)}; rows of three integers "
-            "(sequence, start, stop) are needed"
-        )
+        kind = f"{table.dtype} of shape {list(table.shape)}"
+        raise ConfigError(f"the ranges are {kind}; rows of three integers are needed")
     rows = check_ints("the ranges", table.reshape(-1)).reshape(-1, 3)
     sequences, starts, stops = rows.T
 
-    def refuse(is_bad: NDArray[np.bool_], problem: str) -> None:
-        for place in np.flatnonzero(is_bad)[:1].tolist():
+    count = len(lengths)
+    is_inside = (sequences >= 0) & (sequences < count)
+    before = np.vstack(([[-1, 0, 0]], rows[:-1])).T  # of each range, the one before it
+    is_same, is_first = sequences == before[0], sequences > before[0]
+    for is_right, problem in (
+        (is_inside, f"names no sequence: the token file has {count}, 0 to {count - 1}"),
+        ((starts >= 0) & (starts < stops), "is empty or negative; 0 <= start < stop is needed"),
+        (stops <= np.append(lengths, 0)[sequences * is_inside], "ends outside its sequence"),
+        (
+            is_first | (is_same & (starts >= before[1])),
+            "comes after a later one. Sort them: ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]",
+        ),
+        (is_first | (starts >= before[2]), "overlaps the one before it: merge the two"),
+    ):
+        for place in np.flatnonzero(~is_right)[:1].tolist():
             values = tuple(rows[place].tolist())
             raise ConfigError(f"range {place}, (sequence, start, stop) = {values}, {problem}")
-
-    count = len(lengths)
-    is_outside = (sequences < 0) | (sequences >= count)
-    refuse(is_outside, f"names no sequence: the token file has {count}, 0 to {count - 1}")
-    refuse((starts < 0) | (starts >= stops), "is empty or negative; 0 <= start < stop is needed")
-    is_long = stops > lengths[sequences]
-    refuse(is_long, "ends outside its sequence; its stop can be at most the sequence's length")
-    later, sooner = rows[1:], rows[:-1]
-    is_same = later[:, 0] == sooner[:, 0]
-    is_unsorted = (later[:, 0] < sooner[:, 0]) | (is_same & (later[:, 1] < sooner[:, 1]))
-    remedy = "Sort them: ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]"
-    refuse(np.append(False, is_unsorted), f"comes after a later one. {remedy}")
-    is_overlap = np.append(False, is_same & (later[:, 1] < sooner[:, 2]))
-    refuse(is_overlap, "overlaps the one before it: merge the two")
     return rows.astype(np.int32)

@@ -70,9 +70,8 @@ def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
         return tokens
     if options.eod_token is None or options.boundaries == "documents":
         raise ConfigError(
-            "the parts of the samples are not known, and boundaries='eod' needs eod_token to find "
-            "them: give the dataset its eod_token, or leave out document_ids, cu_seqlens, "
-            "max_seqlen and attention_mask"
+            "the parts of the samples are not known: give the dataset its eod_token, or leave out "
+            "document_ids, cu_seqlens, max_seqlen and attention_mask"
         )
     return split_at_eod(tokens, options.eod_token)
 
@@ -139,10 +138,9 @@ def _cut_at_parts(
 
 def _filled(name: str, array: Any, num_rows: int, options: SampleOptions) -> NDArray[Any]:
     """An array of the core, or the plain one that the core has left out."""
-    if array is not None:
-        filled: NDArray[Any] = array
-        return filled
-    return plain_array(name, num_rows, options.sequence_length, options.add_extra_token)
+    if array is None:
+        return plain_array(name, num_rows, options.sequence_length, options.add_extra_token)
+    return array  # type: ignore[no-any-return]
 
 
 def _of_several_views(
@@ -225,8 +223,8 @@ def finish(
     for name in form.fields:
         if name not in batch and name == "document_numbers":
             raise ConfigError(
-                "document_numbers are not known: a transform has changed the tokens, or they come "
-                "from no token file. Leave out document_numbers and document_bounds"
+                "document_numbers are not known: tokens were moved, or come from no token file. "
+                "Leave out document_numbers and document_bounds"
             )
         if name not in batch:
             names = ", ".join(dict.fromkeys((*ALL_FIELDS, *own)))
@@ -254,8 +252,8 @@ def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: 
     end = num_rows * sequence_length
     if end > MAX_INT32:
         raise ConfigError(
-            f"a batch of {num_rows} samples has {end} tokens; cu_seqlens is int32, at most "
-            f"{MAX_INT32} are possible. Use smaller micro batches"
+            f"a batch of {num_rows} samples has {end} tokens; cu_seqlens, int32, takes at most "
+            f"{MAX_INT32}. Use smaller micro batches"
         )
     edges = np.append(starts, end)
     lengths = np.diff(edges)

@@ -1,7 +1,7 @@
 """Stored tokens in an order: the source of most samples, and its path through the core."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,25 +80,22 @@ class StoredTokens:
             self._core = self.store.token_source(), core_order, is_in_core
         return self._core
 
-    @property
-    def is_in_core(self) -> bool:
-        """Whether a call of the core gathers the samples, also with those of other sources."""
-        return self.core[2]
-
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
         """See `TokenSource`; DataError where an index, or an order, points outside the store."""
-        if self.is_in_core:
-            return gather_tokens([self], np.zeros(len(sample_numbers), np.int64), sample_numbers)
+        leaves = self.leaves(sample_numbers)
+        if leaves is not None:
+            return gather_tokens(leaves)
         store, spans = self.store, self.spans(sample_numbers)
         with core_errors(_OUTSIDE):
             tokens = store.reader.gather(*self._bytes_of(spans)).view(store.dtype)
         ends = np.append(0, np.cumsum(spans.counts, dtype=np.int64))[spans.bounds[1:]]
         return _token_batch(tokens, ends, *spans[:3])
 
-    def gather(self, sample_numbers: Numbers, options: SampleOptions, form: Any = None) -> Batch:
-        """The arrays of a batch, of a source that `is_in_core`; see the function `gather`."""
-        places = np.zeros(len(sample_numbers), np.int64)
-        return gather([self], places, sample_numbers, options, form, sample_numbers)
+    def leaves(self, sample_numbers: Numbers) -> "Leaves | None":
+        """The samples for a call of the core; None if it cannot read them."""
+        if not self.core[2]:
+            return None
+        return Leaves([self], np.zeros(len(sample_numbers), np.int64), sample_numbers)
 
     def spans(self, sample_numbers: Numbers) -> Spans:
         """Which tokens of which sequences the samples are made of."""
@@ -144,45 +141,59 @@ class StoredTokens:
         return content | fingerprint_of(self.order, consumed_samples)
 
 
-def gather(
-    sources: Sequence[StoredTokens],
-    source_numbers: Numbers,
-    numbers: Numbers,
-    options: SampleOptions,
-    form: BatchForm | None,
-    sample_numbers: Numbers,
-    dataset_numbers: NDArray[Any] | None = None,
-) -> Batch:
-    """The arrays of a batch from sources that are in the core, in one call.
+class Leaves(NamedTuple):
+    """Samples of sources that are in the core, which one call of it reads."""
 
-    Sample i is sample numbers[i] of source source_numbers[i], and has sample_numbers[i] in the
-    dataset. Without dataset_numbers, there is no blend. The result equals `rows` of the sources'
-    tokens, for options whose boundaries are "eod".
+    sources: Sequence[StoredTokens]
+    places: Numbers  # of each sample's source among these: int64 [batch]
+    numbers: Numbers  # of each sample in its source: int64 [batch]
+    store_numbers: Sequence[int] = (0,)  # of each source among all stores of the dataset
+    dataset_numbers: NDArray[Any] | None = None  # of each sample's dataset in a blend: [batch]
+
+    @property
+    def core(self) -> tuple[Any, Any, Numbers, Numbers]:
+        """The samples as the core takes them."""
+        token_sources, orders, _ = zip(*(source.core for source in self.sources), strict=True)
+        return token_sources, orders, self.places, self.numbers
+
+
+def gather(
+    leaves: Leaves,
+    options: SampleOptions,
+    form: BatchForm | None = None,
+    sample_numbers: Numbers | None = None,
+) -> Batch:
+    """The arrays of a batch, in one call of the core.
+
+    The result equals `rows` of the sources' tokens, for options whose boundaries are "eod".
+
+    Args:
+        leaves: The samples.
+        options: What a sample looks like.
+        form: Which arrays the batch has. None: tokens, labels, loss_mask and position_ids.
+        sample_numbers: The samples' numbers in the dataset, for a form: int64 [batch].
 
     Raises:
         DataError: An index that points outside a store, or a token id that does not fit.
     """
     with core_errors(_OUTSIDE):
-        arrays = _native.gather_samples(
-            *_core_of(sources), source_numbers, numbers, options, row_form(form)
-        )
+        arrays = _native.gather_samples(*leaves.core, options, row_form(form))
     if form is None:
         return dict(zip(FIELDS, arrays, strict=True))
-    if dataset_numbers is None:
-        dataset_numbers = np.zeros_like(sample_numbers)
+    of = leaves.dataset_numbers
     own: Batch = {
-        "sample_numbers": sample_numbers.copy(),
-        "dataset_numbers": dataset_numbers.astype(np.int64),
+        "sample_numbers": np.array(sample_numbers),
+        "dataset_numbers": np.zeros_like(leaves.numbers) if of is None else of.astype(np.int64),
     }
     parts = None
     if needs_parts(form):
         sequences, counts, bounds = arrays[4:]
         parts = find_parts(counts, bounds, options)
         if "document_numbers" in form.fields:
-            source_of_part = np.repeat(source_numbers, np.diff(bounds))
-            documents = documents_of(sources, source_of_part, sequences)
+            places = np.repeat(leaves.places, np.diff(bounds))
+            documents = documents_of(leaves.sources, places, sequences)
             own["document_numbers"] = of_parts(documents, parts)
-    return finish(form, arrays[:4], options, len(numbers), parts, own)
+    return finish(form, arrays[:4], options, len(leaves.numbers), parts, own)
 
 
 def documents_of(stores: Sequence[Any], sources: NDArray[Any], sequences: Numbers) -> Numbers:
@@ -195,18 +206,14 @@ def documents_of(stores: Sequence[Any], sources: NDArray[Any], sequences: Number
     return documents
 
 
-def gather_tokens(
-    sources: Sequence[StoredTokens], source_numbers: Numbers, numbers: Numbers
-) -> TokenBatch:
-    """The tokens of samples of several sources that are in the core; see `gather`."""
+def gather_tokens(leaves: Leaves) -> TokenBatch:
+    """The tokens of samples, in one call of the core; errors are those of `gather`."""
     with core_errors(_OUTSIDE):
-        arrays = _native.gather_tokens(*_core_of(sources), source_numbers, numbers)
-    return _token_batch(*arrays)
-
-
-def _core_of(sources: Sequence[StoredTokens]) -> tuple[Any, Any]:
-    token_sources, orders, _ = zip(*(source.core for source in sources), strict=True)
-    return token_sources, orders
+        batch = _token_batch(*_native.gather_tokens(*leaves.core))
+    if leaves.dataset_numbers is None:
+        return batch
+    sources = np.array(leaves.store_numbers, np.int32)[leaves.places]
+    return batch.with_arrays(part_source=np.repeat(sources, np.diff(batch.part_bounds)))
 
 
 def _token_batch(

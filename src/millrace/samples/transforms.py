@@ -67,8 +67,7 @@ def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> T
     if hasattr(transform, "apply"):
         return _applied(name, transform, batch, sample_numbers)
     answer = transform(batch, sample_numbers)
-    if not isinstance(answer, tuple) or len(answer) != 2:
-        raise ConfigError(f"{name} returned {shown(answer)}; (take, TokenBatch) is needed")
+    _check_tuple(name, answer, "take", "TokenBatch")
     take, new = answer[0], check_tokens(name, answer[1], len(batch))
     if take is None or not transform.changes_tokens:
         _check_ends(f"{name} without `take`" if transform.changes_tokens else name, batch, new)
@@ -82,8 +81,7 @@ def _applied(name: str, transform: Any, batch: TokenBatch, sample_numbers: Numbe
     trained = np.ones(len(batch.tokens), np.bool_) if batch.trained is None else batch.trained
     old = MaskedTokens(batch.tokens.astype(np.int64, copy=False), batch.ends, trained)
     answer = transform.apply(old, sample_numbers)
-    if not isinstance(answer, tuple) or len(answer) != 3:
-        raise ConfigError(f"{name} returned {shown(answer)}; (tokens, ends, is_trained) is needed")
+    _check_tuple(name, answer, *MaskedTokens._fields)
     try:
         new = TokenBatch(*answer)
     except ConfigError as error:
@@ -94,6 +92,11 @@ def _applied(name: str, transform: Any, batch: TokenBatch, sample_numbers: Numbe
         return replace(new, fields=own)
     _check_ends(name, batch, new)
     return replace(batch, tokens=new.tokens, trained=new.trained)
+
+
+def _check_tuple(name: str, answer: Any, *entries: str) -> None:
+    if not isinstance(answer, tuple) or len(answer) != len(entries):
+        raise ConfigError(f"{name} returned {shown(answer)}; ({', '.join(entries)}) is needed")
 
 
 def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
@@ -111,24 +114,19 @@ def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
     for place, transform in enumerate(transforms):
         kind = type(transform).__name__
         if isinstance(transform, type):
-            raise ConfigError(
-                f"transform {place} is the class {transform.__name__}; give an object of it"
-            )
-        for name in ("fingerprint", "changes_tokens"):
+            name = transform.__name__
+            raise ConfigError(f"transform {place} is the class {name}; give an object of it")
+        call = "apply" if hasattr(transform, "apply") else "__call__"
+        for name in ("fingerprint", "changes_tokens", call):
             if not hasattr(transform, name):
-                raise ConfigError(
-                    f"transform {place} is {shown(transform)}, which has no {name!r}: see "
-                    "millrace.samples.Transform"
-                )
-        if not callable(transform) and not hasattr(transform, "apply"):
-            raise ConfigError(f"transform {place} is {shown(transform)}, which cannot be called")
+                raise ConfigError(f"transform {place} is {shown(transform)}, which has no {name!r}")
         own = getattr(transform, "dataset", None)
         if own is not None and own is not source:
             raise ConfigError(f"transform {place}, {kind}, was made for another dataset")
         if own is not None and has_moved:
             raise ConfigError(
-                f"transform {place}, {kind}, knows where tokens are in the token file: put it "
-                "before the transforms that change tokens"
+                f"transform {place}, {kind}, looks tokens up in the token file: put it before the "
+                "transforms that change tokens"
             )
         has_moved = has_moved or transform.changes_tokens
     return transforms
@@ -194,8 +192,7 @@ class FillInMiddle:
             other = names.setdefault(plain[name], name)
             if other in inserted and other != name:
                 raise ConfigError(
-                    f"{other} and {name} are both {plain[name]}: a model could not tell them "
-                    "apart. Give each a different token id"
+                    f"{other} and {name} are both {plain[name]}: give each a token id of its own"
                 )
         vars(self).update(plain)
 
