@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -100,7 +99,7 @@ class TrainerBatches:
 
     def __init__(self, loader: Loader, trainer: Trainer, is_restored: bool) -> None:
         self.loader, self._trainer, self._is_restored = loader, trainer, is_restored
-        self._starts: deque[int] = deque()  # of the batches that are not finished
+        self._starts: list[int] = []  # of the batches that are not finished
         self._finished: int | None = None  # number of batches when it was last asked for
 
     def __iter__(self) -> Iterator[Any]:
@@ -116,9 +115,8 @@ class TrainerBatches:
             yield batch
         if start == first:  # Lightning would go through empty epochs for ever
             raise ConfigError(
-                f"the training samples end at consumed_samples={start}, and the trainer starts "
-                "another epoch: lower max_steps or max_epochs, or build the dataset with a larger "
-                "num_samples"
+                f"the training samples end at consumed_samples={start}, before another epoch: "
+                "lower max_steps or max_epochs, or build the dataset with more num_samples"
             )
 
     def __len__(self) -> int:
@@ -129,8 +127,7 @@ class TrainerBatches:
         # Only the change of this number matters.
         finished = int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
         if self._finished is not None:
-            for _ in range(min(finished - self._finished, len(self._starts))):
-                self._starts.popleft()
+            del self._starts[: max(0, finished - self._finished)]
         self._finished = finished
 
     def state_dict(self) -> dict[str, Any]:

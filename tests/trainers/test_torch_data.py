@@ -345,7 +345,7 @@ def test_arrays_that_torch_cannot_map_are_copied_or_refused() -> None:
 def test_a_batch_may_be_empty(dataset: Any) -> None:
     ours = MapDataset(dataset)
     assert collate(ours.__getitems__([]))["tokens"].shape == (0, 8)
-    with pytest.raises(IndexError, match="batches that may be empty need collate_fn"):
+    with pytest.raises(IndexError, match="batches may be empty, pass collate_fn"):
         torch.utils.data.default_collate(ours.__getitems__([]))
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import shown
+from millrace.checks import check_choice, shown
 from millrace.errors import ConfigError
 from millrace.ragged import spread
 
@@ -85,15 +85,10 @@ class TokenBatch:
                 self._set(name, "iu", dtype, num_parts)
         sizes = {"token": count, "part": num_parts, "sample": len(self.ends)}
         for name, (kind, array) in self.fields.items():
-            if kind not in sizes:
-                raise ConfigError(
-                    f"the field {name!r} must be by token, part or sample, not {kind!r}"
-                )
-            if len(array) != sizes[kind]:
-                raise ConfigError(
-                    f"the field {name!r} has {len(array)} entries; it must have {sizes[kind]}, one "
-                    f"for each {kind}"
-                )
+            check_choice(f"the field {name!r}", kind, tuple(sizes))
+            if len(array) != (size := sizes[kind]):
+                what = f"the field {name!r} has {len(array)} entries"
+                raise ConfigError(f"{what}; it must have {size}, one for each {kind}")
 
     def _set(self, name: str, kinds: str, dtype: Any = None, size: Any = None) -> NDArray[Any]:
         """Keeps a vector as an array of a dtype; a ConfigError for what is not one."""
@@ -174,10 +169,8 @@ class TokenBatch:
                 brings fields that this batch does not have.
         """
         if take.shape != new.tokens.shape or np.any((take < -1) | (take >= len(self.tokens))):
-            raise ConfigError(
-                f"take must have {len(new.tokens)} entries between -1 and {len(self.tokens) - 1}, "
-                f"not {shown(take.tolist())}"
-            )
+            limits = f"{len(new.tokens)} entries between -1 and {len(self.tokens) - 1}"
+            raise ConfigError(f"take must have {limits}, not {shown(take.tolist())}")
         is_inserted = take < 0
         columns = new._columns()
         starts, parts = None, take
@@ -209,19 +202,15 @@ class TokenBatch:
         return columns
 
 
-_EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
-
-
 def _from_columns(
     tokens: NDArray[Any], ends: Numbers, starts: Numbers | None, columns: dict[str, Field]
 ) -> TokenBatch:
     """A batch of all that is known; without parts, that of parts is left out."""
     if starts is None:
         columns = {name: entry for name, entry in columns.items() if entry[0] != "part"}
-    arrays = {name: columns.pop(name)[1] for name in ("trained", *_PART_ARRAYS) if name in columns}
-    return _EMPTY.with_arrays(
-        tokens=tokens, ends=ends, part_starts=starts, fields=columns, **arrays
-    )
+    own = {name: columns.pop(name, (None, None))[1] for name in ("trained", *_PART_ARRAYS)}
+    batch = object.__new__(TokenBatch)
+    return batch.with_arrays(tokens=tokens, ends=ends, part_starts=starts, fields=columns, **own)
 
 
 def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
@@ -325,9 +314,8 @@ def fingerprint_of(source: Any, consumed_samples: int | None) -> dict[str, Any]:
     takes_count = "consumed_samples" in inspect.signature(method).parameters
     fingerprint = method(consumed_samples) if takes_count else method()
     if not isinstance(fingerprint, Mapping):
-        raise ConfigError(
-            f"the {type(source).__name__}'s fingerprint is {shown(fingerprint)}; return a dict"
-        )
+        name = type(source).__name__
+        raise ConfigError(f"the {name}'s fingerprint is {shown(fingerprint)}; return a dict")
     return dict(fingerprint)
 
 

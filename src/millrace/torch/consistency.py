@@ -121,21 +121,15 @@ def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: f
         store.set(keys[rank], json.dumps(report))
         store.add("count", 1)
         if not all_have_counted(1):
-            missing = [number for number, key in enumerate(keys) if not store.check([key])]
-            return (
-                f"{_ranks(missing)} did not answer within {timeout:.4g} s: died, hangs, or has not "
-                "called check_consistency at this step"
-            )
+            missing = _ranks([number for number, key in enumerate(keys) if not store.check([key])])
+            return f"{missing} did not answer within {timeout:.4g} s: dead, hangs, or is elsewhere"
         message = _problem([json.loads(text) for text in store.multi_get(keys)])
         store.add("count", 1)
         if rank == 0:  # the store may end with this process: first let the others read
             all_have_counted(2)
         return message
     except distributed.DistNetworkError as lost:
-        return (
-            "the store of the process group is lost: the process that holds it, often rank 0, "
-            f"has ended or died, perhaps with an error of this check: {lost}"
-        )
+        return f"the store of the process group is lost: its process, often rank 0, ended: {lost}"
 
 
 def _report(loader: Loader, checksum_batches: int) -> Report:
@@ -160,10 +154,8 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
     if num_batches == 0:
         return
     if isinstance(loader.dataset, IN_TURN) or not isinstance(sampler, IndexedSampler):
-        raise ConfigError(
-            f"a {type(sampler).__name__} cannot tell where earlier steps started (it has no "
-            "consumed_at, or no sample numbers): leave out checksum_batches"
-        )
+        name = type(sampler).__name__
+        raise ConfigError(f"a {name} cannot tell earlier steps: leave out checksum_batches")
     position = loader.consumed_samples
     limit = sampler.num_steps() if isinstance(sampler, SizedSampler) else position
     step = bisect_right(range(limit + 1), position, key=sampler.consumed_at) - 1
@@ -193,11 +185,8 @@ def _problem(reports: Sequence[Report]) -> str:
             values = {rank: repr(reports[rank][entry]) for rank in ranks}
             most, count = Counter(values.values()).most_common(1)[0]
             if count < len(values):
-                lines = [
-                    f"on rank {rank} {name} {value[:_MOST_SHOWN]}"
-                    for rank, value in values.items()
-                    if value != most
-                ]
+                others = [rank for rank in ranks if values[rank] != most]
+                lines = [f"on rank {rank} {name} {values[rank][:_MOST_SHOWN]}" for rank in others]
                 rest = _ranks([rank for rank in ranks if values[rank] == most])
                 return "\n".join([*_cut(lines), f"on {rest} {name} {most[:_MOST_SHOWN]}: {remedy}"])
     owners: dict[int, int] = {}
@@ -207,9 +196,8 @@ def _problem(reports: Sequence[Report]) -> str:
             if numbers[owner] != numbers[rank]:
                 return (
                     f"rank {rank} takes sample {sample} at the next step, and so does rank {owner}:"
-                    f" they are data-parallel ranks {numbers[rank]} and {numbers[owner]} and must "
-                    "take different samples. Check the data-parallel ranks and sizes of their "
-                    "samplers"
+                    f" they are data-parallel ranks {numbers[rank]} and {numbers[owner]}. Check "
+                    "the data-parallel ranks and sizes of their samplers"
                 )
     return ""
 

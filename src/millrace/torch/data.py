@@ -102,21 +102,17 @@ class _Rows(Sequence[Tensors]):
         return self._length
 
     def __getitem__(self, row: Any) -> Any:
+        remedy = "pass collate_fn=millrace.torch.collate to the DataLoader"
         try:
             number = range(self._length)[row]
         except IndexError:
-            raise IndexError(
-                f"there is no sample {row} in a batch of {self._length}: batches that may be empty "
-                "need collate_fn=millrace.torch.collate"
-            ) from None
+            what = f"there is no sample {row} in a batch of {self._length}"
+            raise IndexError(f"{what}: if batches may be empty, {remedy}") from None
         if isinstance(number, range):
             return [self[one] for one in number]
         for name, tensor in self.batch.items():
             if tensor.ndim == 0 or len(tensor) != self._length:
-                raise ConfigError(
-                    f"{name} belongs to a whole batch and cannot be divided into samples: pass "
-                    "collate_fn=millrace.torch.collate to the DataLoader"
-                )
+                raise ConfigError(f"{name} belongs to a whole batch, not to its samples: {remedy}")
         return {name: tensor[number] for name, tensor in self.batch.items()}
 
 
@@ -233,15 +229,11 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         if worker is None:
             self._rewind()
         elif isinstance(self.loader.dataset, IN_TURN):
-            raise ConfigError(
-                "external batches and streams are read in turn, so workers cannot share them: use "
-                "num_workers=0"
-            )
+            raise ConfigError("what is read in turn cannot be shared by workers: use num_workers=0")
         start = self.loader.consumed_samples
         if start > 0 and not self.loader.sampler.has_step(start):
             raise ConfigError(
-                f"the loader stands at its end, consumed_samples={start}, so this iteration would "
-                "have no batches. For another epoch: "
+                f"the loader stands at its end, consumed_samples={start}: for another epoch, "
                 "loader.load_state_dict(loader.state_dict(0))"
             )
         if worker is None:
@@ -268,13 +260,11 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         """
         if self._start >= 0:
             raise ConfigError(
-                "state_after counts from the loader's position, which has advanced in this "
-                "process: save loader.state_dict()"
+                "the loader was iterated in this process, so its position counts: save "
+                "loader.state_dict()"
             )
-        loader = self.loader
-        return loader.state_dict(
-            _position_after(loader.sampler, loader.consumed_samples, num_batches)
-        )
+        start = self.loader.consumed_samples
+        return self.loader.state_dict(_position_after(self.loader.sampler, start, num_batches))
 
 
 class _Steps(Iterator[Any]):
@@ -306,21 +296,14 @@ class _WorkerSteps(Iterator[Any]):
     def __init__(self, loader: Loader, worker: int, num_workers: int) -> None:
         self._loader = copy.copy(loader)  # persistent workers start again from the original
         self._num_workers = num_workers
-        self._position = loader.consumed_samples
-        self._advance(worker)
+        self._position = _steps_on(loader.sampler, loader.consumed_samples, worker)[0]
 
     def __next__(self) -> Any:
         if not self._loader.sampler.has_step(self._position):
             raise StopIteration
         batch = self._loader.batch_at(self._position)
-        self._advance(self._num_workers)
+        self._position = _steps_on(self._loader.sampler, self._position, self._num_workers)[0]
         return batch
-
-    def _advance(self, num_steps: int) -> None:
-        sampler = self._loader.sampler
-        for _ in range(num_steps):
-            if sampler.has_step(self._position):
-                self._position = sampler.consumed_after(self._position)
 
     def state_dict(self) -> dict[str, Any]:
         return self._loader.state_dict(self._position)
@@ -373,9 +356,18 @@ def _check_kind(name: str, value: Any, method: str, kind: str) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}; {kind} is needed")
 
 
-def _position_after(sampler: Sampler, consumed_samples: int, num_steps: int) -> int:
-    for step in range(check_int("num_batches", num_steps, 0)):
-        if not sampler.has_step(consumed_samples):
-            raise ConfigError(f"num_batches is {num_steps}; only {step} batches are left")
-        consumed_samples = sampler.consumed_after(consumed_samples)
-    return consumed_samples
+def _steps_on(sampler: Sampler, position: int, num_steps: int) -> tuple[int, int]:
+    """The position so many steps on, or at the end, and the number of steps to it."""
+    for step in range(num_steps):
+        if not sampler.has_step(position):
+            return position, step
+        position = sampler.consumed_after(position)
+    return position, num_steps
+
+
+def _position_after(sampler: Sampler, position: int, num_batches: int) -> int:
+    count = check_int("num_batches", num_batches, 0)
+    position, left = _steps_on(sampler, position, count)
+    if left < count:
+        raise ConfigError(f"num_batches is {count}; only {left} batches are left")
+    return position

@@ -85,10 +85,8 @@ def _tensor(name: str, array: Any) -> torch.Tensor:
     try:
         return torch.from_numpy(array)
     except TypeError:
-        raise ConfigError(
-            f"{name!r} is an array of {array.dtype}, which torch does not have: leave it out, or "
-            "convert it before to_tensors"
-        ) from None
+        what = f"{name!r} is an array of {array.dtype}, which torch does not have"
+        raise ConfigError(f"{what}: leave it out, or convert it") from None
 
 
 def _copy(batch: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
