@@ -27,7 +27,6 @@ import mmap
 import os
 import random
 import resource
-import signal
 import struct
 import subprocess
 import sys
@@ -36,6 +35,7 @@ import time
 import traceback
 import tracemalloc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,8 @@ ROOT = Path(__file__).parent.parent.parent
 HEADER = struct.Struct("<9sQBQQ")
 GROUP = 32  # cases that start from the same two pairs: making pairs costs more than a case
 MAX_READS = 64  # sequences of a mutant that are read one by one
-TIME_LIMIT = (
-    20.0  # seconds for a case, before it counts as a hang; a case takes a millisecond or two
-)
+TIME_LIMIT = 20.0  # seconds for a case, which takes a millisecond or two: else it is a hang
+NOW = struct.Struct("<qq")  # the case that a process runs, and the process
 ADDRESS_SPACE = 256 << 20  # bytes that all cases of a process may take beyond its start
 RESIDENT = 16 << 20  # bytes by which one case may raise the peak of the process
 TRACED_EVERY = 16  # cases: tracing every allocation makes a case three times as slow
@@ -76,9 +75,6 @@ class Pair:
     bin: bytes | None
     idx: bytes | None
     info: bytes | None
-
-    def copy(self) -> Pair:
-        return dataclasses.replace(self)
 
 
 @dataclasses.dataclass
@@ -413,7 +409,7 @@ def case_of(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> tupl
     draw = random.Random(f"case {seed} {number}")
     if draw.random() < 0.3:
         first, second = second, first
-    mutator = Mutator(draw, first.copy(), second)
+    mutator = Mutator(draw, dataclasses.replace(first), second)
     mutator.mutate()
     return first, mutator
 
@@ -448,8 +444,9 @@ def run_case(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> Non
     if has_checksums and mutant.bin is not None and not report.has_checksums:
         raise FindingError("verify does not see the checksums")
 
-    mapped = attempt(lambda: millrace.IndexedDataset(prefix, access="mmap"))
-    filed = attempt(lambda: millrace.IndexedDataset(prefix, access="file"))
+    mapped, filed = (
+        attempt(millrace.IndexedDataset, prefix, access=access) for access in ("mmap", "file")
+    )
     if (mapped is None) != (filed is None) or (mapped is None and content is not None):
         raise FindingError(f"opened by mmap: {mapped}, by file: {filed}, valid: {bool(content)}")
     if mapped is None or filed is None:
@@ -472,10 +469,10 @@ def run_case(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> Non
         check_merge(mapped, content, str(folder / "merged"))
 
 
-def attempt(function: Callable[[], Any]) -> Any:
+def attempt(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """The result of a function; None if it raises an allowed error."""
     try:
-        return function()
+        return function(*arguments, **options)
     except ALLOWED:
         return None
 
@@ -504,44 +501,38 @@ def check_reads(
 ) -> list[Sequence_ | None]:
     """Checks that every way to read gives the same as single reads, or refuses as they do."""
     draw, count = random.Random(seed), len(dataset)
-    shown = min(count, MAX_READS)
-    single = [attempt(lambda i=i: dataset[i]) for i in range(shown)]
+    shown, item = min(count, MAX_READS), dataset.__getitem__
+    single = [attempt(item, i) for i in range(shown)]
     if content is not None:
         check_header(dataset, content)
         expect("[i]", single, content.sequences[:shown])
     for i in range(shown):
-        expect("get(i)", attempt(lambda i=i: dataset.get(i)), single[i])
-        expect("[-i]", attempt(lambda i=i: dataset[i - count]), single[i])
+        expect("get(i)", attempt(dataset.get, i), single[i])
+        expect("[-i]", attempt(item, i - count), single[i])
         if single[i] is not None and len(single[i]):
             start = draw.randrange(len(single[i]))
             stop = draw.randint(start, len(single[i]))
-            part = attempt(lambda i=i, a=start, b=stop: dataset.get(i, a, b - a))
+            part = attempt(dataset.get, i, start, stop - start)
             expect("get(i, offset, length)", part, single[i][start:stop])
     if count <= MAX_READS:
         ends = [draw.randint(-count - 1, count + 1) for _ in range(2)]
-        steps = (None, 1, 2, -1, -3, 7)
-        for span in (
-            slice(None),
-            slice(None, None, -1),
-            slice(*sorted(ends)),
-            slice(*ends, draw.choice(steps)),
-        ):
-            expect(f"[{span}]", attempt(lambda span=span: dataset[span]), whole(single[span]))
-        expect("iteration", attempt(lambda: list(dataset)), whole(single))
+        step = draw.choice((None, 1, 2, -1, -3, 7))
+        spans = slice(None), slice(None, None, -1), slice(*sorted(ends)), slice(*ends, step)
+        for span in spans:
+            expect(f"[{span}]", attempt(item, span), whole(single[span]))
+        expect("iteration", attempt(list, dataset), whole(single))
         ids = [draw.randint(-count, count - 1) for _ in range(draw.randrange(12))] if count else []
         for numbers in (list(range(count)), ids):
             parts = [single[number] for number in numbers]
-            result = attempt(lambda numbers=numbers: dataset.read(numbers))
-            flat = None if result is None else result[0]
+            flat, offsets = attempt(dataset.read, numbers) or (None, None)
             expect("read(ids)", flat, joined(parts, dataset.dtype))
-            if result is not None:
+            if offsets is not None:
                 bounds = np.cumsum([0, *map(len, parts)])
-                expect("read(ids) offsets", result[1], bounds.astype(np.int64))
-            lists = attempt(lambda numbers=numbers: dataset[np.array(numbers, np.int64)])
-            expect("[ids]", lists, whole(parts))
+                expect("read(ids) offsets", offsets, bounds.astype(np.int64))
+            expect("[ids]", attempt(item, np.array(numbers, np.int64)), whole(parts))
     entries = dataset.document_indices.tolist()
     for number in range(min(dataset.num_documents, MAX_READS)):
-        document = attempt(lambda number=number: dataset.document(number))
+        document = attempt(dataset.document, number)
         first, last = entries[number : number + 2]
         if not 0 <= first <= last <= count:
             expect("document(j)", document, None)
@@ -560,7 +551,7 @@ def check_reads(
         except IndexError:
             continue
         raise FindingError(f"[{index}] of {count} sequences is no IndexError")
-    attempt(lambda: dataset.info())
+    attempt(dataset.info)
     if len(dataset.fingerprint) != 32:
         raise FindingError("the fingerprint is no fingerprint")
     # Copies: the caller compares them when the other dataset has been read too.
@@ -666,7 +657,7 @@ def signature(error: BaseException) -> str:
 
 
 def run_child(seed: int, start: int, stop: int, folder: Path) -> None:
-    """Runs cases, writes the current one to `folder/now`, and prints findings as JSON."""
+    """Runs cases, writes the current one and the process to `folder/now`, and prints findings."""
     faulthandler.enable()
     publish._PAUSE = 0  # type: ignore[misc]  # seconds that no one publishes in
     with open("/proc/self/statm") as file:
@@ -675,94 +666,55 @@ def run_child(seed: int, start: int, stop: int, folder: Path) -> None:
     if not IS_SANITIZED:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     cache: dict[int, Any] = {}
-    with open(folder / "now", "r+b") as file, mmap.mmap(file.fileno(), 8) as now:
+    with open(folder / "now", "r+b") as file, mmap.mmap(file.fileno(), NOW.size) as now:
         for number in range(start, stop):
-            struct.pack_into("<q", now, 0, number)
+            NOW.pack_into(now, 0, number, os.getpid())
+            faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
             finding = run_measured(seed, number, folder, cache)
             if finding is not None:
                 print(json.dumps(dataclasses.asdict(finding)), flush=True)
 
 
-class Child:
-    """A process that runs a range of cases; if it dies, another goes on with the next case."""
-
-    def __init__(self, seed: int, start: int, stop: int) -> None:
-        self.seed, self.next, self.stop = seed, start, stop
-        self.findings: list[Finding] = []
-        parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._folder = tempfile.TemporaryDirectory(prefix="millrace-fuzz-", dir=parent)
-        self.folder = Path(self._folder.name)
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def poll(self) -> bool:
-        """Starts, watches and ends the process; returns whether all cases are done."""
-        if self._process is None:
-            if self.next >= self.stop:
-                return True
-            self._start()
-            return False
-        assert self._process is not None
-        now = self.now()
-        if now != self._seen:
-            self._seen, self._since = now, time.monotonic()
-        code = self._process.poll()
-        if code is None and time.monotonic() - self._since < TIME_LIMIT:
-            return False
-        hung = code is None
-        if hung:
-            self._process.send_signal(signal.SIGABRT)  # faulthandler then says where it was
-            self._process.wait()
-        self._process = None
-        lines = (self.folder / "out").read_text().splitlines()
-        self.findings += [Finding(**json.loads(line)) for line in lines]
-        self.next = self.stop if code == 0 else self.now() + 1
-        if code != 0:
-            trace = (self.folder / "err").read_text()
-            what = "a hang" if hung else f"a crash: exit status {code}"
-            where = [line for line in trace.splitlines() if "millrace" in line and "File" in line]
-            self.findings.append(
-                Finding(self.now(), f"{what} {where[0].strip() if where else ''}", trace[-3000:])
-            )
-        return False
-
-    def _start(self) -> None:
-        (self.folder / "now").write_bytes(struct.pack("<q", self.next))
-        self._seen, self._since = self.next, time.monotonic()
-        arguments = ["--child", str(self.folder), str(self.next), str(self.stop)]
-        with open(self.folder / "out", "wb") as out, open(self.folder / "err", "wb") as err:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.store.fuzz", "--seed", str(self.seed), *arguments],
-                cwd=ROOT,
-                stdout=out,
-                stderr=err,
-                # Each malloc arena reserves 64 MiB of the address space, which is limited here.
-                env=os.environ | {"MALLOC_ARENA_MAX": "1"},
-            )
-
-    def now(self) -> int:
-        number: int = struct.unpack("<q", (self.folder / "now").read_bytes())[0]
-        return number
-
-    def close(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._folder.cleanup()
+def run_range(seed: int, start: int, stop: int, folder: Path) -> list[Finding]:
+    """Runs cases in a process in `folder`; if it dies, another goes on with the next case."""
+    findings: list[Finding] = []
+    while start < stop:
+        (folder / "now").write_bytes(NOW.pack(start, 0))
+        arguments = ["--seed", str(seed), "--child", str(folder), str(start), str(stop)]
+        child = subprocess.run(
+            [sys.executable, "-m", "tests.store.fuzz", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            # Each malloc arena reserves 64 MiB of the address space, which is limited here.
+            env=os.environ | {"MALLOC_ARENA_MAX": "1"},
+        )
+        findings += [Finding(**json.loads(line)) for line in child.stdout.splitlines()]
+        if child.returncode == 0:
+            break
+        number, _ = NOW.unpack((folder / "now").read_bytes())
+        trace = child.stderr
+        is_hang = trace.startswith("Timeout")
+        what = "a hang" if is_hang else f"a crash: exit status {child.returncode}"
+        where = [
+            line.strip() for line in trace.splitlines() if "millrace" in line and "File" in line
+        ]
+        findings.append(Finding(number, " ".join([what, *where[:1]]), trace[-3000:]))
+        start = number + 1
+    return findings
 
 
 def fuzz(cases: int, seed: int, workers: int = 1, first: int = 0) -> list[Finding]:
     """Runs cases `first` to `first + cases` in that many processes at once."""
     bounds = [first + cases * number // workers for number in range(workers + 1)]
-    children = [Child(seed, a, b) for a, b in itertools.pairwise(bounds)]
-    try:
-        running = children
-        while running:
-            running = [child for child in running if not child.poll()]
-            time.sleep(0.02)
-        return [finding for child in children for finding in child.findings]
-    finally:
-        for child in children:
-            child.close()
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+    def work(start: int, stop: int) -> list[Finding]:
+        with tempfile.TemporaryDirectory(prefix="millrace-fuzz-", dir=parent) as folder:
+            return run_range(seed, start, stop, Path(folder))
+
+    with ThreadPoolExecutor(workers) as pool:
+        return list(itertools.chain.from_iterable(pool.map(work, bounds[:-1], bounds[1:])))
 
 
 def report(findings: list[Finding], seed: int) -> str:

@@ -1,6 +1,5 @@
 """Writing indexed datasets: the bytes, the refusals, and the old pair."""
 
-import itertools
 import struct
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDataset, IndexedDatasetBuilder, MillraceError
-from millrace.store import columns
+from millrace.store import writer
 from tests.store.pairs import names
 
 
@@ -27,24 +26,6 @@ def test_the_bytes_of_a_small_pair(tmp_path: Path) -> None:
     )
 
 
-def assert_same_files(folder: Path) -> None:
-    for suffix in (".bin", ".idx"):
-        assert (folder / f"a{suffix}").read_bytes() == (folder / f"b{suffix}").read_bytes()
-
-
-def test_sequences_one_by_one_and_whole_documents_give_the_same_bytes(tmp_path: Path) -> None:
-    documents = [[[1, 2], [3]], [], [[4, 5, 6]], [[7]]]
-    with IndexedDatasetBuilder(tmp_path / "a", np.uint16) as one_by_one:
-        for sequences in documents:
-            for sequence in sequences:
-                one_by_one.add_sequence(sequence)
-            one_by_one.end_document()
-    with IndexedDatasetBuilder(tmp_path / "b", np.uint16) as whole:
-        for sequences in documents:
-            whole.add_document(list(itertools.chain(*sequences)), [len(s) for s in sequences])
-    assert_same_files(tmp_path)
-
-
 def test_many_documents_at_once_give_the_same_bytes(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     lengths = random.integers(0, 5, 100)
@@ -57,7 +38,8 @@ def test_many_documents_at_once_give_the_same_bytes(tmp_path: Path) -> None:
         many.add_documents(tokens[:half], lengths[:50])
         many.add_documents(tokens[half:], lengths[50:])
     assert (many.num_documents, many.num_sequences) == (100, np.count_nonzero(lengths))
-    assert_same_files(tmp_path)
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
 
 
 def test_index_entries_that_spill_to_disk_give_the_same_bytes(
@@ -70,18 +52,8 @@ def test_index_entries_that_spill_to_disk_give_the_same_bytes(
         return (tmp_path / f"{name}.idx").read_bytes()
 
     in_memory = write("a")
-    monkeypatch.setattr(columns, "LIMIT", 16)
+    monkeypatch.setattr(writer, "LIMIT", 16)
     assert write("b") == in_memory
-
-
-def test_modes_are_stored_in_multimodal_files(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", np.int32, multimodal=True) as builder:
-        builder.add_document([1, 2, 3], lengths=[1, 2], modes=[0, 1])
-        builder.add_sequence([4], mode=2)
-        builder.end_document()
-    modes = IndexedDataset(tmp_path / "data").sequence_modes
-    assert modes is not None
-    assert modes.tolist() == [0, 1, 2]
 
 
 # ---- refusals ----

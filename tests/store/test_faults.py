@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import millrace
-from millrace.store import columns, verify
+from millrace.store import verify, writer
 from tests.store import kill
 from tests.store.pairs import names, output_of
 
@@ -109,14 +109,14 @@ def fill(folder: Path, left: int) -> None:
         file.truncate(max(0, file.tell() - left))
 
 
-@pytest.mark.parametrize("limit", [columns.LIMIT, 64], ids=["in memory", "spilled"])
+@pytest.mark.parametrize("limit", [writer.LIMIT, 64], ids=["in memory", "spilled"])
 @pytest.mark.parametrize("write", [build, merge])
 def test_a_full_disk_leaves_the_old_pair(
     disk: Path, write: Callable[[Path], None], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for more and more pages, it fails in the tokens, the index, the sidecar."""
     old = build_old(disk)
-    monkeypatch.setattr(columns, "LIMIT", limit)
+    monkeypatch.setattr(writer, "LIMIT", limit)
     refusals = successes = 0
     for pages in [*range(0, 60, 3), *range(60, 90, 10)]:
         fill(disk, pages * PAGE)

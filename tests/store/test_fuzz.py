@@ -2,9 +2,8 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import pytest
 
 from tests.store import fuzz
 
@@ -26,19 +25,15 @@ def test_every_kind_of_mutation_occurs(tmp_path: Path) -> None:
     assert 50 < valid < 450
 
 
-def test_a_crash_is_a_finding_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_a_finding_with_its_number(tmp_path: Path) -> None:
     """A process that is killed in a case is reported, and the other cases go on."""
-    child = fuzz.Child(seed=0, start=0, stop=300)
-    try:
-        child.poll()
-        assert child._process is not None
-        while child.now() < 5:
-            assert not child.poll()
-        os.kill(child._process.pid, signal.SIGABRT)
-        while not child.poll():
-            pass
-        assert ["a crash: exit status -6" in finding.what for finding in child.findings] == [True]
-        assert 5 <= child.findings[0].number < 300
-        assert child.now() == 299
-    finally:
-        child.close()
+    now = tmp_path / "now"
+    with ThreadPoolExecutor() as pool:
+        findings = pool.submit(fuzz.run_range, 0, 0, 300, tmp_path)
+        while not now.exists() or fuzz.NOW.unpack(now.read_bytes())[0] < 5:
+            assert not findings.done()
+        os.kill(fuzz.NOW.unpack(now.read_bytes())[1], signal.SIGABRT)
+        (finding,) = findings.result()
+    assert "a crash: exit status -6" in finding.what
+    assert 5 <= finding.number < 300
+    assert fuzz.NOW.unpack(now.read_bytes())[0] == 299

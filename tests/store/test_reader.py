@@ -1,10 +1,6 @@
 """Reading indexed datasets: access, properties and refusals."""
 
-import multiprocessing
 import os
-import pickle
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,25 +18,6 @@ def dataset(tmp_path: Path) -> IndexedDataset:
         builder.add_document([], lengths=[])
         builder.add_document([6, 7, 8, 9])
     return IndexedDataset(tmp_path / "data")
-
-
-def test_sequences_are_read_by_number_slice_and_span(dataset: IndexedDataset) -> None:
-    assert len(dataset) == 4
-    assert (dataset.num_documents, dataset.num_tokens, dataset.dtype) == (4, 9, np.int32)
-    assert dataset[0].tolist() == [1, 2, 3]
-    assert dataset[np.int64(1)].tolist() == [4, 5]
-    assert dataset[2].tolist() == []
-    assert dataset[-1].tolist() == [6, 7, 8, 9]
-    assert [s.tolist() for s in dataset[1:4]] == [[4, 5], [], [6, 7, 8, 9]]
-    assert [s.tolist() for s in dataset[::2]] == [[1, 2, 3], []]
-    assert dataset.get(3).tolist() == [6, 7, 8, 9]
-    assert dataset.get(3, offset=1).tolist() == [7, 8, 9]
-    assert dataset.get(3, offset=1, length=2).tolist() == [7, 8]
-    assert dataset.get(3, offset=4).tolist() == []
-    assert dataset.sequence_lengths.tolist() == [3, 2, 0, 4]
-    assert dataset.sequence_pointers.tolist() == [0, 12, 20, 20]
-    assert dataset.document_indices.tolist() == [0, 2, 3, 3, 4]
-    assert [s.tolist() for s in dataset] == [[1, 2, 3], [4, 5], [], [6, 7, 8, 9]]
 
 
 def test_reads_are_read_only_views(dataset: IndexedDataset) -> None:
@@ -83,51 +60,12 @@ def test_a_reader_with_all_bytes_in_memory_is_read_as_a_map(
         _ = paged.is_mapped
 
 
-def test_a_number_outside_is_an_index_error(dataset: IndexedDataset) -> None:
-    for index in (4, -5, 2**40):
-        with pytest.raises(IndexError):
-            dataset[index]
-
-
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 5), (5, None), (2, 3), (0, -1)])
 def test_a_span_outside_its_sequence_is_refused(
     dataset: IndexedDataset, offset: int, length: int | None
 ) -> None:
     with pytest.raises(ConfigError, match="sequence 3"):
         dataset.get(3, offset, length)
-
-
-def test_a_dataset_can_be_pickled_and_sent_to_a_spawned_process(dataset: IndexedDataset) -> None:
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert copy[-1].tolist() == dataset[-1].tolist()
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_total, (dataset,)) == 45
-
-
-def _total(dataset: IndexedDataset) -> int:
-    return int(sum(sequence.sum() for sequence in dataset))
-
-
-def test_the_fingerprint_follows_the_content_not_the_place(
-    make_dataset: Callable[..., IndexedDataset], tmp_path: Path
-) -> None:
-    first = make_dataset([3, 4, 5], name="first")
-    for suffix in (".bin", ".idx"):
-        shutil.copy(tmp_path / f"first{suffix}", tmp_path / f"copy{suffix}")
-    assert IndexedDataset(tmp_path / "copy").fingerprint == first.fingerprint
-    assert make_dataset([3, 5, 4], name="other").fingerprint != first.fingerprint
-    changed = bytearray((tmp_path / "copy.bin").read_bytes())
-    changed[-1] ^= 1
-    (tmp_path / "copy.bin").write_bytes(changed)
-    assert IndexedDataset(tmp_path / "copy").fingerprint != first.fingerprint
-
-
-def test_an_empty_dataset_is_a_dataset(tmp_path: Path) -> None:
-    IndexedDatasetBuilder(tmp_path / "empty").finalize()
-    dataset = IndexedDataset(tmp_path / "empty")
-    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (0, 0, 0)
-    assert list(dataset) == []
-    assert len(dataset.fingerprint) == 32
 
 
 # ---- bad files: one clear error that names the file ----

@@ -19,8 +19,8 @@ from millrace.ragged import Numbers, spread, starts_of
 from millrace.shuffling.domains import Input
 from millrace.shuffling.shuffle_items import ItemsAt, WeightedUnits, contents_of
 from millrace.shuffling.token_files import read_files
-from millrace.store.columns import Entries, write_index
 from millrace.store.publish import idx_path
+from millrace.store.writer import Entries, write_index
 
 _BLOCK = 1 << 20  # tokens that are read at a time
 _ENTRIES = 1 << 16  # entries of an index that are written at a time

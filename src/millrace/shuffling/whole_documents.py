@@ -24,9 +24,9 @@ from millrace.shuffling.shuffle_items import ItemsAt, WeightedUnits, contents_of
 from millrace.shuffling.token_files import TokenFile, read_files
 from millrace.storage import copied
 from millrace.store import IndexedDataset
-from millrace.store.columns import Entries, write_index
 from millrace.store.info import Info
 from millrace.store.publish import idx_path, info_path, origins_path
+from millrace.store.writer import Entries, write_index
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
 _ENTRIES = 1 << 18  # entries of an index that are copied at a time

@@ -28,21 +28,12 @@ class Checksums:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sums:
-    algorithm: str
-    block_size: int
-    bin: Checksums
-    idx: Checksums
-    origins: Checksums | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Document:
-    """A sidecar as it is stored."""
+    """A sidecar as it is stored: the checksums hold those of each file, and how they were made."""
 
     version: int
     provenance: dict[str, Any]
-    checksums: _Sums | None = None
+    checksums: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +71,19 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
         sums = document.checksums
         if sums is None:
             return Info(provenance=document.provenance)
-        if (sums.algorithm, sums.block_size) != (ALGORITHM, BLOCK_SIZE):
+        kind = sums.get("algorithm"), sums.get("block_size")
+        if kind != (ALGORITHM, BLOCK_SIZE):
             raise DataError(
-                f"{path} has checksums of {sums.algorithm} in blocks of {sums.block_size}; "
-                f"{ALGORITHM} in blocks of {BLOCK_SIZE} can be verified"
+                f"{path} has checksums of {kind[0]} in blocks of {kind[1]}; {ALGORITHM} in blocks "
+                f"of {BLOCK_SIZE} can be verified"
             )
-        for one in filter(None, (sums.bin, sums.idx, sums.origins)):
+        info = record_from(Info, {**sums, "provenance": document.provenance}, "the checksums")
+        if info.bin is None or info.idx is None:
+            raise ValueError("the checksums are those of one file")
+        for one in filter(None, (info.bin, info.idx, info.origins)):
             if len(one.blocks) != -(-one.size // BLOCK_SIZE):
                 raise ValueError(f"{len(one.blocks)} blocks for {one.size} bytes")
+        return info
     except FileNotFoundError:
         return None
     except DataError:
@@ -97,7 +93,6 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
             f"{path} is damaged ({error}). The token files may be intact: remove it, or write the "
             "pair again"
         ) from None
-    return Info(provenance=document.provenance, bin=sums.bin, idx=sums.idx, origins=sums.origins)
 
 
 def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
