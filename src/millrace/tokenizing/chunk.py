@@ -218,36 +218,34 @@ class Column(NamedTuple):
 
     Attributes:
         tokens: Tokens of all sequences, one after the other: [tokens].
-        lengths: Length of each sequence in tokens, int64 [sequences]. If `counts` is None, each
-            document is one sequence, and 0 stands for a document without tokens.
-        counts: Number of sequences of each document, int64 [documents], or None.
+        lengths: Length of each sequence in tokens, at least 1: int64 [sequences].
+        counts: Number of sequences of each document: int64 [documents].
     """
 
     tokens: NDArray[Any]
     lengths: NDArray[np.int64]
-    counts: NDArray[np.int64] | None = None
+    counts: NDArray[np.int64]
 
     def select(self, mask: NDArray[np.bool_]) -> Column:
         """The documents where `mask`, bool [documents], is True."""
         if mask.all():
             return self
-        sequences = mask if self.counts is None else np.repeat(mask, self.counts)
-        counts = None if self.counts is None else self.counts[mask]
+        sequences = np.repeat(mask, self.counts)
         tokens = self.tokens[np.repeat(sequences, self.lengths)]
-        return Column(tokens, self.lengths[sequences], counts)
+        return Column(tokens, self.lengths[sequences], self.counts[mask])
 
     def add_to(self, builder: IndexedDatasetBuilder) -> None:
         """Appends the documents to an indexed dataset."""
-        if self.counts is None:
-            builder.add_documents(self.tokens, self.lengths)
+        if self.counts.max(initial=0) <= 1:  # all in one call, which is much faster
+            sizes = np.zeros(len(self.counts), np.int64)
+            sizes[self.counts > 0] = self.lengths
+            builder.add_documents(self.tokens, sizes)
             return
-        sequence = token = 0
-        for count in self.counts.tolist():
-            lengths = self.lengths[sequence : sequence + count]
-            num_tokens = int(lengths.sum())
-            builder.add_document(self.tokens[token : token + num_tokens], lengths)
-            sequence += count
-            token += num_tokens
+        ends = np.cumsum(self.counts)
+        token_ends = np.append(0, np.cumsum(self.lengths))[ends]
+        documents = np.split(self.tokens, token_ends[:-1]), np.split(self.lengths, ends[:-1])
+        for tokens, lengths in zip(*documents, strict=True):
+            builder.add_document(tokens, lengths)
 
 
 def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) -> Column:
@@ -260,16 +258,6 @@ def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) ->
     """
     tokenizer, splitter = options.tokenizer, options.splitter
     first_token, last_token = options.first_token, options.last_token
-
-    def add_tokens(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[Any]:
-        return with_tokens(ids, starts, ends, first_token, last_token, tokenizer.dtype)
-
-    if splitter is None and all(type(text) is str for text in texts):
-        ids, lengths = tokenizer.encode_batch(texts)  # type: ignore[arg-type]
-        starts, ends = starts_and_ends(lengths)
-        is_full = lengths > 0
-        lengths = lengths + is_full * ((first_token is not None) + (last_token is not None))
-        return Column(add_tokens(starts[is_full], ends[is_full]), lengths)
     parts = [
         text if isinstance(text, list) else splitter.split(text) if splitter else [text]
         for text in texts
@@ -282,7 +270,7 @@ def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) ->
     starts, ends = starts_and_ends(lengths)
     last = np.cumsum(counts)[counts > 0] - 1  # the last sequence of each document
     first = last - counts[counts > 0] + 1
-    tokens = add_tokens(starts[first], ends[last])
+    tokens = with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
     lengths[first] += first_token is not None
     lengths[last] += last_token is not None
     return Column(tokens, lengths, counts)

@@ -25,8 +25,7 @@ from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _FIRST_FILES = 8  # files that are searched for the first documents
 _FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
-_MOST_SKIPPED = input_tasks.MB  # bytes of lines that are not documents, before them
-_MOST_BATCHES = 8  # of 256 KB each, which may be blank lines
+_MOST_BATCHES = 8  # of 256 KB each, which may be lines without documents
 _LISTED_INPUTS = 1_000  # in the sidecar
 _SHOWN_OTHERS = 3
 
@@ -313,30 +312,16 @@ def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None
             )
 
 
-class _TooManyLinesError(Exception):
-    """A file begins with many lines that are not documents."""
-
-
 def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterator[str]:
     """Texts of the first documents, about 200 kB; none of a pipe, which can be read only once."""
-    size = skipped = 0
-
-    def skip(line: int, byte_offset: int, reason: str, data: bytes) -> None:
-        """Leaves a line out, which the job itself meets again; ends a file of such lines."""
-        nonlocal skipped
-        skipped += len(data) or input_tasks.MB  # a line that is too long comes without its bytes
-        if skipped > _MOST_SKIPPED:
-            raise _TooManyLinesError
-
-    keys = tuple(options.json_keys)
-    query = Query(keys=keys, reject=skip, id_key=options.id_key, max_size=input_tasks.MB)
+    size, limit = 0, input_tasks.MB
+    # A line that is left out here is met again by the job itself.
+    query = Query(keys=tuple(options.json_keys), reject=lambda *line: None, max_size=limit)
     for file in files[:_FIRST_FILES]:
         # An Arrow file without batches has no part.
-        for part in [] if file.is_pipe else parts_of(file, input_tasks.MB)[:1]:
-            batches = itertools.islice(read_documents(part, query), _MOST_BATCHES)
-            columns = itertools.chain.from_iterable(documents.texts for documents in batches)
-            with contextlib.suppress(_TooManyLinesError):
-                for text in texts_of(itertools.chain.from_iterable(columns)):
+        for part in [] if file.is_pipe else parts_of(file, limit)[:1]:
+            for documents in itertools.islice(read_documents(part, query), _MOST_BATCHES):
+                for text in texts_of(itertools.chain.from_iterable(documents.texts)):
                     yield text[:_FIRST_SIZE]
                     size += len(text)
                     if size >= _FIRST_SIZE:
