@@ -125,7 +125,6 @@ class _Pool:
         self._threads: list[threading.Thread] = []
         self._workers: list[_Worker] = []
         self._owner, self._is_closed = os.getpid(), False
-        self._num_kills = _num_memory_kills()
 
     def submit(self, task: Task, data: bytes) -> None:
         self._tasks.put((task, data))
@@ -177,7 +176,7 @@ class _Pool:
                 if num_deaths < self._attempts:
                     continue
                 times = "once" if num_deaths == 1 else f"{num_deaths} times"
-                text = f"the worker process of {task} died {times}: it {self._cause(*error.args)}"
+                text = f"the worker process of {task} died {times}: it {_cause(*error.args)}"
                 answer = MillraceError(text)
             except Exception as error:  # it cannot be started, or cannot load the function
                 answer = error
@@ -198,27 +197,16 @@ class _Pool:
         result_of(worker.ask(self._work))
         return worker
 
-    def _cause(self, status: int) -> str:
-        """How a worker ended, and what can be done."""
-        if status >= 0:
-            return f"exited with status {status}; its output on stderr says why"
-        reason = (
-            ": by a user, a limit on memory or time, or a fault in a library. Run again, with "
-            "fewer workers or smaller tasks if memory is short"
-        )
-        if -status == signal.SIGKILL and _num_memory_kills() > self._num_kills:
-            reason = (
-                "; the kernel has ended processes for lack of memory meanwhile. Use fewer workers "
-                "or smaller tasks"
-            )
-        return f"was ended by signal {-status} ({signal.strsignal(-status)}){reason}"
 
-
-def _num_memory_kills() -> int:
-    """The number of processes that the kernel has ended for lack of memory; 0 if unknown."""
-    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
-        return int(dict(line.split() for line in file).get("oom_kill", 0))
-    return 0
+def _cause(status: int) -> str:
+    """How a worker ended, and what can be done."""
+    if status >= 0:
+        return f"exited with status {status}; its output on stderr says why"
+    return (
+        f"was ended by signal {-status} ({signal.strsignal(-status)}): by a user, a limit on "
+        "memory or time (`dmesg` tells of the kernel's), or a fault in a library. Run again, with "
+        "fewer workers or smaller tasks if memory is short"
+    )
 
 
 def work(descriptor: int, parent: int) -> None:

@@ -12,6 +12,7 @@ from millrace.checks import printable_lines
 _TERMINAL_INTERVAL = 0.2  # seconds between updates
 _LOG_INTERVAL = 10.0
 _BAR_WIDTH = 24
+_CLEAR = "\r\x1b[K"  # to the start of the line, which is erased
 
 
 class Progress:
@@ -41,7 +42,6 @@ class Progress:
         self._is_terminal = self._stream is not None and self._stream.isatty()
         self._interval = _TERMINAL_INTERVAL if self._is_terminal else _LOG_INTERVAL
         self._start = self._last = time.monotonic()
-        self._width = 0
         self.num_done = 0  # of `count`
 
     def update(self, done: int, detail: str = "") -> None:
@@ -59,9 +59,7 @@ class Progress:
             text = f"{share:4.0%}  {detail}  {left} left"
             bar = f"[{'#' * round(share * _BAR_WIDTH):.<{_BAR_WIDTH}}] "
         if self._is_terminal:
-            line = f"{self._label} {bar}{text}"
-            self._write("\r" + line.ljust(self._width))
-            self._width = len(line)
+            self._write(f"{_CLEAR}{self._label} {bar}{text}")
         else:
             self._write(f"{self._label} {text}\n")
 
@@ -77,7 +75,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Shows a line that stays."""
-        self._write(f"{printable_lines(text)}\n")
+        self._write(f"{_CLEAR * self._is_terminal}{printable_lines(text)}\n")
 
     def _write(self, text: str) -> None:
         if self._stream is not None:
@@ -89,8 +87,8 @@ class Progress:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._width:
-            self._write("\r" + " " * self._width + "\r")
+        if self._is_terminal:
+            self._write(_CLEAR)
 
 
 def _duration(seconds: float) -> str:

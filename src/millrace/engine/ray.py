@@ -174,16 +174,12 @@ def _cancel(ray: Any, references: list[Any]) -> None:
 
 def _failure(task: Task, error: Exception) -> MillraceError:
     """What Ray says about a task that it could not run."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if "ModuleNotFoundError" in str(error):
-        return ConfigError(
-            f"a worker of the Ray cluster cannot run {task}: {lines[-1]}. Install the same version "
-            "of millrace on every machine"
-        )
+    text = " ".join(str(error).split())
     return MillraceError(
         f"{task} cannot be run on the Ray cluster: {type(error).__name__}: "
-        f"{' '.join(lines)[:1000].rstrip('.')}. A task is tried {ATTEMPTS} times if its worker or "
-        "machine is lost. Use fewer CPUs per machine or smaller tasks if memory is short"
+        f"{text[:1000].rstrip('.')}. Install the same version of millrace on every machine, and "
+        "use fewer CPUs per machine or smaller tasks if memory is short: a task whose worker or "
+        f"machine is lost is tried {ATTEMPTS} times"
     )
 
 

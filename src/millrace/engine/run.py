@@ -143,9 +143,8 @@ class Run:
             else:
                 if restart:
                     on_restart()
-                is_continued = journal.open(
-                    self._job, restart=restart, published=earlier.get("run", "")
-                )
+                published = earlier.get("run", "")
+                is_continued = journal.open(self._job, restart=restart, published=published)
                 if not (is_continued or restart):
                     self._check_free(changes if is_whole else "")
             self._stack = stack.pop_all()

@@ -184,22 +184,18 @@ def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
             name = os.path.relpath(file, path)
             if os.path.dirname(name):
                 return ConfigError(f"{name} is not in {path}, the folder of {task}")
-            sums[name] = _sum(file, files, is_durable)
+            size, digest = files[file] if isinstance(files, Mapping) else sum_of(file)
+            if os.path.getsize(file) != size:
+                return MillraceError(
+                    f"{file} has {os.path.getsize(file)} bytes, and {size} were written: another "
+                    "program has changed it. Run again"
+                )
+            if is_durable:
+                with naming(file), open(file, "rb") as written:
+                    flush_to_disk(written)
+            sums[name] = size, digest
     except MillraceError as error:
         return error
     if is_durable:
         fsync_folder(os.path.join(path, ""))
     return attempt, record, sums
-
-
-def _sum(path: str, files: Any, is_durable: bool) -> tuple[int, str]:
-    size, digest = files[path] if isinstance(files, Mapping) else sum_of(path)
-    if os.path.getsize(path) != size:
-        raise MillraceError(
-            f"{path} has {os.path.getsize(path)} bytes, and {size} were written: another program "
-            "has changed it. Run again"
-        )
-    if is_durable:
-        with naming(path), open(path, "rb") as file:
-            flush_to_disk(file)
-    return size, digest

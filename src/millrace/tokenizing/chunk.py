@@ -176,14 +176,13 @@ class Rejects(contextlib.ExitStack):
 
     def __init__(self, stem: str, options: TokenizeOptions, parts: Sequence[Part]) -> None:
         super().__init__()
-        self._on_error, self._parts = options.on_error, parts
-        self._names = [stem + ".rejects.jsonl", stem + ".rejects.bin"]
+        self._stem, self._on_error, self._parts = stem, options.on_error, parts
         self._files: list[Any] = []
         self.count = 0
 
     @property
     def files(self) -> list[str]:
-        return self._names if self._files else []
+        return [file.name for file in self._files]
 
     def add(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
         """Raises a TextError, or keeps a line that is not a document."""
@@ -195,17 +194,12 @@ class Rejects(contextlib.ExitStack):
                 "bytes"
             )
         if not self._files:
-            self._files += [self.enter_context(open(name, "wb")) for name in self._names]  # noqa: SIM115
+            for ending in (".rejects.jsonl", ".rejects.bin"):
+                self._files.append(self.enter_context(open(self._stem + ending, "wb")))  # noqa: SIM115
         data = data if self._on_error == "quarantine" else b""
-        row = {
-            "part": part,
-            "line": line,
-            "byte_offset": byte_offset,
-            "reason": reason,
-            "size": len(data),
-        }
+        row = {"part": part, "line": line, "byte_offset": byte_offset, "reason": reason}
         rows, contents = self._files
-        rows.write(json.dumps(row).encode() + b"\n")
+        rows.write(json.dumps({**row, "size": len(data)}).encode() + b"\n")
         contents.write(data)
         self.count += 1
 

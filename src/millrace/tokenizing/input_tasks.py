@@ -86,10 +86,10 @@ class _Cut(NamedTuple):
     """A part of a file: the number of the file in the job, and fields of `Part`."""
 
     file: int
-    start: int
-    stop: int | None
-    size: int
-    first_line: int | None
+    start: int = 0
+    stop: int | None = None
+    size: int = 0
+    first_line: int | None = None
 
 
 class _Step(NamedTuple):
@@ -141,19 +141,19 @@ def _plan_steps(
         # Not by the size of its tasks, as the other shards may have another.
         total = sum(file.size or 0 for file in files)
         part_size = min(max(total // (_PARTS_PER_SHARD * shard[1]), 1), _DEFAULT_TASK)
-    sources: list[_Cut | int] = []  # an int: a file to unpack
+    cuts: list[_Cut] = []
+    to_unpack |= {number for number, file in enumerate(files) if file.is_pipe}
     for number, file in enumerate(files):
-        if file.is_pipe or number in to_unpack:
-            sources.append(number)
-        else:
-            sources += [
-                _Cut(number, part.start, part.stop, part.size, part.first_line)
-                for part in parts_of(file, part_size)
-            ]
+        if number in to_unpack:
+            cuts.append(_Cut(number, size=file.size or 0))
+            continue
+        for part in parts_of(file, part_size):
+            cuts.append(_Cut(number, part.start, part.stop, part.size, part.first_line))
     if shard is not None:
-        sources = _sources_of_shard(sources, files, *shard)
+        cuts = _cuts_of_shard(cuts, files, *shard)
     earlier = earlier or ()
-    steps = _steps_of(sources, task_size, {step.cuts[0][:2] for step in earlier if step.cuts})
+    begins = {step.cuts[0][:2] for step in earlier if step.cuts}
+    steps = _steps_of(cuts, to_unpack, task_size, begins)
     known = {step.key(): step.number for step in earlier}
     unused = itertools.count(max(known.values(), default=-1) + 1)
     return [
@@ -163,47 +163,46 @@ def _plan_steps(
 
 
 def _steps_of(
-    sources: Sequence[_Cut | int], task_size: int, begins: Container[tuple[int, int]]
+    cuts: Sequence[_Cut],
+    to_unpack: Container[int],
+    task_size: int,
+    begins: Container[tuple[int, int]],
 ) -> list[_Step]:
-    """Steps of about `task_size` bytes that read the sources; a step ends where another begins."""
+    """Steps of about `task_size` bytes that read the cuts; a step ends where another begins."""
     steps: list[_Step] = []
     is_full = True  # the last step takes no more cuts
-    for source in sources:
-        if isinstance(source, int):
-            steps.append(_Step(0, [], source))
+    for cut in cuts:
+        if cut.file in to_unpack:
+            steps.append(_Step(0, [], cut.file))
             is_full = True
             continue
-        if is_full or source[:2] in begins:
+        if is_full or cut[:2] in begins:
             steps.append(_Step(0, [], None))
-        cuts = steps[-1].cuts
-        if cuts and cuts[-1].file == source.file and 0 < source.start == cuts[-1].stop:
-            last = cuts.pop()
-            source = last._replace(stop=source.stop, size=last.size + source.size)
-        cuts.append(source)
-        is_full = sum(cut.size for cut in cuts) >= task_size or len(cuts) >= _MOST_PARTS
+        taken = steps[-1].cuts
+        if taken and taken[-1].file == cut.file and 0 < cut.start == taken[-1].stop:
+            last = taken.pop()
+            cut = last._replace(stop=cut.stop, size=last.size + cut.size)
+        taken.append(cut)
+        is_full = sum(one.size for one in taken) >= task_size or len(taken) >= _MOST_PARTS
     return steps
 
 
-def _sources_of_shard(
-    sources: Sequence[_Cut | int], files: Sequence[InputFile], shard: int, num_shards: int
-) -> list[_Cut | int]:
+def _cuts_of_shard(
+    cuts: Sequence[_Cut], files: Sequence[InputFile], shard: int, num_shards: int
+) -> list[_Cut]:
     """The parts of one of several independent jobs, whose outputs follow each other.
 
     The bytes of all together are divided evenly; a part belongs to the shard in which it begins.
     """
-    sizes = []
-    for source in sources:
-        if isinstance(source, int) and files[source].is_pipe:
-            raise ConfigError(
-                f"{files[source].path} is a pipe, which shards cannot share; give files"
-            )
-        sizes.append(files[source].size or 0 if isinstance(source, int) else source.size)
-    first, end = (number * sum(sizes) // num_shards for number in (shard, shard + 1))
-    begins = itertools.accumulate(sizes, initial=0)
+    for file in files:
+        if file.is_pipe:
+            raise ConfigError(f"{file.path} is a pipe, which shards cannot share; give files")
+    *begins, total = itertools.accumulate((cut.size for cut in cuts), initial=0)
+    first, end = (number * total // num_shards for number in (shard, shard + 1))
     # What has no bytes at the very end belongs to the last shard.
     return [
-        source
-        for source, begin in zip(sources, begins, strict=False)
+        cut
+        for cut, begin in zip(cuts, begins, strict=True)
         if first <= begin and (begin < end or shard == num_shards - 1)
     ]
 
@@ -211,14 +210,14 @@ def _sources_of_shard(
 # ---- tasks ----
 
 
+def identities_of(files: Sequence[InputFile]) -> list[list[int | None]]:
+    """What changes if a file does: its size, and the time of its last change."""
+    return [[file.size, file.mtime_ns] for file in files]
+
+
 def absolute(path: str) -> str:
     """A path that is the same file from any folder, and for the workers of a Ray cluster."""
     return path if path == STDIN else absolute_path(path)
-
-
-def identity_of_file(file: InputFile) -> list[int | None]:
-    """What changes if the file does: size, and time of the last change."""
-    return [file.size, file.mtime_ns]
 
 
 class InputTasks:
@@ -241,7 +240,7 @@ class InputTasks:
         self.notices: list[str] = []
         if options.shard is not None:  # all shards of a job have the same plan
             workers = options.shard[1]
-        identities = [identity_of_file(file) for file in files]
+        identities = identities_of(files)
         plan = run.stored("plan")
         if plan is None:
             earlier, task_size = None, options.chunk_size
@@ -291,9 +290,8 @@ class InputTasks:
         So a job that stopped at a bad line can go on without such lines.
         """
         is_clean = not (any(record["rejects"]) or record["empty"])
-        if not (is_clean or record["on_error"] == self._options.on_error):
-            return False
-        if not is_of(record, task.payload):
+        ends_alike = is_clean or record["on_error"] == self._options.on_error
+        if not (ends_alike and is_of(record, task.payload)):
             return False
         self._size_kept += task.payload.size
         remove_piece(task)

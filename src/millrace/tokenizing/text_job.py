@@ -158,13 +158,13 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
     if options.format is not None:
         entries["format"] = f"{type(options.format).__module__} {options.format.name}"
     if options.shard is not None:  # the sizes decide where the other shards begin, too
-        entries["bytes and times"] = list(map(input_tasks.identity_of_file, files))
+        entries["bytes and times"] = input_tasks.identities_of(files)
     return entries
 
 
 def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
     """What else decides the output: an earlier result with other details is not of this job."""
-    identities = json.dumps(list(map(input_tasks.identity_of_file, files))).encode()
+    identities = json.dumps(input_tasks.identities_of(files)).encode()
     entries = {
         "on_error": options.on_error,
         "provenance": options.provenance,
@@ -287,9 +287,8 @@ def _provenance_of(
 def _notices(tokenizer: Tokenizer, others: Sequence[str]) -> Iterator[str]:
     """What is said of files that are left out, and of a function that cannot be compared."""
     if others:
-        names = ", ".join(others[:_SHOWN_OTHERS])
-        names += ", ..." if len(others) > _SHOWN_OTHERS else ""
-        count = "1 file" if len(others) == 1 else f"{len(others):,} files"
+        names = ", ".join([*others[:_SHOWN_OTHERS], "..."][: len(others)])
+        count = f"{len(others):,} file{'s' * (len(others) > 1)}"
         yield f"{count} in folders left out, as no known ending tells the format: {names}"
     if tokenizer.versions.get("function", "").startswith(UNSEEN):
         yield (
