@@ -1,7 +1,14 @@
 """Kills of jobs: a process tree, what a journal holds, and a process that dies at a certain call.
 
 `run_jobs` kills commands at random moments, as often as it is told; `tokenize_kills`,
-`shuffle_kills` and `engine_kills` say which commands, and what must hold afterwards.
+`shuffle_kills` and `engine_kills` say which commands. The command of a `Verb` is killed, or one of
+its workers, and it runs again until the job is done. A job that loses one worker must go on by
+itself. At the end
+
+- the files equal those of an undisturbed run, byte for byte, and nothing else is left;
+- no task ran twice, except those in flight: the journal keeps what is done as it is, and the last
+  run reports every task that it found as kept;
+- no worker has outlived its parent.
 """
 
 import argparse
@@ -11,15 +18,17 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DEADLINE = 120.0  # seconds that a run, or the end of an orphan, may take
+MOST_WORKER_KILLS = 2  # in one run; a task whose worker dies three times is an error
 KILLED = 9  # status of a process that `run_and_die` has ended
 
 
@@ -129,6 +138,148 @@ def deaths_of(job: Callable[[], object], step: int = 1) -> Iterator[None]:
         num_calls += step
         yield
     assert status == 0
+
+
+class Job(NamedTuple):
+    """A command without its output, and what an undisturbed run writes, in how many seconds."""
+
+    name: str
+    options: Sequence[str]
+    files: dict[str, bytes]
+    num_tasks: int
+    seconds: float
+
+    def check(self, files: dict[str, bytes]) -> None:
+        """Raises a KillError if the files are not those of an undisturbed run."""
+        names = {name for name in {*files, *self.files} if files.get(name) != self.files.get(name)}
+        if names:
+            raise KillError(f"not as in an undisturbed run: {sorted(names)}")
+
+
+class Verb(NamedTuple):
+    """A command that is killed.
+
+    Attributes:
+        words: The command after `python`, up to the path of its output, which the options follow.
+        output: The name of that path in the folder of the output, or empty.
+        unit: What its summary counts, as "done" and "kept".
+        reports: Pattern of files that tell of the run, not of the data.
+    """
+
+    words: Sequence[str]
+    output: str
+    unit: str
+    reports: str
+
+    def launch(
+        self, options: Sequence[str], output: Path, wrapper: Sequence[str] = ()
+    ) -> subprocess.Popen[str]:
+        """Starts the command; `wrapper` is a command that runs it."""
+        if self.output:
+            output.mkdir(exist_ok=True)
+        command = [*wrapper, sys.executable, *self.words, str(output / self.output), *options]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, **pipes)
+
+    def counts_of(self, summary: dict[str, Any]) -> tuple[int, int]:
+        """Numbers of tasks that the run did and that it kept."""
+        return summary[f"{self.unit}_done"], summary[f"{self.unit}_kept"]
+
+    def read_files(self, output: Path) -> dict[str, bytes]:
+        """The files of an output; empty what tells of the run."""
+        return {
+            path.name: b"" if path.is_dir() or path.match(self.reports) else path.read_bytes()
+            for path in output.glob("*")
+        }
+
+    def undisturbed(self, name: str, options: Sequence[str], folder: Path) -> Job:
+        """The job of a command, which runs once."""
+        output, start = folder / "undisturbed", time.monotonic()
+        done, kept = self.counts_of(finish(self.launch(options, output)))
+        seconds, files = time.monotonic() - start, self.read_files(output)
+        shutil.rmtree(output)
+        if kept != 0:
+            raise KillError(f"{name}: the first run kept {kept} tasks")
+        return Job(name, options, files, done, seconds)
+
+    def run_job(self, job: Job, output: Path, choices: random.Random, counts: Counter[str]) -> None:
+        """Runs a job until it is done, with kills; KillError if a law is broken."""
+        tasks: dict[str, str] = {}
+        is_whole = False
+        while True:
+            process = self.launch(job.options, output)
+            _disturb(process, job, output, len(tasks), choices, counts)
+            if process.wait(DEADLINE) != -signal.SIGKILL:
+                num_kept = job.num_tasks if is_whole else len(tasks)
+                found = self.counts_of(finish(process))
+                if found != (job.num_tasks - num_kept, num_kept):
+                    raise KillError(f"{found} done and kept, the journal had {num_kept}: {job[3:]}")
+                break
+            process.communicate()
+            later, files = finished_tasks(output), self.read_files(output)
+            if is_whole := files.keys() >= job.files.keys():
+                job.check({name: files[name] for name in job.files})
+                counts["after the publication"] += 1
+            elif changed := [task for task in tasks if later.get(task) != tasks[task]]:
+                raise KillError(f"tasks that ran again: {sorted(changed)[:5]}")
+            tasks = later
+            counts["runs"] += 1
+        job.check(self.read_files(output))
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """The summary of a run that was not killed."""
+    output, errors = process.communicate(timeout=DEADLINE)
+    if process.returncode != 0:
+        raise KillError(f"the job failed with status {process.returncode}: {errors[-2000:]}")
+    summary: dict[str, Any] = json.loads(output)
+    return summary
+
+
+def _disturb(
+    process: subprocess.Popen[str],
+    job: Job,
+    output: Path,
+    num_kept: int,
+    choices: random.Random,
+    counts: Counter[str],
+) -> None:
+    """Kills the process, or workers, at random moments, unless it ends before."""
+    for _ in range(MOST_WORKER_KILLS):
+        if _wait_for_moment(process, job, output, num_kept, choices):
+            return
+        family = descendants(process.pid)
+        if not family or choices.random() < 0.4:
+            counts["parent"] += kill(process.pid)
+            process.wait(DEADLINE)
+            wait_for_end(family)
+            return
+        counts["worker"] += kill(choices.choice(family))
+
+
+def _wait_for_moment(
+    process: subprocess.Popen[str], job: Job, output: Path, num_kept: int, choices: random.Random
+) -> bool:
+    """Waits for a random moment; returns whether the process has ended before.
+
+    A fifth of the moments is at any time, and may be later than the end: the job must be able to
+    end. A fifth is while the output is published, and the others while tasks run.
+    """
+    seconds = choices.uniform(0, 1.2 * job.seconds)
+    kind = choices.random()
+    if kind < 0.6:
+        while process.poll() is None and len(finished_tasks(output)) <= num_kept:
+            time.sleep(0.002)
+        seconds *= choices.random() * (1 - num_kept / job.num_tasks) / 3
+    elif kind < 0.8:
+        paths = [output / name for name in job.files]
+        while process.poll() is None and not any(path.exists() for path in paths):
+            time.sleep(0.0005)
+        seconds = choices.uniform(0, 0.03)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+        return True
+    return False
 
 
 def run_jobs(

@@ -26,8 +26,9 @@ from millrace.shuffling import plans
 from millrace.store import verify_shards
 from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases
-from tests.jobs import shuffle_kills as kills
-from tests.jobs.kills import KILLED, finished_tasks, run_and_die
+from tests.jobs import shuffle_kills
+from tests.jobs.kills import DEADLINE, KILLED, finish, finished_tasks, run_and_die
+from tests.jobs.shuffle_kills import VERB
 
 SEQ_LEN = 8
 
@@ -94,7 +95,7 @@ def test_all_plans_workers_and_memories_write_the_same(folder: Path) -> None:
         result = run(folder, workers=workers, permutation="numpy", **options)
         assert (result.plan, result.workers) == (plan, workers)
         output = folder / "output"
-        outputs.append(kills.read_files(output))
+        outputs.append(VERB.read_files(output))
         shutil.rmtree(output)
     assert all(output == outputs[0] for output in outputs)
 
@@ -304,7 +305,7 @@ def test_ten_times_the_memory(tmp_path: Path) -> None:
 
 def test_kills_at_random_moments() -> None:
     """`python -m tests.jobs.shuffle_kills` does more of them, to more kinds of jobs."""
-    counts = kills.run(3, 0, 100_000, ["gather"])
+    counts = shuffle_kills.run(3, 0, 100_000, ["gather"])
     assert counts["parent"] + counts["worker"] >= 3
 
 
@@ -314,16 +315,16 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
         file.truncate(200 * 10**6)
     options = ["--input-dir", str(tmp_path / "input"), "--memory", "10M", "--plan", "scatter"]
     output = tmp_path / "output"
-    process = kills.launch([*options, "--num-workers", "1", "--json"], output)
+    process = VERB.launch([*options, "--num-workers", "1", "--json"], output)
     while len(finished_tasks(output)) < 2:
         assert process.poll() is None, "the job has ended"
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=kills.DEADLINE)
+    _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     assert errors.splitlines()[-1].startswith("millrace: error: interrupted")
     assert names_in(output) == ["shuffle.journal"]
-    summary = kills.finish(kills.launch([*options, "--num-workers", "2", "--json"], output))
+    summary = finish(VERB.launch([*options, "--num-workers", "2", "--json"], output))
     assert summary["num_tasks_kept"] >= 2
 
 
@@ -374,7 +375,7 @@ def test_an_interrupted_publication_continues(
     assert (result.num_tasks_done, result.num_tasks_kept) == (0, 7)
     assert not verify_shards(output).problems
     shuffle(folder / "input", folder / "other", seq_len=SEQ_LEN, num_shards=7)
-    assert kills.read_files(output) == kills.read_files(folder / "other")
+    assert VERB.read_files(output) == VERB.read_files(folder / "other")
 
 
 def test_a_publication_goes_on_with_the_same_bytes(
@@ -412,7 +413,7 @@ def test_a_restart_may_be_killed_at_any_step(
     expected = []
     for job in jobs:
         run(folder, **job)
-        expected.append(kills.read_files(output))
+        expected.append(VERB.read_files(output))
         shutil.rmtree(output)
     if is_whole:
         with monkeypatch.context() as context:
@@ -438,7 +439,7 @@ def test_a_restart_may_be_killed_at_any_step(
         if problem:
             assert "--restart" in problem, num_steps
             run(folder, **jobs[number], restart=True)
-        assert kills.read_files(output) == expected[number], num_steps
+        assert VERB.read_files(output) == expected[number], num_steps
         shutil.rmtree(output)
         (folder / "killed").rename(output)
         num_steps += 1
@@ -563,4 +564,4 @@ def test_a_full_disk(disk: Path, folder: Path) -> None:
     assert any("No space left on device" in error for error in errors)
     shuffle(folder / "input", output, **options)
     shuffle(folder / "input", folder / "other", **options)
-    assert kills.read_files(output) == kills.read_files(folder / "other")
+    assert VERB.read_files(output) == VERB.read_files(folder / "other")

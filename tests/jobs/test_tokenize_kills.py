@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from millrace.cli import main
-from tests.jobs import tokenize_kills as kills
-from tests.jobs.kills import DEADLINE, finished_tasks
+from tests.jobs import tokenize_kills
+from tests.jobs.kills import DEADLINE, Job, finished_tasks
+from tests.jobs.tokenize_kills import VERB
 
 NUM_DOCUMENTS = 500
 PAGE = 4096  # bytes; a tmpfs gives out pages
@@ -20,7 +21,7 @@ PAGE = 4096  # bytes; a tmpfs gives out pages
 
 def test_kills_at_random_moments() -> None:
     """`python -m tests.jobs.tokenize_kills` does more of them, to more kinds of jobs."""
-    counts = kills.run(3, 0, NUM_DOCUMENTS, ["keys"])
+    counts = tokenize_kills.run(3, 0, NUM_DOCUMENTS, ["keys"])
     assert counts["parent"] + counts["worker"] >= 3
 
 
@@ -28,14 +29,14 @@ def test_kills_at_random_moments() -> None:
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> kills.Job:
-    return kills.make_jobs(tmp_path_factory.mktemp("job"), NUM_DOCUMENTS, ["plain"])[0]
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return tokenize_kills.make_jobs(tmp_path_factory.mktemp("job"), NUM_DOCUMENTS, ["plain"])[0]
 
 
 class Runner:
     """Runs the job in this process."""
 
-    def __init__(self, job: kills.Job, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, job: Job, output: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.job, self.output, self.capsys = job, output, capsys
 
     def run(self, *options: str) -> tuple[int, str, str]:
@@ -59,19 +60,19 @@ class Runner:
     def assert_succeeds(self, *options: str, least_kept: int = 0) -> None:
         status, output, error = self.run(*options)
         assert status == 0, error
-        done, kept = kills.chunks_of(json.loads(output))
+        done, kept = VERB.counts_of(json.loads(output))
         assert done + kept == self.job.num_tasks
         assert kept >= least_kept
-        kills.check_files(self.job, kills.read_files(self.output))
+        self.job.check(VERB.read_files(self.output))
 
 
 @pytest.fixture
-def runner(job: kills.Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runner:
+def runner(job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runner:
     (tmp_path / "output").mkdir()
     return Runner(job, tmp_path / "output", capsys)
 
 
-def test_a_full_disk(job: kills.Job, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk(job: Job, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = Runner(job, disk, capsys)
     num_failures = 0
     for left in (0, 3, 20, 60, 100):
@@ -94,7 +95,7 @@ def test_a_full_disk(job: kills.Job, disk: Path, capsys: pytest.CaptureFixture[s
     runner.assert_succeeds()
 
 
-def test_a_read_only_folder(job: kills.Job, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_read_only_folder(job: Job, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runner = Runner(job, disk, capsys)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     runner.assert_fails("Read-only file system")
@@ -106,7 +107,7 @@ def test_a_limit_on_file_sizes(runner: Runner) -> None:
     """A chunk fits, the whole file does not: the next run keeps all chunks."""
     size = max(len(data) for data in runner.job.files.values())
     command = ["sh", "-c", f'ulimit -f {size // 2 // 512}; exec "$@"', "sh"]
-    process = kills.launch([*runner.job.options, "--workers", "2"], runner.output, command)
+    process = VERB.launch([*runner.job.options, "--workers", "2"], runner.output, command)
     _, errors = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     assert errors.count("error: ") == 1
@@ -118,7 +119,7 @@ def test_a_limit_on_file_sizes(runner: Runner) -> None:
 @pytest.fixture
 def interrupted(runner: Runner) -> Runner:
     """A job that was killed when some chunks were done."""
-    process = kills.launch(runner.job.options, runner.output)
+    process = VERB.launch(runner.job.options, runner.output)
     while len(finished_tasks(runner.output)) < 3:
         assert process.poll() is None, "the job has ended"
         time.sleep(0.002)
@@ -148,8 +149,8 @@ def test_an_input_that_changes(interrupted: Runner) -> None:
         source.write_bytes(data)
         os.utime(source, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert status_of_job == 0, error
-    assert kills.chunks_of(json.loads(output))[1] >= 2  # all but the last, if it was done
-    files = kills.read_files(interrupted.output)
+    assert VERB.counts_of(json.loads(output))[1] >= 2  # all but the last, if it was done
+    files = VERB.read_files(interrupted.output)
     name = next(name for name in interrupted.job.files if name.endswith(".bin"))
     assert files[name].startswith(interrupted.job.files[name])
     assert len(files[name]) > len(interrupted.job.files[name])
@@ -158,5 +159,5 @@ def test_an_input_that_changes(interrupted: Runner) -> None:
 def test_a_restart_keeps_nothing(interrupted: Runner) -> None:
     status, output, _ = interrupted.run("--restart")
     assert status == 0
-    assert kills.chunks_of(json.loads(output)) == (interrupted.job.num_tasks, 0)
-    kills.check_files(interrupted.job, kills.read_files(interrupted.output))
+    assert VERB.counts_of(json.loads(output)) == (interrupted.job.num_tasks, 0)
+    interrupted.job.check(VERB.read_files(interrupted.output))

@@ -45,19 +45,6 @@ def test_the_ids_equal_the_tokenizers_ids(tmp_path: Path, tokenizer: Tokenizer) 
     assert data.dtype == np.uint16
 
 
-def test_plain_gzip_and_zstd_in_order(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    texts, names = make_texts(90), ["c.jsonl", "b.jsonl.gz", "a.jsonl.zst"]
-    inputs = [
-        write_jsonl(tmp_path / name, texts[30 * i : 30 * i + 30]) for i, name in enumerate(names)
-    ]
-    data = run(tmp_path, inputs, tokenizer)
-    expected = run(tmp_path, [write_jsonl(tmp_path / "all.jsonl", texts)], tokenizer)
-    assert np.array_equal(data.tokens, expected.tokens)
-    assert np.array_equal(data.sequence_lengths, expected.sequence_lengths)
-    for name in names:
-        assert run(tmp_path, [write_jsonl(tmp_path / name, [])], tokenizer).num_documents == 0
-
-
 def test_each_key_becomes_a_pair(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "the mill", "body": "water"}\n{"title": "", "body": "wheel"}\n')
