@@ -1,9 +1,7 @@
 """What a reader asks of a part of a file, the records of its bytes, and documents in batches."""
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,33 +78,27 @@ class Batch:
     def __init__(self, query: Query, size: int) -> None:
         self._query, self._size = query, size
         self._num_lines = self._num_bytes = 0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._texts: list[list[Text]] = [[] for _ in self._query.keys]
-        self._lines: Any = []
-        self._byte_offsets: Any = []
-        self._ids: list[str | None] = []
+        self._documents: list[tuple[Sequence[Text], int, int, str | None]] = []
 
     def add(
         self, texts: Sequence[Text], line: int, byte_offset: int = -1, id_: str | None = None
     ) -> None:
-        """Adds a document with its text under each key, unless it may not be empty."""
-        has_text = (text if isinstance(text, str) else any(text) for text in texts)
-        if self._query.skip_empty and not any(has_text):
-            raise BadDocumentError("the document is empty")
-        for column, text in zip(self._texts, texts, strict=True):
-            column.append(text)
-        self._lines.append(line)
-        self._byte_offsets.append(byte_offset)
-        self._ids.append(id_)
+        """Adds a document with its text under each key.
 
-    def add_all(
-        self, texts: list[list[Text]], first: int, byte_offsets: Any, ids: list[str | None]
-    ) -> None:
-        """Adds the documents of consecutive lines, unchecked; the batch has no others."""
-        self._texts, self._byte_offsets, self._ids = texts, byte_offsets, ids
-        self._lines = np.arange(first, first + len(ids), dtype=np.int64)
+        Args:
+            texts: For each key, the text or the list of texts.
+            line: Line or row, counted from the part's first, from 0.
+            byte_offset: Position of the line in the decompressed source; -1: not known.
+            id_: The document's id as text, if it has one.
+
+        Raises:
+            BadDocumentError: The document is empty, and the query rejects such.
+        """
+        if self._query.skip_empty and not any(
+            text if isinstance(text, str) else any(text) for text in texts
+        ):
+            raise BadDocumentError("the document is empty")
+        self._documents.append((texts, line, byte_offset, id_))
 
     def take(self, num_lines: int, position: int, total: int | None) -> Documents:
         """The documents since the last call.
@@ -118,16 +110,18 @@ class Batch:
         """
         if total is not None:
             position = self._size * min(position, total) // max(total, 1)
+        rows = self._documents
+        texts, lines, byte_offsets, ids = zip(*rows, strict=True) if rows else [()] * 4
         documents = Documents(
-            self._texts,
-            np.asarray(self._lines, np.int64),
-            np.asarray(self._byte_offsets, np.int64),
-            self._ids,
+            [[values[place] for values in texts] for place in range(len(self._query.keys))],
+            np.array(lines, np.int64),
+            np.array(byte_offsets, np.int64),
+            list(ids),
             num_lines - self._num_lines,
             position - self._num_bytes,
         )
         self._num_lines, self._num_bytes = num_lines, position
-        self._clear()
+        self._documents = []
         return documents
 
 
@@ -145,58 +139,51 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-# ---- records of a stream ----
-
-
-class Records(NamedTuple):
-    """Whole records, each with the separator after it, which only the last of a file may lack."""
-
-    records: list[bytes]
-    line: int  # line breaks before the records
-    stop: int  # and before their end
-    byte_offset: int
-
-
-def last_end(data: bytes, separator: bytes) -> int:
-    """The position after the last whole record of data that begin with a record; or 0."""
-    if not separator:
-        return 0
-    if len(separator) == 1:
-        return data.rfind(separator) + 1
-    # From left to right: separators such as "\n\n" may overlap themselves.
-    return len(data) - len(data.split(separator)[-1])
-
-
-def records_of(
-    stream: ByteStream, separator: bytes, query: Query, byte_offset: int, name: str
-) -> Iterator[Records]:
-    """The records of a stream, in blocks of about `query.block_size` bytes, and an empty block.
+def read_records(
+    stream: ByteStream,
+    separator: bytes,
+    query: Query,
+    batch: Batch,
+    byte_offset: int,
+    name: str,
+    add: Callable[[bytes, int, int], None],
+) -> Iterator[Documents]:
+    """The documents of a stream of records, in blocks of about `query.block_size` bytes.
 
     A byte order mark at the beginning of a source is left out, and counts in the offsets. A record
-    that is longer than the limit is rejected and then skipped, unless a block holds all of it.
-    Without a separator, all data are one record.
+    that is longer than the limit is rejected, and is skipped as soon as it is known to be.
 
     Args:
+        separator: What is between two records. If it is empty, all data are one record.
         byte_offset: Position of the stream's first byte in the source.
         name: What a record is called, "line" or "text".
+        add: Function that adds the document of a record, on a line and at a byte offset, to the
+            batch; it may raise a BadDocumentError.
     """
-    data, line, offset, is_inside = b"", 0, byte_offset, False
+    data, line, offset = b"", 0, byte_offset
     if byte_offset == 0:
         while len(data) < len(UTF8_BOM) and (more := stream.read(query.block_size)):
             data += more
         offset = len(UTF8_BOM) * data.startswith(UTF8_BOM)
         data = data[offset:]
+    breaks, is_inside, is_last = separator.count(b"\n"), False, False
+    *records, rest = data.split(separator) if separator else [data]
     while True:
-        records, rest = _split(data, separator)
-        size = len(data) - len(rest)
-        stop, end = line + data.count(b"\n", 0, size), offset + size
-        if records and is_inside:  # the end of a long record
-            line += records[0].count(b"\n")
-            offset += len(records.pop(0))
-            is_inside = False
-        if records:
-            yield Records(records, line, stop, offset)
-        line, offset = stop, end
+        for record in records:
+            try:
+                if is_inside:
+                    is_inside = False
+                elif len(record) > query.max_size:
+                    query.reject_long(line, offset, name)
+                else:
+                    add(record, line, offset)
+            except BadDocumentError as error:
+                query.reject(line, offset, str(error), record)
+            line += 1 if name == "line" else record.count(b"\n") + breaks
+            offset += len(record) + len(separator)
+        yield batch.take(line, stream.position, stream.size)
+        if is_last:
+            return
         # The last bytes may be the start of a separator.
         inside = max(len(rest) - max(len(separator) - 1, 0), 0)
         if inside > query.max_size and not is_inside:
@@ -206,26 +193,14 @@ def records_of(
             line, offset = line + rest.count(b"\n", 0, inside), offset + inside
             rest = rest[inside:]
         more = stream.read(read_size(len(rest), query.max_size, query.block_size))
-        if not more:
-            break
-        data = rest + more
-    # A file that is one record may be empty; a last line has no line break.
-    stop = line + rest.count(b"\n") + (name == "line" and bool(rest or is_inside))
-    if (rest or not separator) and not is_inside:
-        yield Records([rest], line, stop, offset if rest else byte_offset)
-    yield Records([], stop, stop, offset)
-
-
-def _split(data: bytes, separator: bytes) -> tuple[list[bytes], bytes]:
-    """The whole records that data begin with, and the bytes after them."""
-    if not separator:
-        return [], data
-    if separator == b"\n":
-        records = io.BytesIO(data).readlines()  # three times as fast as `split`
-        rest = b"" if not records or records[-1].endswith(b"\n") else records.pop()
-        return records, rest
-    *records, rest = data.split(separator)
-    return [record + separator for record in records], rest
+        if more:
+            data = rest + more
+            *records, rest = data.split(separator) if separator else [data]
+        else:
+            is_last, breaks = True, 0
+            # A file that is one record may be empty.
+            records = [rest] if rest or is_inside or not separator else []
+            offset = offset if rest else byte_offset
 
 
 def read_size(num_bytes: int, max_size: int, block_size: int) -> int:

@@ -60,6 +60,9 @@ def text_at(record: Any, key: str) -> Text:
             f"a JSON {type(record).__name__}, not an object; each line must be an object such as "
             '{"text": "..."}'
         )
+    value = record.get(key)
+    if isinstance(value, str):
+        return value
     value = _value_at(record, key)
     if value is _MISSING:
         keys = ", ".join(list(record)[:10]) or "none"
@@ -87,6 +90,8 @@ def _check_text(value: Any, key: str) -> Text:
 
 def check_cell(value: Any, key: str) -> Text:
     """A value of a table as a text or list of texts; BadDocumentError if it is not one."""
+    if isinstance(value, str):
+        return value
     if value is None:
         raise BadDocumentError(f'column "{key}" is null')
     items = value if isinstance(value, list) else [value]
@@ -119,6 +124,9 @@ def id_of(record: dict[str, Any], key: str, line: bytes) -> str | None:
     >>> id_of({"id": 7}, "id", b'{"id": 7}'), id_of({"id": None}, "id", b'{"id": null}')
     ('7', None)
     """
+    value = record.get(key)
+    if isinstance(value, str) and value.isascii():
+        return value
     value = _value_at(record, key)
     if isinstance(value, float):  # orjson rounds whole numbers beyond 64 bits
         with contextlib.suppress(RecursionError):  # orjson reads deeper nesting

@@ -7,11 +7,11 @@ import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from millrace import checks
 from millrace.errors import ConfigError, TextError
-from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query, last_end
+from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
 from millrace.text.streams import (
     BLOCK_SIZE,
     ByteStream,
@@ -74,7 +74,11 @@ class Format(Protocol):
         """The decompressed bytes of a file in pieces of about `size` bytes; one as a whole."""
         if self.needs_file:
             raise ConfigError(f"{file.path} is a {self.name} file, which is read without unpacking")
-        return record_pieces(file, size, self._separator, block_size)
+        return cut_pieces(
+            file,
+            size,
+            lambda stream: (_spans(stream, self._separator, block_size), self.first_line, b""),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,43 +268,66 @@ def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[i
         check(status.st_size, status.st_mtime_ns)
 
 
-def record_pieces(file: InputFile, size: int, separator: bytes, block_size: int) -> Iterator[Piece]:
-    """The decompressed bytes of a file in pieces of about `size` bytes that end at a separator, of
-    any length; as one piece if the separator is empty."""
+class Span(NamedTuple):
+    """Some bytes of a stream.
+
+    Attributes:
+        data: The bytes, or what is written in their place.
+        size: Number of bytes that count in the size of a piece.
+        num_lines: Number of lines or rows that end in them.
+        is_end: Whether a piece may end after them.
+    """
+
+    data: bytes
+    size: int
+    num_lines: int
+    is_end: bool
+
+
+def _spans(stream: ByteStream, separator: bytes, block_size: int) -> Iterator[Span]:
+    """The bytes of a stream up to the last separator of each block, and after it."""
+    tail = b""  # may be the start of a separator
+    if not separator:
+        yield Span(b"", 0, 0, False)  # a file that is one record may be empty
+    while data := stream.read(block_size):
+        window = tail + data
+        # From left to right: separators such as "\n\n" may overlap themselves.
+        rest = window.split(separator)[-1] if separator else window
+        end = len(data) - len(rest) if len(rest) < len(window) else 0
+        for chunk, is_end in ((data[:end], True), (data[end:], False)):
+            if chunk:
+                yield Span(chunk, len(chunk), chunk.count(b"\n"), is_end)
+        tail = rest[max(len(rest) - len(separator) + 1, 0) :]
+
+
+def cut_pieces(
+    file: InputFile, size: int, contents: Callable[[ByteStream], tuple[Iterator[Span], int, bytes]]
+) -> Iterator[Piece]:
+    """Pieces of about `size` bytes of a file.
+
+    Args:
+        contents: The spans of the file's stream, the number of the first line or row in them, and
+            bytes at the start of each piece.
+    """
     with open_part(file.part()) as stream:
-        data = stream.read(block_size)
-        byte_offset, line, position = 0, file.format.first_line, 0
+        spans, line, header = contents(stream)
+        span, byte_offset, position = next(spans, None), 0, 0
 
-        def chunks() -> Iterator[bytes]:
-            nonlocal data, byte_offset, line
-            num_bytes, tail, is_last = 0, b"", False  # the tail may be the start of a separator
-            while data and not is_last:
-                window = tail + data
-                end = last_end(window, separator)
-                is_last = end > 0 and num_bytes + end - len(tail) >= size
-                cut = end - len(tail) if is_last else len(data)
-                chunk, data = data[:cut], data[cut:] or stream.read(block_size)
-                tail = window[max(end, len(window) - len(separator) + 1) :]
-                num_bytes += len(chunk)
-                line += chunk.count(b"\n")
-                yield chunk
-            byte_offset += num_bytes
+        def chunks(piece: Piece) -> Iterator[bytes]:
+            nonlocal span, byte_offset, line
+            yield header
+            num_bytes, is_end = 0, False
+            while span is not None and not (is_end and num_bytes >= size):
+                yield span.data
+                line += span.num_lines
+                num_bytes, is_end = num_bytes + span.size, span.is_end
+                span = next(spans, None)
+            byte_offset += 0 if header else num_bytes
+            piece.part = replace(piece.part, size=stream.position - position)
 
-        is_due = bool(data or not separator)
-        while is_due:
-            place = {"first_line": line, "byte_offset": byte_offset}
-            yield new_piece(file, stream, position, chunks(), **place)
-            position, is_due = stream.position, bool(data)
-
-
-def new_piece(
-    file: InputFile, stream: ByteStream, position: int, chunks: Iterator[bytes], **place: Any
-) -> Piece:
-    """A piece of what a file's stream gives from a position on."""
-
-    def measured() -> Iterator[bytes]:
-        yield from chunks
-        piece.part = replace(piece.part, size=stream.position - position)
-
-    piece = Piece(Part(path="", format=file.format, source=file.path, **place), measured())
-    return piece
+        while span is not None:
+            place: dict[str, Any] = {"first_line": line, "byte_offset": byte_offset}
+            piece = Piece(Part(path="", format=file.format, source=file.path, **place), iter(()))
+            piece.chunks = chunks(piece)
+            yield piece
+            position = stream.position

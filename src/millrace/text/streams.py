@@ -90,15 +90,19 @@ def stream_of(
         compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
     if compression:
         return _Decompressed(raw, compression)
-    return _LineRange(raw, start, stop) if start or stop is not None else raw
+    if start or stop is not None:
+        raw.seek_lines(start, sys.maxsize if stop is None else stop)
+    return raw
 
 
 class _RawFile(ByteStream):
-    """Bytes of a file or pipe as they are."""
+    """Bytes of a file or pipe as they are; of a file also the lines that begin in a range."""
 
     def __init__(self, file: io.FileIO, source: str, size: int | None) -> None:
         self._file, self.source, self.size = file, source, size
         self._ahead = b""
+        self._file_size, self._place, self._end = size or 0, 0, sys.maxsize
+        self._start, self._stop = 0, sys.maxsize
 
     def peek(self, size: int) -> bytes:
         """The first `size` bytes, or all of a shorter file, which the next `read` gives again."""
@@ -107,61 +111,43 @@ class _RawFile(ByteStream):
                 self._ahead += data
         return self._ahead
 
-    def seek(self, position: int) -> None:
-        self._file.seek(position)
-        self.position = position
+    def seek_lines(self, start: int, stop: int) -> None:
+        """Leaves the lines that begin in [start, stop)."""
+        self._start, self._stop = start, stop
+        self.size = max(min(stop, self._file_size) - start, 0)
+        with readable(self.source):
+            first = self._line_start(start, stop)
+            self.first_byte = start if first is None else first
+            self._place = self._end = stop
+            if first is not None and first < stop:
+                self._place, self._end = first, self._line_start(stop, sys.maxsize) or sys.maxsize
+            self._file.seek(self._place)
+
+    def _line_start(self, place: int, stop: int) -> int | None:
+        """Where the first line begins in [place, stop]; None if none does."""
+        if place == 0:
+            return 0
+        place -= 1  # a line break there is the end of the line before
+        self._file.seek(place)
+        while place < stop and (data := self._file.read(BLOCK_SIZE)):
+            if end := data.find(b"\n") + 1:
+                return place + end if place + end <= stop else None
+            place += len(data)
+        return None
 
     def read(self, size: int, /) -> bytes:
         data, self._ahead = self._ahead[:size], self._ahead[size:]
         if not data:
             with readable(self.source):
-                data = self._file.read(size)
-        self.position += len(data)
-        if not data and self.size is not None and self.position < self.size:
+                data = self._file.read(min(size, self._end - self._place))
+        self._place += len(data)
+        self.position = min(self._place, self._stop) - self._start
+        if not data and self._place < min(self._end, self._file_size):
             raise TextError(
-                f"{self.source} had {self.size} bytes when it was opened, and ended after "
-                f"{self.position}: it was truncated in between. Run again with the whole file"
+                f"{self.source} had {self._file_size} bytes when it was opened, and ended after "
+                f"{self._place}: it was truncated in between. Run again with the whole file"
             )
         return data
-
-
-class _LineRange(ByteStream):
-    """The lines of a plain file that begin in [start, stop)."""
-
-    def __init__(self, raw: _RawFile, start: int, stop: int | None) -> None:
-        self._raw, self._start = raw, start
-        self._stop = sys.maxsize if stop is None else stop
-        self._ahead = b""
-        self.size = max(min(self._stop, raw.size or 0) - start, 0)
-        self.first_byte = start
-        self._has_ended = start >= self._stop
-        if start and not self._has_ended:
-            self._skip_to_line(raw)
-            self.position = min(raw.position, self._stop) - start
-
-    def _skip_to_line(self, raw: _RawFile) -> None:
-        """Skips the line that began before the range; a line break before it is its end."""
-        self._has_ended = True
-        raw.seek(self._start - 1)
-        while raw.position < self._stop and (data := raw.read(BLOCK_SIZE)):
-            if end := data.find(b"\n") + 1:
-                self._ahead = data[end:]
-                first_byte = raw.position - len(self._ahead)
-                if first_byte <= self._stop:
-                    self.first_byte = first_byte
-                    self._has_ended = first_byte == self._stop
-                return
-
-    def read(self, size: int, /) -> bytes:
-        if self._has_ended:
-            return b""
-        raw = self._raw
-        data, self._ahead = self._ahead or raw.read(size), b""
-        # The last line ends with the first line break from the last byte of the range.
-        end = data.find(b"\n", max(self._stop - 1 - (raw.position - len(data)), 0)) + 1
-        self._has_ended = end > 0
-        self.position = min(raw.position, self._stop) - self._start
-        return data[: end or None]
 
 
 class _Decompressed(ByteStream):

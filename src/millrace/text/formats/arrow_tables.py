@@ -2,15 +2,12 @@
 
 import bisect
 import contextlib
-import importlib
 import itertools
 import json
 import os
 import uuid
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query
@@ -21,20 +18,6 @@ from millrace.text.streams import readable
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
 _TEXT_TYPES = ("string", "large_string", "binary", "large_binary", "null")
-
-
-class _Library:
-    """A module that is imported at its first use."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, attribute: str) -> Any:
-        return getattr(importlib.import_module(self._name), attribute)
-
-
-_ARROW, _PARQUET = _Library("pyarrow"), _Library("pyarrow.parquet")
-_COMPUTE, _TYPES = _Library("pyarrow.compute"), _Library("pyarrow.types")
 
 
 class _Table(Format):
@@ -53,8 +36,8 @@ class _Table(Format):
         the number of rows before each, as far as it is known."""
         raise NotImplementedError
 
-    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
-        """Record batches of a part, with what share of it is before and after each."""
+    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
+        """Record batches of a part, with the share of it that ends with each."""
         raise NotImplementedError
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
@@ -77,14 +60,15 @@ class _Table(Format):
         batch, row = Batch(query, part.size), 0
         with unchanged(part, lambda: os.stat(part.path)):
             for columns, ids, share in self._rows(part, query):
-                _add_rows(columns, ids, row, query, batch)
-                row += len(ids)
+                for *values, id_ in zip(*columns, ids, strict=True):
+                    _add_row(values, id_, row, query, batch)
+                    row += 1
                 yield batch.take(row, int(share * (1 << 32)), 1 << 32)
 
     def _rows(self, part: Part, query: Query) -> Iterator[tuple[list[list[Any]], list[Any], float]]:
         """Values of each key, ids, and the share of the part that has been read."""
         with _table_errors(part.source):
-            for group, before, after in self._groups(part, query):
+            for group, share in self._groups(part, query):
                 # In slices of about 1 MB.
                 step = group.num_rows * _BATCH_SIZE // max(group.nbytes, 1)
                 step = min(max(step, 1), _MOST_ROWS)
@@ -94,8 +78,7 @@ class _Table(Format):
                     ids = [None] * rows.num_rows
                     if _type_of(rows.schema, query.id_key) is not None:
                         ids = _id_values(_column(rows, query.id_key))
-                    share = (start + rows.num_rows) / group.num_rows
-                    yield columns, ids, before + (after - before) * share
+                    yield columns, ids, share
 
 
 class Parquet(_Table):
@@ -111,18 +94,13 @@ class Parquet(_Table):
         rows = itertools.accumulate((int(group.num_rows) for group in groups), initial=0)
         return [int(group.total_byte_size) for group in groups] if groups[1:] else None, [*rows]
 
-    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
+    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
         with _parquet_file(part.path) as file:
             names = _text_columns(file.schema_arrow, query, part.source)
-            numbers = range(file.metadata.num_row_groups)[part.start : part.stop]
+            numbers = range(file.num_row_groups)[part.start : part.stop]
             groups = _row_groups(file)[part.start : part.stop]
             num_rows = sum(group.num_rows for group in groups)
-            num_bytes = sum(
-                column.total_uncompressed_size
-                for group in groups
-                for column in map(group.column, range(group.num_columns))
-                if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names)
-            )
+            num_bytes = sum(group.total_byte_size for group in groups)
             batch_size = num_rows * _BATCH_SIZE // max(num_bytes, 1)
             row = 0
             for batch in file.iter_batches(
@@ -131,8 +109,8 @@ class Parquet(_Table):
                 columns=names,
                 use_threads=False,
             ):
-                before, row = row, row + batch.num_rows
-                yield batch, before / num_rows, row / num_rows
+                row += batch.num_rows
+                yield batch, row / num_rows
 
 
 class Arrow(_Table):
@@ -143,11 +121,10 @@ class Arrow(_Table):
     _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
     def first_line_of(self, part: Part) -> int:
-        with (
-            _table_errors(part.path),
-            _ARROW.memory_map(part.path) as source,
-            _ARROW.ipc.open_file(source) as file,
-        ):
+        with _table_errors(part.path):
+            import pyarrow as pa
+
+            file = pa.ipc.open_file(pa.memory_map(part.path))
             return sum(file.get_batch(number).num_rows for number in range(part.start))
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
@@ -157,7 +134,7 @@ class Arrow(_Table):
         with _arrow_reader(path) as (_, reader, _):
             return [1] * reader.num_record_batches, [0]  # their sizes are not known
 
-    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float, float]]:
+    def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
         with _arrow_reader(part.path) as (_, reader, _):
             schema = reader.schema
         names = _text_columns(schema, query, part.source)
@@ -167,17 +144,12 @@ class Arrow(_Table):
             if is_file:
                 numbers = range(reader.num_record_batches)[part.start : part.stop]
                 batches = map(reader.get_batch, numbers)
-                shares = iter(np.linspace(0, 1, len(numbers) + 1)[1:].tolist())
             else:
                 batches, size = iter(reader), max(file.size(), 1)
-                shares = (file.tell() / size for _ in itertools.count())
-            before = 0.0
-            for batch in batches:
+            for count, batch in enumerate(batches, start=1):
                 for column in batch.columns:
                     _check_offsets(column)
-                after = next(shares)
-                yield batch, before, after
-                before = after
+                yield batch, count / len(numbers) if is_file else file.tell() / size
 
 
 @contextlib.contextmanager
@@ -200,8 +172,10 @@ def _table_errors(source: str) -> Iterator[None]:
 
 
 def _parquet_file(path: str) -> Any:
+    import pyarrow.parquet
+
     # A buffer: a column of a large row group is read bit by bit.
-    return _PARQUET.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False)
+    return pyarrow.parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False)
 
 
 def _row_groups(file: Any) -> list[Any]:
@@ -211,11 +185,13 @@ def _row_groups(file: Any) -> list[Any]:
 @contextlib.contextmanager
 def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[Any, Any, bool]]:
     """A file, a reader of it or of some of its columns, and whether it is not a stream."""
-    options = _ARROW.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-    with _ARROW.OSFile(path) as file:
+    import pyarrow as pa
+
+    options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
+    with pa.OSFile(path) as file:
         is_file = file.read(len(Arrow._magic)) == Arrow._magic
         file.seek(0)
-        open_ = _ARROW.ipc.open_file if is_file else _ARROW.ipc.open_stream
+        open_ = pa.ipc.open_file if is_file else pa.ipc.open_stream
         with open_(file, options=options) as reader:
             yield file, reader, is_file
 
@@ -223,32 +199,18 @@ def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[
 # ---- documents of rows ----
 
 
-def _add_rows(
-    columns: list[list[Any]], id_values: list[Any], first: int, query: Query, batch: Batch
-) -> None:
-    """Adds the documents of some rows, of which the first is number `first` of the part."""
-    ids = [*map(id_text, id_values)]
-    if not query.skip_empty and _are_short_texts(columns, query.max_size):
-        batch.add_all(columns, first, np.full(len(ids), -1, np.int64), ids)
-        return
-    for row, values in enumerate(zip(*columns, strict=True)):
-        try:
-            texts = [check_cell(value, key) for value, key in zip(values, query.keys, strict=True)]
-            if any(_is_long(text, query.max_size) for text in texts):
-                query.reject_long(first + row, -1, "text")
-            else:
-                batch.add(texts, first + row, id_=ids[row])
-        except BadDocumentError as error:
-            # Bytes that are not UTF-8 become halves of surrogate pairs.
-            record = dict(zip(query.keys, values, strict=True))
-            query.reject(first + row, -1, str(error), json.dumps(record, default=_escaped).encode())
-
-
-def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
-    """Whether all values are strings that are not too long; a character has at most 4 bytes."""
-    return all({*map(type, column)} == {str} for column in columns) and all(
-        4 * max(map(len, column)) <= max_size for column in columns
-    )
+def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) -> None:
+    """Adds the document of one row, or rejects it."""
+    try:
+        texts = list(map(check_cell, values, query.keys))
+        if [text for text in texts if _is_long(text, query.max_size)]:
+            query.reject_long(row, -1, "text")
+        else:
+            batch.add(texts, row, id_=id_text(id_))
+    except BadDocumentError as error:
+        # Bytes that are not UTF-8 become halves of surrogate pairs.
+        record = dict(zip(query.keys, values, strict=True))
+        query.reject(row, -1, str(error), json.dumps(record, default=_escaped).encode())
 
 
 def _is_long(text: Text, size: int) -> bool:
@@ -289,19 +251,23 @@ def _type_of(schema: Any, key: str) -> Any:
     first, *rest = key.split(".")
     if schema.names.count(first) != 1:
         return None
+    from pyarrow.types import is_struct
+
     type_ = schema.field(first).type
     for name in rest:
-        if not _TYPES.is_struct(type_) or type_.get_field_index(name) < 0:
+        if not is_struct(type_) or type_.get_field_index(name) < 0:
             return None
         type_ = type_.field(name).type
     return type_
 
 
 def _is_text(type_: Any, is_list: bool = False) -> bool:
+    from pyarrow import types
+
     type_ = getattr(type_, "storage_type", type_)  # of an extension type
-    if _TYPES.is_dictionary(type_):
+    if types.is_dictionary(type_):
         type_ = type_.value_type
-    lists = _TYPES.is_list(type_) or _TYPES.is_large_list(type_) or _TYPES.is_fixed_size_list(type_)
+    lists = types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_)
     if lists and not is_list:
         return _is_text(type_.value_type, True)
     return str(type_) in _TEXT_TYPES or "view" in str(type_)
@@ -310,19 +276,23 @@ def _is_text(type_: Any, is_list: bool = False) -> bool:
 def _column(batch: Any, name: str) -> Any:
     if name in batch.schema.names:
         return batch.column(name)
+    from pyarrow import compute
+
     first, *rest = name.split(".")
-    return _COMPUTE.struct_field(batch.column(first), rest)  # null where a parent is null
+    return compute.struct_field(batch.column(first), rest)  # null where a parent is null
 
 
 def _id_values(column: Any) -> list[Any]:
     """Values of an id column: times and decimals as Arrow's text for them, UUIDs in their usual
     form, other bytes as text or in hexadecimal, None of lists and structs."""
+    from pyarrow import string, types
+
     column = _plain(column)
-    if _TYPES.is_nested(column.type) or _TYPES.is_interval(column.type):
+    if types.is_nested(column.type) or types.is_interval(column.type):
         return [None] * len(column)
-    if _TYPES.is_temporal(column.type) or _TYPES.is_decimal(column.type):
-        column = column.cast(_ARROW.string())  # Python's types have no nanoseconds
-    if _TYPES.is_fixed_size_binary(column.type) and column.type.byte_width == 16:
+    if types.is_temporal(column.type) or types.is_decimal(column.type):
+        column = column.cast(string())  # Python's types have no nanoseconds
+    if types.is_fixed_size_binary(column.type) and column.type.byte_width == 16:
         return [None if id_ is None else str(uuid.UUID(bytes=id_)) for id_ in column.to_pylist()]
     return [id_.hex() if isinstance(id_, bytes) else id_ for id_ in _values(column)]
 
@@ -331,10 +301,12 @@ def _values(column: Any) -> list[Any]:
     """The values of a column as Python's: str, or bytes where they are not UTF-8."""
     _check_offsets(getattr(column, "storage", column))
     column = _plain(column)
-    with contextlib.suppress(_ARROW.ArrowException, UnicodeDecodeError):
+    with contextlib.suppress(ValueError):
         return [_as_text(value) for value in column.to_pylist()]
-    binary = _ARROW.large_binary()
-    column = column.cast(_ARROW.large_list(binary) if _TYPES.is_nested(column.type) else binary)
+    import pyarrow as pa
+
+    is_nested = pa.types.is_nested(column.type)
+    column = column.cast(pa.large_list(pa.large_binary()) if is_nested else pa.large_binary())
     column.validate(full=True)  # of nested columns, only the first problem is known so far
     return [_as_text(value) for value in column.to_pylist()]
 
@@ -343,7 +315,7 @@ def _check_offsets(column: Any) -> None:
     """ArrowInvalid unless all offsets are valid: others would lead to any place in memory."""
     try:
         column.validate(full=True)
-    except _ARROW.ArrowInvalid as error:
+    except ValueError as error:
         if "UTF8" not in str(error):  # rows that are not UTF-8 are rejected one by one
             raise
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from millrace.errors import TextError
 from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, read_size
 from millrace.text.json_values import BadDocumentError, decode_text
-from millrace.text.parts import Format, InputFile, Part, Piece, new_piece, open_part
+from millrace.text.parts import Format, InputFile, Part, Piece, Span, cut_pieces, open_part
 from millrace.text.streams import BLOCK_SIZE, ByteStream
 
 _NO_QUOTE = "a quoted field has no closing quote. Close it, or double a quote that is text"
@@ -68,29 +68,13 @@ class Csv(Format):
     def unpack(
         self, file: InputFile, size: int, *, max_size: int, block_size: int
     ) -> Iterator[Piece]:
-        with open_part(file.part()) as stream:
+        def contents(stream: ByteStream) -> tuple[Iterator[Span], int, bytes]:
             rows = _rows(stream, self._delimiter, max_size, block_size)
             _, number, header = _read_header(rows, file.path)
-            row, position = next(rows, None), 0
+            # Of two byte order marks, the second is a part of the header.
+            return _spans(rows, max_size), number, UTF8_BOM + header
 
-            def chunks() -> Iterator[bytes]:
-                nonlocal row, number
-                # Of two byte order marks, the second is a part of the header.
-                yield UTF8_BOM + header
-                num_bytes = 0
-                while row is not None and num_bytes < size:
-                    if row.is_long:
-                        yield from (b"x" * BLOCK_SIZE for _ in range(max_size // BLOCK_SIZE + 1))
-                        yield b"\n"
-                    yield row.data
-                    number += 1
-                    num_bytes += max_size if row.is_long else len(row.data)
-                    row = next(rows, None)
-
-            while row is not None:
-                # The header is the row before the first.
-                yield new_piece(file, stream, position, chunks(), first_line=number)
-                position = stream.position
+        return cut_pieces(file, size, contents)
 
 
 class _Row(NamedTuple):
@@ -103,6 +87,17 @@ class _Row(NamedTuple):
 
     def field(self, place: int) -> bytes:
         return self.fields[place].encode("latin-1")
+
+
+def _spans(rows: Iterator[_Row], max_size: int) -> Iterator[Span]:
+    """Rows, of which those that are too long have other bytes."""
+    for row in rows:
+        if row.is_long:
+            for _ in range(max_size // BLOCK_SIZE + 1):
+                yield Span(b"x" * BLOCK_SIZE, 0, 0, False)
+            yield Span(b"\n", max_size, 1, True)
+        else:
+            yield Span(row.data, len(row.data), 1, True)
 
 
 def _read_header(rows: Iterator[_Row], source: str) -> tuple[list[str], int, bytes]:

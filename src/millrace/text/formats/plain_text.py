@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from millrace import checks
 from millrace.errors import ConfigError
-from millrace.text.documents import Batch, Documents, Query, records_of
-from millrace.text.json_values import NOT_UNICODE, BadDocumentError, decode_text, is_unicode
+from millrace.text.documents import Batch, Documents, Query, read_records
+from millrace.text.json_values import NOT_UNICODE, decode_text, is_unicode
 from millrace.text.parts import Format, InputFile, Part, open_part
 
 
@@ -37,19 +37,12 @@ class PlainText(Format):
                 f'{part.source} is plain text, which has only the key "text"; the keys are: '
                 f"{', '.join(query.keys)}"
             )
+
         batch = Batch(query, part.size)
+
+        def add(record: bytes, line: int, offset: int) -> None:
+            batch.add([decode_text(record)], line, offset)
+
         with open_part(part) as stream:
-            for block in records_of(stream, self._separator, query, part.byte_offset, "text"):
-                line, offset = block.line, block.byte_offset
-                for record in block.records:
-                    content = record.removesuffix(self._separator)
-                    try:
-                        if len(content) > query.max_size:
-                            query.reject_long(line, offset, "text")
-                        else:
-                            batch.add([decode_text(content)], line, offset)
-                    except BadDocumentError as error:
-                        query.reject(line, offset, str(error), content)
-                    line += record.count(b"\n")
-                    offset += len(record)
-                yield batch.take(block.stop, stream.position, stream.size)
+            offset = part.byte_offset + stream.first_byte
+            yield from read_records(stream, self._separator, query, batch, offset, "text", add)
