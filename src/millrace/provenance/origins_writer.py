@@ -97,13 +97,13 @@ class OriginsWriter:
             ConfigError: If the numbers do not agree with each other.
         """
         pa = import_pyarrow()
-        if isinstance(sources, str) or not all(isinstance(source, str) for source in sources):
-            raise ConfigError(f"sources are {shown(sources)}; give a list of texts")
         numbers = check_ints("source_numbers", source_numbers)
         columns = {
             "lines": pa.array(check_ints("lines", lines)),
             "byte_offsets": pa.array(check_ints("byte_offsets", byte_offsets)),
-            "ids": pa.nulls(len(numbers), pa.string()) if ids is None else _texts("ids", ids),
+            "ids": pa.nulls(len(numbers), pa.string())
+            if ids is None
+            else _texts("ids", ids, (str, type(None))),
         }
         for name, column in columns.items():
             if len(column) != len(numbers):
@@ -116,14 +116,16 @@ class OriginsWriter:
             raise ConfigError(
                 f"source_numbers go from {low} to {high}; there are {len(sources)} sources"
             )
-        names = _texts("sources", sources)
+        names = _texts("sources", sources, (str,))
         source = pa.DictionaryArray.from_arrays(numbers.astype(np.int32), names)
         self.add_table(pa.Table.from_arrays([source, *columns.values()], schema=schema()))
 
     def add_table(self, table: Any) -> None:
         """Appends the rows of a pyarrow table with the columns of the sidecar."""
         self.num_rows += len(table)
-        self._keep(table)
+        self._pending.append(table)
+        self._num_pending += len(table)
+        self._pending_id_bytes += int(_id_lengths(table).sum())
         if self._num_pending >= _GROUP_ROWS or self._pending_id_bytes >= _GROUP_ID_BYTES:
             self._write_groups()
 
@@ -164,26 +166,19 @@ class OriginsWriter:
             self.publish()
         self.close()
 
-    def _keep(self, table: Any) -> None:
-        self._pending.append(table)
-        self._num_pending += len(table)
-        self._pending_id_bytes += int(_id_lengths(table).sum())
-
     def _write_groups(self, *, is_last: bool = False) -> None:
         """Writes the row groups that are full, and with `is_last` the rest."""
-        tables = self._pending or [schema().empty_table()]
-        rows = import_pyarrow().concat_tables(tables).unify_dictionaries().combine_chunks()
-        self._pending, self._num_pending, self._pending_id_bytes = [], 0, 0
+        rows = import_pyarrow().concat_tables([schema().empty_table(), *self._pending])
         while len(rows):
             id_ends = np.cumsum(_id_lengths(rows.slice(0, _GROUP_ROWS)))
             count = min(int(np.searchsorted(id_ends, _GROUP_ID_BYTES)) + 1, len(id_ends))
-            is_full = count == _GROUP_ROWS or id_ends[-1] >= _GROUP_ID_BYTES
-            if not is_full and not is_last:
-                # Only the sources of these rows, or the list would grow with the number of files.
-                self._keep(with_own_sources(rows))
+            if not is_last and count < _GROUP_ROWS and id_ends[-1] < _GROUP_ID_BYTES:
                 break
             self._writer.write_table(with_own_sources(rows.slice(0, count)), row_group_size=count)
             rows = rows.slice(count)
+        # Only the sources of these rows, or the list would grow with the number of files.
+        self._pending = [with_own_sources(rows)] if len(rows) else []
+        self._num_pending, self._pending_id_bytes = len(rows), int(_id_lengths(rows).sum())
 
 
 class _Sink(io.RawIOBase):
@@ -230,19 +225,16 @@ def copied_origins(
     return writer
 
 
-def _texts(name: str, values: Sequence[str | None]) -> Any:
+def _texts(name: str, values: Sequence[str | None], types: tuple[type, ...]) -> Any:
     """Texts as an array; a lone surrogate (of a file name that is not UTF-8) is written \\udc80."""
-    pa = import_pyarrow()
-    if isinstance(values, str):
+    if isinstance(values, str) or not all(isinstance(value, types) for value in values):
         raise ConfigError(f"{name} are {shown(values)}; give a list of texts")
+    pa = import_pyarrow()
     try:
-        try:
-            return pa.array(values, pa.string())
-        except UnicodeEncodeError:
-            safe = [v and v.encode("utf-8", "backslashreplace").decode() for v in values]
-            return pa.array(safe, pa.string())
-    except (pa.ArrowException, TypeError, AttributeError) as error:
-        raise ConfigError(f"{name} are {shown(values)}; give texts ({error})") from None
+        return pa.array(values, pa.string())
+    except UnicodeEncodeError:
+        safe = [v and v.encode("utf-8", "backslashreplace").decode() for v in values]
+        return pa.array(safe, pa.string())
 
 
 def _id_lengths(table: Any) -> NDArray[np.int64]:

@@ -114,17 +114,18 @@ class InputFile:
 
     def part(self, start: int = 0, stop: int | None = None, **fields: Any) -> Part:
         """A part of the file, with other fields of `Part` if given; by default the whole file."""
-        whole = Part(
+        whole = {"size": self.size or 0, "first_line": self.format.first_line}
+        return Part(
             path=self.path,
             format=self.format,
             compression=self.compression,
-            size=self.size or 0,
+            start=start,
+            stop=stop,
             source=self.path,
-            first_line=self.format.first_line,
             file_size=self.size,
             mtime_ns=self.mtime_ns,
+            **{**whole, **fields},
         )
-        return replace(whole, start=start, stop=stop, **fields)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from millrace.checks import check_bool, shown
+from millrace.checks import check_bool, check_choice, shown
 from millrace.errors import ConfigError, TextError
 
 MAX_CHARACTERS = 1_000_000
@@ -61,9 +61,7 @@ class SentenceSplitter:
     ) -> None:
         language, code = _language(lang)
         self.keep_newlines = check_bool("keep_newlines", keep_newlines)
-        if library not in LIBRARIES:
-            raise ConfigError(f"library is {shown(library)}; it is one of {', '.join(LIBRARIES)}")
-        self.library, self._code = library, code
+        self.library, self._code = check_choice("library", library, LIBRARIES), code
         if library == "punkt":
             self._punkt = _load_punkt(language)
             self.name = f"nltk {version('nltk')} punkt_tab {language}"
@@ -80,20 +78,13 @@ class SentenceSplitter:
     def _split(self, text: str) -> list[str]:
         if self.library == "punkt":
             try:
-                return list(self._tokenizer.tokenize(text))
+                return list(_punkt_tokenizer(self._punkt, self.keep_newlines).tokenize(text))
             except TimeoutError as error:  # later versions of NLTK stop a search that takes long
                 raise _failure("Punkt", text, error, "sentencex") from None
         pieces = self._segments(text)
         if self.keep_newlines:
             return _with_whitespace(pieces)
         return [*filter(None, map(str.strip, pieces))]
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        return _punkt_tokenizer(self._punkt, self.keep_newlines)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
 
     def _segments(self, text: str) -> list[str]:
         """The pieces of a text by sentencex."""
@@ -170,6 +161,7 @@ def _load_punkt(language: str) -> Any:
         ) from None
 
 
+@functools.lru_cache(4)
 def _punkt_tokenizer(parameters: Any, keep_newlines: bool) -> Any:
     from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer
 

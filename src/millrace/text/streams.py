@@ -163,28 +163,25 @@ class _Decompressed(ByteStream):
         self._current: Any = None
 
     def read(self, size: int, /) -> bytes:
+        data = b""
         try:
-            data = self._read(size)
+            while not data:
+                compressed = b""
+                if self._current is None or self._current.eof:
+                    compressed = self._start_of_stream()
+                    if not compressed:
+                        break
+                    self._current = self._new()
+                elif self._current.needs_input:
+                    compressed = self._raw.read(_INPUT_SIZE)
+                is_at_end = self._current.needs_input and not compressed
+                # At the end, what zlib still has inside.
+                data = self._current.decompress(compressed, size)
+                if is_at_end and not data and not self._current.eof:
+                    raise self._damaged("end too early")
         except self._errors as error:
             raise self._damaged(f"are damaged ({error})") from None
         self.position = self._raw.position
-        return data
-
-    def _read(self, size: int) -> bytes:
-        current, data = self._current, b""
-        while not data:
-            compressed = b""
-            if current is None or current.eof:
-                compressed = self._start_of_stream()
-                if not compressed:
-                    return b""
-                current = self._current = self._new()
-            elif current.needs_input:
-                compressed = self._raw.read(_INPUT_SIZE)
-            is_at_end = current.needs_input and not compressed
-            data = current.decompress(compressed, size)  # at the end, what zlib still has inside
-            if is_at_end and not data and not current.eof:
-                raise self._damaged("end too early")
         return data
 
     def _start_of_stream(self) -> bytes:

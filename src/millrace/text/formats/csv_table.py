@@ -39,7 +39,7 @@ class Csv(Format):
             columns, number, _ = _read_header(rows, part.source)
             if columns:  # an empty file needs none
                 places = [_place_of(columns, key, part.source) for key in query.keys]
-                id_place = columns.index(query.id_key) if query.id_key in columns else None
+                id_place = columns.index(query.id_key) if query.id_key in columns else -1
             for row in rows:
                 try:
                     if row.is_long:
@@ -52,10 +52,8 @@ class Csv(Format):
                         )
                     elif row.fields:
                         texts = [decode_text(row.field(place)) for place in places]
-                        id_ = None
-                        if id_place is not None:
-                            id_ = row.field(id_place).decode(errors="replace")
-                        batch.add(texts, number, id_=id_)
+                        id_ = row.field(id_place).decode(errors="replace")
+                        batch.add(texts, number, id_=id_ if id_place >= 0 else None)
                 except BadDocumentError as error:
                     query.reject(number, -1, str(error), row.data)
                 number += 1
