@@ -12,10 +12,9 @@ import pytest
 from millrace import ConfigError, DataError
 from millrace.inspect import describe_shards, format_shards, shares_svg
 from millrace.inspect.description import parts_of
-from millrace.order import KeyedPermutation
 from millrace.ragged import even_sizes
 from millrace.shuffling.distribution import distribution_json, measure_distribution
-from millrace.shuffling.permutations import KeyedRanges
+from millrace.shuffling.permutations import Permutation
 from millrace.store import ShardsMetadata, read_metadata
 from tests.shard_folders import (
     make_sequences,
@@ -31,7 +30,7 @@ SEQUENCES = make_sequences(TOTAL, 4)
 
 def distribution_of(domains: dict[str, int], num_shards: int) -> dict[str, Any]:
     total = sum(domains.values())
-    permutation = KeyedRanges(KeyedPermutation(total, 1))
+    permutation = Permutation("keyed", total, 1)
     return distribution_json(
         measure_distribution(permutation, domains, even_sizes(total, num_shards))
     )

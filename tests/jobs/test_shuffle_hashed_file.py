@@ -1,6 +1,7 @@
 """Files that tasks write past the page cache."""
 
 import errno
+import fcntl
 import os
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,13 @@ def test_what_is_written_is_in_the_file(
     case: str, sizes: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on file systems that refuse direct writes, at once or later, or write less."""
-    open_file, write_file = os.open, os.write
+    set_flags, write_file = fcntl.fcntl, os.write
     calls: list[int] = []
 
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+    def refuse(descriptor: int, command: int, flags: int = 0) -> int:
         if flags & os.O_DIRECT:
-            os.close(open_file(path, flags & ~os.O_DIRECT, mode))  # as some file systems do
-            raise OSError(errno.EINVAL, "Invalid argument", path)
-        return open_file(path, flags, mode)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return set_flags(descriptor, command, flags)
 
     def refuse_first(descriptor: int, data: memoryview) -> int:
         calls.append(len(data))
@@ -50,7 +50,7 @@ def test_what_is_written_is_in_the_file(
         return write_file(descriptor, data[: max(len(data) // 2, 1)])
 
     if case == "no direct files":
-        monkeypatch.setattr(os, "open", refuse)
+        monkeypatch.setattr(fcntl, "fcntl", refuse)
     elif case != "direct":
         monkeypatch.setattr(os, "write", refuse_first if "direct" in case else write_half)
     generator = np.random.default_rng(sum(sizes))

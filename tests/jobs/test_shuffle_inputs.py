@@ -76,16 +76,16 @@ def test_items_are_the_sequences_of_all_files_in_order() -> None:
 
 
 def check_counts(items: SequenceItems, folder: Path, case: Case) -> None:
-    assert items.contents.domain_stats == case.domain_stats
+    assert items.domain_stats == case.domain_stats
     assert items.num_items == len(case.items)
-    for domain in items.contents.domains:
-        members = [row for row in items.contents.inputs if row["domain"] == domain.name]
+    for domain in items.domains:
+        members = [row for row in items.inputs if row["domain"] == domain.name]
         files = [path for path in (folder / domain.name).iterdir() if path.suffix != ".idx"]
         assert len(members) == domain.num_files == len(files)
         assert sum(row["num_items"] for row in members) == domain.num_items
         assert sum(row["num_tokens"] for row in members) == domain.num_tokens
         assert 0 <= domain.num_left <= domain.num_tokens
-        is_noticed = any(f"domain {domain.name} has" in notice for notice in items.contents.notices)
+        is_noticed = any(f"domain {domain.name} has" in notice for notice in items.notices)
         assert is_noticed == (domain.num_items == 0)
 
 
@@ -122,11 +122,11 @@ def test_domains_are_folders_and_are_sorted_by_path(tmp_path: Path) -> None:
     for path in (".hidden/a.bin", "b/.hidden.bin", "b/notes.txt", "b/x.bin.tmp", "c.journal/a.bin"):
         write_raw(tmp_path / path, [9, 9])
     items = sequence_items(tmp_path, seq_len=2, dtype="int32")
-    rows = [f"{row['domain']} {row['path']}" for row in items.contents.inputs]
+    rows = [f"{row['domain']} {row['path']}" for row in items.inputs]
     paths = [". loose.bin", "B B/z.bin", "b b/X.bin", "b b/deep/er/y.bin", "b b/x.bin"]
     assert rows == [path.replace(" ", f" {tmp_path}/") for path in paths]
     assert read_all(items) == [[n, n] for n in (3, 2, 4, 1, 0)]
-    assert items.contents.notices == []
+    assert items.notices == []
 
 
 def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_file_that_is_there_twice_is_noticed(tmp_path: Path) -> None:
     items = sequence_items(tmp_path, seq_len=1, dtype="int32")
     assert items.num_items == 4
     notice = f"{tmp_path}/b/x.bin is the same file as {tmp_path}/a/x.bin: both are read"
-    assert items.contents.notices == [notice]
+    assert items.notices == [notice]
 
 
 def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "x.jsonl").write_text("{}")
     items = sequence_items(tmp_path, seq_len=2, dtype="int32")
-    domains = [(d.name, d.num_files, d.num_items, d.num_left) for d in items.contents.domains]
+    domains = [(d.name, d.num_files, d.num_items, d.num_left) for d in items.domains]
     assert domains == [("a", 1, 1, 1), ("empty", 0, 0, 0), ("short", 2, 0, 1), ("texts", 0, 0, 0)]
-    notices = {notice.split()[1]: notice for notice in items.contents.notices}
+    notices = {notice.split()[1]: notice for notice in items.notices}
     assert sorted(notices) == ["empty", "short", "texts"]
     assert "x.jsonl" in notices["texts"]
     assert "no whole sequence of 2 tokens" in notices["short"]
@@ -167,9 +167,9 @@ def test_raw_tokens_beside_indexed_ones_are_noticed(tmp_path: Path) -> None:
     write_documents(tmp_path / "a" / "x", [[1, 2]])
     write_documents(tmp_path / "a" / "y", [[3, 4]])
     write_raw(tmp_path / "a" / "raw" / "z.bin", [5, 6])
-    assert sequence_items(tmp_path, seq_len=2, dtype="int32").contents.notices == []
+    assert sequence_items(tmp_path, seq_len=2, dtype="int32").notices == []
     (tmp_path / "a" / "y.idx").unlink()
-    (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32").contents.notices
+    (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32").notices
     assert notice.startswith(f"{tmp_path}/a/y.bin is read as raw int32")
 
 
@@ -177,7 +177,7 @@ def test_the_table_of_domains(tmp_path: Path) -> None:
     write_raw(tmp_path / "web" / "x.bin", range(5000))
     write_raw(tmp_path / "b" / "x.bin", [1])
     items = sequence_items(tmp_path, seq_len=3, dtype="int32")
-    assert items.contents.table("sequences").splitlines() == [
+    assert items.table("sequences").splitlines() == [
         "domain  files  sequences  tokens  tokens left out",
         "b           1          0       1                1",
         "web         1      1,666   5,000                2",
@@ -224,7 +224,7 @@ def test_a_list_names_folders_files_and_prefixes(tmp_path: Path) -> None:
     entries = read_input_list(listing)
     assert [weight for weight, _ in entries] == [1, 2.5, 0.5]
     items = sequence_items(entries, seq_len=1, dtype="int32")
-    assert items.contents.domain_stats == {"array.npy": 1, "pair": 5, "raw": 2}
+    assert items.domain_stats == {"array.npy": 1, "pair": 5, "raw": 2}
     assert read_all(items) == [[n] for n in (5, 3, 4, 3, 4, 3, 1, 2)]
 
 
@@ -429,7 +429,7 @@ def test_files_and_sequences_beyond_2_gb(tmp_path: Path) -> None:
         file.write(np.arange(10, dtype=np.uint32).tobytes())
     items = sequence_items(tmp_path, seq_len=5)
     count = (2**32 + 10) // 5
-    assert (items.num_items, items.contents.domains[0].num_left) == (count, 1)
+    assert (items.num_items, items.domains[0].num_left) == (count, 1)
     assert read_all(items, np.array([0, count - 1])) == [[0] * 5, [4, 5, 6, 7, 8]]
     items = sequence_items([(2.5, tmp_path / "a")], seq_len=5)
     assert items.num_items == 5 * count // 2

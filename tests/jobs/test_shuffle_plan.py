@@ -1,6 +1,7 @@
 """The plan of a shuffle: groups that fit their buffers, and the choice between plans."""
 
 import tracemalloc
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import ConfigError, MillraceError
-from millrace.order import KeyedPermutation
 from millrace.ragged import even_sizes, starts_of
 from millrace.shuffling import memory_budget, plans
 from millrace.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, group_bounds, sizes_of
-from millrace.shuffling.permutations import KeyedRanges
-from millrace.shuffling.plans import PLANS, Gather, Rates, Scatter, ShufflePlan, resume_plan
+from millrace.shuffling.permutations import Permutation
+from millrace.shuffling.plans import PLANS, Rates, ShufflePlan, fit_plan, resume_plan
 from tests.jobs.shuffle_cases import sequence_items
 
 GB = 10**9
@@ -52,7 +52,7 @@ def test_groups_fit_their_buffer_and_lie_in_one_shard(
         for items in kinds:
             largest = int(items.sizes(np.arange(items.num_items)).max())
             buffer_size = 2 * largest + ITEM_OVERHEAD + more
-            shuffled = KeyedRanges(KeyedPermutation(items.num_items, 0))
+            shuffled = Permutation("keyed", items.num_items, 0)
             starts = starts_of(even_sizes(items.num_items, min(num_shards, items.num_items)))
             buckets = group_bounds(items, shuffled.sources, starts, buffer_size)
             runs = group_bounds(items, np.arange, starts[[0, -1]], buffer_size)
@@ -69,21 +69,18 @@ def test_groups_fit_their_buffer_and_lie_in_one_shard(
 
 
 @given(
-    st.sampled_from([*PLANS.values()]),
-    st.integers(8 * MB, 100 * GB),
-    st.integers(1, 64),
-    st.integers(1, 10**9),
+    st.sampled_from(PLANS), st.integers(8 * MB, 100 * GB), st.integers(1, 64), st.integers(1, 10**9)
 )
 def test_workers_and_buffers_fit_the_memory(
-    kind: type[ShufflePlan], memory: int, workers: int, num_items: int
+    name: str, memory: int, workers: int, num_items: int
 ) -> None:
     items: Any = FakeItems(num_items, 4096)
-    plan = kind.fit(sizes_of(items), budget_of(memory, items), workers)
+    plan = fit_plan(name, sizes_of(items), budget_of(memory, items), workers)
     assert 1 <= plan.workers <= workers
     assert plan.buffer_size >= min(8192, 8192 * num_items) + ITEM_OVERHEAD
     processes = plan.workers * 45 * MB if plan.workers > 1 else 0
     assert processes + plan.workers * plan.buffer_size <= memory
-    again = resume_plan(plan.to_json(), items, workers=workers, memory=memory)
+    again = resume_plan(asdict(plan), items, workers=workers, memory=memory)
     assert again.workers * again.buffer_size <= memory
 
 
@@ -142,9 +139,7 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
 
 def test_gather_may_be_three_times_slower_at_reading() -> None:
     items: Any = FakeItems(10**6, 4096)
-    gather, scatter = (
-        plan.fit(sizes_of(items), budget_of(GB, items), 1) for plan in (Gather, Scatter)
-    )
+    gather, scatter = (fit_plan(name, sizes_of(items), budget_of(GB, items), 1) for name in PLANS)
 
     def is_gather_faster(random: float, sequential: float) -> bool:
         rates = Rates(random, sequential)
@@ -173,8 +168,8 @@ def test_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
 
 def test_a_smaller_memory_continues_with_fewer_workers() -> None:
     items: Any = FakeItems(10**6, 4096)
-    plan = Scatter(sizes=sizes_of(items), workers=4, buffer_size=100 * MB)
-    content = plan.to_json()
+    plan = ShufflePlan(name="scatter", sizes=sizes_of(items), workers=4, buffer_size=100 * MB)
+    content = asdict(plan)
     assert resume_plan(content, items, workers=4, memory=300 * MB).workers == 2
     assert resume_plan(content, items, workers=4, memory=100 * MB).workers == 1
     with pytest.raises(ConfigError, match=r"not 99.0 MB: .*Give memory=100000000 or more"):

@@ -1,5 +1,6 @@
 """The input of a shuffle: the token files of each domain, sorted by domain and path."""
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import files_below
 from millrace.names import BESIDE_TOKENS, JOURNAL
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
+from millrace.ragged import starts_of
 from millrace.shuffling.token_files import TokenFile, open_token_file, read_errors_of
 from millrace.store.publish import bin_path, idx_path, paths_to_read
 from millrace.text import read_input_list as read_lines
@@ -40,6 +42,12 @@ class Input:
     @property
     def files(self) -> list[TokenFile]:
         return [file for domain in self.domains for file in domain.files]
+
+    @property
+    def slices(self) -> list[slice]:
+        """The places of each domain's files among all files."""
+        bounds = starts_of(len(domain.files) for domain in self.domains).tolist()
+        return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
     def dtype(self) -> np.dtype[Any]:
         """The dtype of all files that hold tokens; a ConfigError if there are two, or no tokens."""

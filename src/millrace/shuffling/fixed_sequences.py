@@ -6,18 +6,16 @@ token on. What is left over at its end is cut off; with `carry`, only at the end
 the ends of the files' parts say where a sequence lies.
 """
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT32
-from millrace.errors import ConfigError, DataError
-from millrace.ragged import Numbers, spread, starts_of
+from millrace.errors import DataError
+from millrace.ragged import Numbers, even_sizes, spread, starts_of
 from millrace.shuffling.domains import Input
-from millrace.shuffling.shuffle_items import ItemsAt, WeightedUnits, contents_of
+from millrace.shuffling.shuffle_items import Items, ItemsAt
 from millrace.shuffling.token_files import read_files
 from millrace.store.publish import idx_path
 from millrace.store.writer import Entries, write_index
@@ -26,53 +24,34 @@ _BLOCK = 1 << 20  # tokens that are read at a time
 _ENTRIES = 1 << 16  # entries of an index that are written at a time
 
 
-class SequenceItems:
-    """Sequences of a fixed length; see `Items`.
+class SequenceItems(Items):
+    """Sequences of `seq_len` tokens; with `carry`, a file continues the remainder of the last."""
 
-    A ConfigError for an input without a whole one, or of two dtypes or tokenizers.
-    """
-
-    has_origins = False
+    item_size: int
 
     def __init__(self, found: Input, seq_len: int, carry: bool) -> None:
-        self.dtype, self.item_size = found.dtype(), seq_len
-        self._files = found.files
-        num_tokens = np.array([file.num_tokens for file in self._files], np.int64)
-        bounds = starts_of(len(domain.files) for domain in found.domains).tolist()
-        of_domains = [slice(*pair) for pair in itertools.pairwise(bounds)]
-        lengths = np.concatenate([_lengths(num_tokens[s], seq_len, carry) for s in of_domains])
-        num_sequences = [int(lengths[s].sum()) // seq_len for s in of_domains]
-        self._units = WeightedUnits(num_sequences, [domain.weight for domain in found.domains])
-        self.num_items = sum(self._units.num_items)
+        self.item_size = seq_len
+        num_tokens = np.array([file.num_tokens for file in found.files], np.int64)
+        lengths = num_tokens // seq_len * seq_len  # tokens of each file that are in sequences
+        for part in found.slices if carry else ():
+            ends = np.cumsum(num_tokens[part])
+            lengths[part] = np.diff(np.minimum(ends, ends[-1:] // seq_len * seq_len), prepend=0)
         self._ends = np.cumsum(lengths)
         self._starts = self._ends - lengths
-        self._byte_offsets = np.array([file.byte_offset for file in self._files], np.int64)
-        self.contents = contents_of(
+        self._byte_offsets = np.array([file.byte_offset for file in found.files], np.int64)
+        super().__init__(
             found,
-            self._units,
-            unit_name=f"sequence of {seq_len:,} tokens",
-            first_units=-(-starts_of(lengths) // seq_len),
-            num_left=[int((num_tokens[s] - lengths[s]).sum()) for s in of_domains],
+            np.diff(-(-starts_of(lengths) // seq_len)),
+            lengths,
+            unit=f"sequence of {seq_len:,} tokens",
+            remedy="a smaller --seq-len" + ("" if carry else ", or join files with --carry"),
         )
-        found.tokenizer()  # two tokenizers are refused
-        if sum(num_sequences) == 0:
-            remedy = "" if carry else ", or join the files of each domain with --carry"
-            raise ConfigError(
-                f"the input has no whole sequence of {seq_len:,} tokens: its {len(num_tokens):,} "
-                f"files have {num_tokens.sum():,} tokens, the longest {num_tokens.max():,}. Give a "
-                f"smaller --seq-len{remedy}"
-            )
-        if self.num_items == 0:
-            raise ConfigError(
-                f"the weights take none of the {sum(num_sequences):,} sequences of the input; give "
-                "larger weights"
-            )
 
     def sizes(self, numbers: Numbers) -> Numbers:
         return np.full(len(numbers), self.item_size, np.int64)
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        sequences, targets = self._units.ascending_units(numbers, targets)
+        sequences, targets = self.units.ascending_units(numbers, targets)
         step = max(_BLOCK // self.item_size, 1)
         for start in range(0, len(sequences), step):
             block = slice(start, start + step)
@@ -84,13 +63,10 @@ class SequenceItems:
         Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
         """
         dtype = np.int32 if self.dtype == np.uint32 else self.dtype
-        write_index(prefix, dtype, self._entries(stop - start))
+        counts = even_sizes(stop - start, -(-(stop - start) // _ENTRIES)).tolist()
+        ones = (np.ones(count, np.int64) for count in counts)
+        write_index(prefix, dtype, (Entries(one * self.item_size, one) for one in ones))
         return [idx_path(prefix)]
-
-    def _entries(self, count: int) -> Iterator[Entries]:
-        for start in range(0, count, _ENTRIES):
-            rest = min(count - start, _ENTRIES)
-            yield Entries(np.full(rest, self.item_size), np.ones(rest, np.int64))
 
     def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads the sequences that start at these places of the stream, ascending, to targets."""
@@ -102,7 +78,7 @@ class SequenceItems:
         high = np.minimum(starts[rows] + self.item_size, self._ends[files])
         size = self.dtype.itemsize
         bits = read_files(
-            self._files,
+            self.files,
             files,
             self._byte_offsets[files] + (low - self._starts[files]) * size,
             (high - low) * size,
@@ -121,15 +97,7 @@ class SequenceItems:
         place = int(starts[row]) + column
         file = int(np.searchsorted(self._ends, place, side="right"))
         return DataError(
-            f"{self._files[file].path} holds the token {sequences[row][column]} at position "
+            f"{self.files[file].path} holds the token {sequences[row][column]} at position "
             f"{place - int(self._starts[file])}; ids must be below 2**31 (2147483648). "
             "The file is damaged, or its dtype is not uint32: correct --dtype, or write it again"
         )
-
-
-def _lengths(num_tokens: Numbers, seq_len: int, carry: bool) -> Numbers:
-    """The tokens of each file of a domain that are in sequences: int64 [files]."""
-    if not carry:
-        return num_tokens // seq_len * seq_len
-    total = int(num_tokens.sum()) // seq_len * seq_len
-    return np.diff(np.minimum(np.cumsum(num_tokens), total), prepend=0)

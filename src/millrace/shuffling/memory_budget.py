@@ -5,7 +5,6 @@ bytes for each process.
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from millrace.ragged import Numbers
 from millrace.shuffling.shuffle_items import Items, ItemsAt
 
 MB = 1_000_000
-LARGEST_BUFFER = 256 * MB  # of a worker; more makes nothing faster
 
 ITEM_OVERHEAD = 128
 """Bytes of memory per item in a buffer: its number, place, size and offsets, and copies of them.
@@ -31,9 +29,6 @@ It decides where runs and buckets end: change the version in `shuffle_options.id
 _WORKER_MEMORY = 45 * MB  # Python, NumPy and this package in a worker process
 _ARROW_MEMORY = 90 * MB  # more in each process that copies the origins of documents
 _LEAST_BUFFER = 8 * MB  # of a worker
-_GOOD_BUFFER = 16 * MB
-_GOOD_SECTION = 256 << 10  # bytes that pass 2 of `scatter` reads of a run at a time
-_LARGE_SECTION = 8 << 20
 _BLOCK = 1 << 16  # items whose sizes are looked up at a time
 _SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
@@ -53,12 +48,6 @@ class Budget(NamedTuple):
     def num_workers(self, workers: int, buffer_size: int) -> int:
         """The number of workers, each with a buffer; one worker is the job's own process."""
         return max(min(workers, self.buffers // (self.worker + buffer_size)), 1)
-
-    def shared(self, workers: int, good: int, most: int) -> tuple[int, int]:
-        """The number of workers with a good buffer, and the size of their buffers, at most."""
-        workers = self.num_workers(workers, good)
-        size = self.buffers if workers == 1 else self.buffers // workers - self.worker
-        return workers, min(size, most)
 
 
 def budget_of(memory: int | None, items: Items) -> Budget:
@@ -80,18 +69,6 @@ class ItemSizes:
     def in_buffer(self) -> int:
         """Bytes of a buffer for all items."""
         return self.num_bytes + self.num_items * ITEM_OVERHEAD
-
-    def gather_buffers(self) -> tuple[int, int]:
-        """Sizes of a good buffer of `gather`, and of the largest one."""
-        least = self.largest + ITEM_OVERHEAD
-        return max(_GOOD_BUFFER, least), max(LARGEST_BUFFER, least)
-
-    def scatter_buffers(self) -> tuple[int, int]:
-        """Sizes of a good buffer of `scatter`, and of the largest one."""
-        # With buffers of M bytes, pass 2 reads M * M / num_bytes of a run at a time.
-        good, most = (math.isqrt(self.num_bytes * n) for n in (_GOOD_SECTION, _LARGE_SECTION))
-        least_good, least_most = self.gather_buffers()
-        return max(good, least_good), max(most, least_most)
 
 
 def sizes_of(items: Items) -> ItemSizes:

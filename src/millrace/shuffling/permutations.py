@@ -20,26 +20,30 @@ _BLOCK = 1 << 20  # places that are worked on at a time
 
 
 @dataclass(frozen=True)
-class NumpyPermutation:
-    """A permutation in two files of int64; each call reads the range that it returns.
+class Permutation:
+    """A permutation of 0 to size - 1. It pickles to a few bytes, so every task can carry it.
 
-    Reads instead of maps: the pages of a map would count as memory of every process.
+    "keyed" computes each range that it returns, and "numpy" reads it from two files of int64. Reads
+    instead of maps: the pages of a map would count as memory of every process.
     """
 
-    folder: str
+    name: str
     size: int
-
-    name = "numpy"
+    seed: int
+    folder: str = ""  # of the files, by an absolute path
 
     def places(self, start: int, stop: int) -> Numbers:
         """The places of the input items `start` to `stop` - 1: int64 [stop - start]."""
-        return self._read("places", start, stop)
+        return self._range("places", start, stop)
 
     def sources(self, start: int, stop: int) -> Numbers:
         """The input items at the places `start` to `stop` - 1: int64 [stop - start]."""
-        return self._read("sources", start, stop)
+        return self._range("sources", start, stop)
 
-    def _read(self, name: str, start: int, stop: int) -> Numbers:
+    def _range(self, name: str, start: int, stop: int) -> Numbers:
+        if self.name == "keyed":
+            permuted = getattr(KeyedPermutation(self.size, self.seed), name)
+            return np.asarray(permuted(np.arange(start, stop)))
         path, values = os.path.join(self.folder, name), np.empty(0, np.int64)
         with contextlib.suppress(FileNotFoundError):
             values = np.fromfile(path, np.int64, stop - start, offset=8 * start)
@@ -49,29 +53,6 @@ class NumpyPermutation:
                 "read. Run the same command again, which makes the file again"
             )
         return values
-
-
-@dataclass(frozen=True)
-class KeyedRanges:
-    """As `NumpyPermutation`, but computed when a range is needed."""
-
-    permutation: KeyedPermutation
-
-    name = "keyed"
-
-    @property
-    def size(self) -> int:
-        return self.permutation.size
-
-    def places(self, start: int, stop: int) -> Numbers:
-        return self.permutation.places(np.arange(start, stop, dtype=np.int64))
-
-    def sources(self, start: int, stop: int) -> Numbers:
-        return self.permutation.sources(np.arange(start, stop, dtype=np.int64))
-
-
-Permutation = NumpyPermutation | KeyedRanges
-"""A permutation of 0 to size - 1. It pickles to a few bytes, so every task can carry it."""
 
 
 def choose_permutation(name: str, size: int, memory: int, unit: str) -> str:
@@ -93,8 +74,9 @@ def choose_permutation(name: str, size: int, memory: int, unit: str) -> str:
 
 def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutation:
     """Makes a permutation; "numpy" writes two files into the folder, whose path is absolute."""
+    permutation = Permutation(name, size, seed, folder)
     if name == "keyed":
-        return KeyedRanges(KeyedPermutation(size, seed))
+        return permutation
     places = np.random.default_rng(seed).permutation(size)  # int64
     sources = np.empty(size, np.int64)
     for start in range(0, size, _BLOCK):
@@ -103,4 +85,4 @@ def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutatio
     for file_name, values in (("places", places), ("sources", sources)):
         with open(os.path.join(folder, file_name), "wb") as file:
             file.write(values.data)
-    return NumpyPermutation(folder, size)
+    return permutation

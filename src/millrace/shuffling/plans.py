@@ -9,21 +9,19 @@ them from the start to the end. `scatter` reads and writes the data twice, in la
 rates of the disk, which are measured, decide between them.
 """
 
-from __future__ import annotations
-
+import math
 import os
 import statistics
 import time
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.ragged import Numbers
 from millrace.shuffling.memory_budget import (
-    LARGEST_BUFFER,
+    ITEM_OVERHEAD,
     MB,
     Budget,
     ItemSizes,
@@ -37,6 +35,11 @@ from millrace.shuffling.permutations import Permutation
 from millrace.shuffling.shard_work import Work
 from millrace.shuffling.shuffle_items import Items
 
+PLANS = "gather", "scatter"
+_LARGEST_BUFFER = 256 * MB  # of a worker; more makes nothing faster
+_GOOD_BUFFER = 16 * MB
+_GOOD_SECTION = 256 << 10  # bytes that pass 2 of `scatter` reads of a run at a time
+_LARGE_SECTION = 8 << 20
 _GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk
 _BEST_WRITE_RATE = 2e9  # bytes per second of writing and hashing, at most
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
@@ -44,105 +47,70 @@ _LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a seque
 
 
 class Rates(NamedTuple):
-    """Bytes per second of reading random items, of reading consecutive ones, and of writing."""
+    """Bytes per second of reading random items, and of reading consecutive ones."""
 
     random: float
     sequential: float
 
-    @property
-    def write(self) -> float:
-        return min(self.sequential, _BEST_WRITE_RATE)
-
 
 @dataclass(frozen=True, kw_only=True)
-class ShufflePlan(ABC):
+class ShufflePlan:
     """How the items move."""
 
-    name: ClassVar[str]
-    num_passes: ClassVar[int]  # how often it reads and writes the data
+    name: str  # "gather" or "scatter"
     sizes: ItemSizes
     workers: int
     buffer_size: int  # bytes for a group of items in a worker, with `ITEM_OVERHEAD` each
     reason: str = "it was asked for"
 
-    @classmethod
-    @abstractmethod
-    def fit(cls, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
-        """The plan with as many workers, and buffers as large, as the memory allows."""
-
-    @abstractmethod
-    def seconds_per_byte(self, rates: Rates) -> float:
-        """About how long the plan takes on a disk with these rates."""
-
-    @abstractmethod
-    def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        """What the tasks need to know; `starts` are those of the shards."""
+    @property
+    def has_one_bucket(self) -> bool:
+        return self.name == "gather" and self.sizes.in_buffer <= self.buffer_size
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the plan reads, and bytes that it writes."""
-        return self.num_passes * self.sizes.num_bytes
+        return self.sizes.num_bytes * (2 if self.name == "scatter" else 1)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self)}
+    def seconds_per_byte(self, rates: Rates) -> float:
+        """About how long the plan takes on a disk with these rates."""
+        write = min(rates.sequential, _BEST_WRITE_RATE)
+        if self.name == "scatter":
+            return 2 / rates.sequential + 1 / write  # one of two passes writes while it reads
+        if self.has_one_bucket:  # else buckets are read while others are written
+            return 1 / rates.sequential + 1 / write
+        if rates.random * self.workers >= _GOOD_WRITE_RATE:
+            return 0.0  # reading keeps up with writing: nothing is faster
+        return 1 / rates.random
+
+    def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
+        """What the tasks need to know; `starts` are those of the shards: int64 [shards + 1]."""
+        whole, runs = starts[[0, -1]], None
+        if self.name == "scatter":
+            runs = group_bounds(items, np.arange, whole, self.buffer_size)
+        # With one worker, a bucket of `gather` may hold several shards.
+        cuts = whole if self.workers == 1 and runs is None else starts
+        buckets = group_bounds(items, permutation.sources, cuts, self.buffer_size)
+        return Work(items, permutation, starts, buckets, runs)
 
     def __str__(self) -> str:
         num_bytes = in_units(self.num_bytes)
         return f"{self.name}, because {self.reason}, reads {num_bytes}, writes {num_bytes}"
 
 
-class Gather(ShufflePlan):
-    """Reads the items of each bucket from wherever they are in the input."""
-
-    name = "gather"
-    num_passes = 1
-
-    @classmethod
-    def fit(cls, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
-        if sizes.in_buffer <= min(LARGEST_BUFFER, budget.buffers):
-            return cls(sizes=sizes, workers=1, buffer_size=sizes.in_buffer)
-        workers, size = budget.shared(workers, *sizes.gather_buffers())
-        return cls(sizes=sizes, workers=workers, buffer_size=size)
-
-    @property
-    def has_one_bucket(self) -> bool:
-        return self.sizes.in_buffer <= self.buffer_size
-
-    def seconds_per_byte(self, rates: Rates) -> float:
-        if self.has_one_bucket:  # else buckets are read while others are written
-            return 1 / rates.sequential + 1 / rates.write
-        if rates.random * self.workers >= _GOOD_WRITE_RATE:
-            return 0.0  # reading keeps up with writing: nothing is faster
-        return 1 / rates.random
-
-    def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        # With one worker, a bucket may hold several shards.
-        cuts = starts if self.workers > 1 else starts[[0, -1]]
-        buckets = group_bounds(items, permutation.sources, cuts, self.buffer_size)
-        return Work(items, permutation, starts, buckets)
-
-
-class Scatter(ShufflePlan):
-    """Sorts runs of the input by place and writes them; reads each bucket from all runs."""
-
-    name = "scatter"
-    num_passes = 2
-
-    @classmethod
-    def fit(cls, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
-        workers, size = budget.shared(workers, *sizes.scatter_buffers())
-        return cls(sizes=sizes, workers=workers, buffer_size=size)
-
-    def seconds_per_byte(self, rates: Rates) -> float:
-        return 2 / rates.sequential + 1 / rates.write  # one of two passes writes while it reads
-
-    def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        buckets = group_bounds(items, permutation.sources, starts, self.buffer_size)
-        runs = group_bounds(items, np.arange, starts[[0, -1]], self.buffer_size)
-        return Work(items, permutation, starts, buckets, runs)
-
-
-PLANS: dict[str, type[Gather] | type[Scatter]] = {"gather": Gather, "scatter": Scatter}
+def fit_plan(name: str, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
+    """The plan of that name with as many workers, and buffers as large, as the memory allows."""
+    good, most, least = _GOOD_BUFFER, _LARGEST_BUFFER, sizes.largest + ITEM_OVERHEAD
+    if name == "scatter":
+        # With buffers of M bytes, pass 2 reads M * M / num_bytes of a run at a time.
+        good = max(good, math.isqrt(sizes.num_bytes * _GOOD_SECTION))
+        most = max(most, math.isqrt(sizes.num_bytes * _LARGE_SECTION))
+    elif sizes.in_buffer <= min(most, budget.buffers):
+        return ShufflePlan(name=name, sizes=sizes, workers=1, buffer_size=sizes.in_buffer)
+    workers = budget.num_workers(workers, max(good, least))
+    size = budget.buffers if workers == 1 else budget.buffers // workers - budget.worker
+    size = min(size, max(most, least))
+    return ShufflePlan(name=name, sizes=sizes, workers=workers, buffer_size=size)
 
 
 def choose_plan(
@@ -154,7 +122,7 @@ def choose_plan(
     free = check_room(items, sizes.num_bytes, output_dir)
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)
-    plan = PLANS[name].fit(sizes, budget, workers)
+    plan = fit_plan(name, sizes, budget, workers)
     if free < plan.num_bytes:
         raise MillraceError(
             f"No space left for the plan {name}: it writes {in_units(plan.num_bytes)}, and the "
@@ -167,12 +135,11 @@ def choose_plan(
 def resume_plan(
     content: dict[str, Any], items: Items, memory: int | None, workers: int
 ) -> ShufflePlan:
-    """The plan that `to_json` gave, with as many workers as the memory allows now.
+    """The plan whose fields the journal has, with as many workers as the memory allows now.
 
     Without a limit of the memory, one works in any case.
     """
-    fields = {**content, "sizes": ItemSizes(**content["sizes"])}
-    plan = PLANS[fields.pop("name")](**fields)
+    plan = ShufflePlan(**{**content, "sizes": ItemSizes(**content["sizes"])})
     budget = budget_of(memory, items)
     if memory is not None and budget.buffers < plan.buffer_size:
         least = budget.own + plan.buffer_size
@@ -181,7 +148,7 @@ def resume_plan(
             f"job was planned with buffers of {in_units(plan.buffer_size)}. Give memory={least} or "
             "more, or start over: --restart"
         )
-    if isinstance(plan, Gather) and plan.has_one_bucket:
+    if plan.has_one_bucket:
         return plan
     return replace(plan, workers=budget.num_workers(workers, plan.buffer_size))
 
@@ -190,24 +157,24 @@ def _best_plan(
     items: Items, sizes: ItemSizes, budget: Budget, workers: int, free: int
 ) -> ShufflePlan:
     """The fastest plan for this disk, which has `free` bytes left."""
-    gather = Gather.fit(sizes, budget, workers)
+    gather = fit_plan("gather", sizes, budget, workers)
     mean = sizes.num_bytes // sizes.num_items
-    if sizes.in_buffer <= gather.buffer_size:
+    if gather.has_one_bucket:
         return replace(gather, reason="the data fit one buffer")
     if mean >= _LARGE_ITEM:
         return replace(gather, reason=f"items of {in_units(mean)} are read fast at any place")
     rates = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
-    plans = [gather, Scatter.fit(sizes, budget, workers)]
+    plans = [gather, fit_plan("scatter", sizes, budget, workers)]
     if sizes.in_buffer <= budget.buffers:
-        plans.insert(1, Gather(sizes=sizes, workers=1, buffer_size=sizes.in_buffer))
+        plans.insert(1, replace(gather, workers=1, buffer_size=sizes.in_buffer))
     plan = min(plans, key=lambda plan: plan.seconds_per_byte(rates))
+    if free < plan.num_bytes:
+        needed = f"the plan {plan.name} needs {in_units(plan.num_bytes)} of disk"
+        return replace(gather, reason=f"{needed}, and {in_units(free)} are free")
     reason = (
         f"the disk reads {in_units(rates.random)} of random items a second, and "
         f"{in_units(rates.sequential)} of consecutive ones"
     )
-    if free < plan.num_bytes:
-        needed = f"the plan {plan.name} needs {in_units(plan.num_bytes)} of disk"
-        plan, reason = gather, f"{needed}, and {in_units(free)} are free"
     return replace(plan, reason=reason)
 
 

@@ -49,16 +49,10 @@ class HashedFile:
         self._filled = 0  # bytes of the block
 
     def __enter__(self) -> HashedFile:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-        self._is_direct = True
         with naming(self.path):
-            try:
-                self._descriptor = os.open(self._temporary, flags | os.O_DIRECT, 0o666)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._is_direct = False  # a file system without direct writes
-                self._descriptor = os.open(self._temporary, flags, 0o666)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+            self._descriptor = os.open(self._temporary, flags, 0o666)
+            self._set_direct(True)
         # A map and not a NumPy array: it begins at a page.
         self._block = np.frombuffer(mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE), np.uint8)
         return self
@@ -93,18 +87,20 @@ class HashedFile:
         with naming(self.path):
             while len(block):
                 if len(block) % _ALIGNMENT:  # the end of the file, or of a disk that is nearly full
-                    self._leave_direct_mode()
+                    self._set_direct(False)
                 try:
                     block = block[os.write(self._descriptor, block.data) :]
                 except OSError as error:
                     if not (self._is_direct and error.errno == errno.EINVAL):
                         raise
-                    self._leave_direct_mode()  # a file system with rules of its own
+                    self._set_direct(False)  # a file system with rules of its own
 
-    def _leave_direct_mode(self) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    def _set_direct(self, is_direct: bool) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
         self._is_direct = False
+        with contextlib.suppress(OSError):  # a file system without direct writes
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
+            self._is_direct = is_direct
 
 
 class Buffer:

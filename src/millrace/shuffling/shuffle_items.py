@@ -1,11 +1,9 @@
 """What a shuffle moves: items, which are fixed-length sequences or whole documents."""
 
-from __future__ import annotations
-
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,46 +16,7 @@ from millrace.shuffling.domains import Domain, Input
 ItemsAt = Callable[[int, int], Numbers]
 """The item at each place [start, stop) of the output; see `Permutation.sources`."""
 
-
-class Items(Protocol):
-    """Items by number: by domain, then path, then place in the file.
-
-    Items can be pickled: they hold paths and tables of the domains and files. Tables that grow with
-    the number of documents are in files of the job's folder.
-
-    `item_size` is the number of tokens of each item; None: they differ. With `has_origins`, the
-    shards get sidecars of their documents' origins, which takes Arrow.
-    """
-
-    @property
-    def contents(self) -> Contents: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    @property
-    def num_items(self) -> int: ...
-    @property
-    def item_size(self) -> int | None: ...
-    @property
-    def has_origins(self) -> bool: ...
-
-    def sizes(self, numbers: Numbers) -> Numbers:
-        """Tokens of each item: int64 [n]."""
-        ...
-
-    def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        """Reads items, whose numbers ascend, to any places of a buffer.
-
-        A DataError for a file that has changed since, or a uint32 token of 2**31 or more.
-        """
-        ...
-
-    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes the other files of a shard, whose `.bin` is there: the index, and sidecars.
-
-        The shard has the places [start, stop). Returns the paths of the files; each appears whole
-        or not at all. A DataError if the `.bin` does not have the size of these items.
-        """
-        ...
+_OF_FILE = "path", "size", "mtime_ns", "index_mtime_ns"  # entries of an input file
 
 
 class WeightedUnits:
@@ -128,17 +87,68 @@ class DomainCounts(NamedTuple):
     num_left: int  # tokens that are in no item: the remainders of the files
 
 
-@dataclass(frozen=True)
-class Contents:
-    """The domains and files that items are of, for people and for the metadata.
+class Items(ABC):
+    """Items by number: by domain, then path, then place in the file.
 
-    The inputs are the files, sorted by domain and path, as `metadata.json` lists them; its
-    `num_items` begin in the file.
+    Items can be pickled: they hold paths and tables of the domains and files. Tables that grow with
+    the number of documents are in files of the job's folder.
+
+    `item_size` is the number of tokens of each item; None: they differ. With `has_origins`, the
+    shards get sidecars of their documents' origins, which takes Arrow. `inputs` are the files,
+    sorted by domain and path, as `metadata.json` lists them; its `num_items` begin in the file.
+
+    Args:
+        found: The input.
+        num_units: Number of units (sequences or documents) that begin in each file: int64 [files].
+        num_used: Tokens of each file that are in a unit: int64 [files].
+        unit: What a unit is, for messages.
+        remedy: What to give instead of an input that has none.
+
+    Raises:
+        ConfigError: No unit, or none that the weights take; two dtypes or tokenizers.
     """
 
-    domains: list[DomainCounts]
-    inputs: list[dict[str, Any]]
-    notices: list[str]
+    item_size: int | None = None
+    has_origins = False
+
+    def __init__(
+        self, found: Input, num_units: Numbers, num_used: Numbers, *, unit: str, remedy: str
+    ) -> None:
+        self.dtype, self.tokenizer, self.files = found.dtype(), found.tokenizer(), found.files
+        num_tokens = np.array([file.num_tokens for file in self.files])
+        counts = np.stack([num_units, num_tokens, num_tokens - num_used])
+        of_domains = [counts[:, part].sum(axis=1).tolist() for part in found.slices]
+        weights = [domain.weight for domain in found.domains]
+        self.units = WeightedUnits([count for count, *_ in of_domains], weights)
+        self.num_items, total = sum(self.units.num_items), int(num_units.sum())
+        if total == 0:
+            raise ConfigError(
+                f"the input has no whole {unit}: its {len(num_tokens):,} files have "
+                f"{num_tokens.sum():,} tokens, the longest {num_tokens.max():,}. Give {remedy}"
+            )
+        if self.num_items == 0:
+            raise ConfigError(
+                f"the weights take none of the {total:,} items of the input; give larger weights"
+            )
+        self.domains: list[DomainCounts] = []
+        self.inputs: list[dict[str, Any]] = []
+        self.notices = list(found.notices)
+        self.first_units = starts_of(num_units)
+        for number, domain in enumerate(found.domains):
+            num_items, (count, *tokens) = self.units.num_items[number], of_domains[number]
+            self.domains.append(DomainCounts(domain.name, len(domain.files), num_items, *tokens))
+            if num_items == 0 and domain.files:
+                self.notices.append(_shortage(domain, tokens[0], count, unit))
+            for file in domain.files:
+                start, stop = self.first_units[len(self.inputs) :][:2].tolist()
+                self.inputs.append(
+                    {
+                        "domain": domain.name,
+                        **{name: getattr(file, name) for name in _OF_FILE},
+                        "num_items": self.units.items_in(number, start, stop),
+                        "num_tokens": file.num_tokens,
+                    }
+                )
 
     @property
     def domain_stats(self) -> dict[str, int]:
@@ -152,43 +162,24 @@ class Contents:
         table += [[printable(name), *(f"{n:,}" for n in numbers)] for name, *numbers in rows]
         return "\n".join(text_table(table))
 
+    @abstractmethod
+    def sizes(self, numbers: Numbers) -> Numbers:
+        """Tokens of each item: int64 [n]."""
 
-def contents_of(
-    found: Input,
-    units: WeightedUnits,
-    *,
-    unit_name: str,
-    first_units: Numbers,
-    num_left: Sequence[int],
-) -> Contents:
-    """The contents of items.
+    @abstractmethod
+    def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
+        """Reads items, whose numbers ascend, to any places of a buffer.
 
-    `first_units` are the first unit of each file, and the end: int64 [files + 1]. `num_left` tokens
-    of each domain are in no unit.
-    """
-    domains: list[DomainCounts] = []
-    inputs: list[dict[str, Any]] = []
-    notices = list(found.notices)
-    for number, domain in enumerate(found.domains):
-        bounds = first_units[len(inputs) : len(inputs) + len(domain.files) + 1].tolist()
-        for file, start, stop in zip(domain.files, bounds, bounds[1:], strict=False):
-            inputs.append(
-                {
-                    "domain": domain.name,
-                    "path": file.path,
-                    "size": file.size,
-                    "mtime_ns": file.mtime_ns,
-                    "index_mtime_ns": file.index_mtime_ns,
-                    "num_items": units.items_in(number, start, stop),
-                    "num_tokens": file.num_tokens,
-                }
-            )
-        num_items, num_tokens = units.num_items[number], sum(f.num_tokens for f in domain.files)
-        counts = len(domain.files), num_items, num_tokens, num_left[number]
-        domains.append(DomainCounts(domain.name, *counts))
-        if num_items == 0 and domain.files:
-            notices.append(_shortage(domain, num_tokens, bounds[-1] - bounds[0], unit_name))
-    return Contents(domains, inputs, notices)
+        A DataError for a file that has changed since, or a uint32 token of 2**31 or more.
+        """
+
+    @abstractmethod
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+        """Writes the other files of a shard, whose `.bin` is there: the index, and sidecars.
+
+        The shard has the places [start, stop). Returns the paths of the files; each appears whole
+        or not at all. A DataError if the `.bin` does not have the size of these items.
+        """
 
 
 def _shortage(domain: Domain, num_tokens: int, num_units: int, unit_name: str) -> str:

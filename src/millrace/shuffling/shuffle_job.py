@@ -143,10 +143,9 @@ def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
             items = DocumentItems(found, run.scratch)
         else:
             items = SequenceItems(found, options.seq_len, options.carry)
-        contents = items.contents
-        for notice in contents.notices:
+        for notice in items.notices:
             progress.note(f"millrace: {notice}")
-        progress.note(f"phase 1: {len(contents.inputs):,} files\n{contents.table(options.unit)}")
+        progress.note(f"phase 1: {len(items.inputs):,} files\n{items.table(options.unit)}")
     if items.num_items < options.num_shards:
         raise ConfigError(
             f"num_shards must be at most {items.num_items}, the number of {options.unit}, not "
@@ -163,7 +162,7 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         check_room(items, num_tokens * items.dtype.itemsize, options.folder)
     permutation, distribution = _permute(run, options, items)
     arguments = options.plan, options.folder, options.memory, options.workers
-    content = run.once("plan", lambda: choose_plan(items, *arguments).to_json())
+    content = run.once("plan", lambda: asdict(choose_plan(items, *arguments)))
     plan = resume_plan(content, items, options.memory, options.workers)
     with run.phase("phase 3: plan") as progress:
         starts = starts_of(even_sizes(items.num_items, options.num_shards))
@@ -189,7 +188,7 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         num_tasks_done=run.num_done,
         num_tasks_kept=run.num_kept,
         seconds=0.0,
-        notices=items.contents.notices,
+        notices=items.notices,
     )
     metadata["distribution"] = distribution_json(distribution)
     content = {**publication.publication(done, metadata), "result": asdict(result)}
@@ -210,7 +209,7 @@ def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutati
         progress.note(f"{label} {name} of {size:,} {options.unit}, seed {options.seed}")
         permutation = make_permutation(name, size, options.seed, run.scratch)
         shard_sizes = even_sizes(size, options.num_shards)
-        distribution = measure_distribution(permutation, items.contents.domain_stats, shard_sizes)
+        distribution = measure_distribution(permutation, items.domain_stats, shard_sizes)
         progress.note(format_distribution(distribution))
         check_distribution(distribution)
     return permutation, distribution
@@ -224,11 +223,11 @@ def _metadata(options: ShuffleOptions, items: Items, permutation: str) -> dict[s
     return {
         **counts,
         "num_shards": options.num_shards,
-        "domain_stats": items.contents.domain_stats,
+        "domain_stats": items.domain_stats,
         "shard_sizes": even_sizes(items.num_items, options.num_shards).tolist(),
         "dtype": items.dtype.name,
         "seed": options.seed,
         "permutation": permutation,
         "carry": options.carry,
-        "inputs": items.contents.inputs,
+        "inputs": items.inputs,
     }

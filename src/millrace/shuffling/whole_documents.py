@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from millrace.files import atomic_file, naming
 from millrace.provenance import Origins, OriginsWriter, has_origins
 from millrace.ragged import Numbers, starts_of
 from millrace.shuffling.domains import Input
-from millrace.shuffling.shuffle_items import ItemsAt, WeightedUnits, contents_of
+from millrace.shuffling.shuffle_items import Items, ItemsAt
 from millrace.shuffling.token_files import TokenFile, read_files
 from millrace.storage import copied
 from millrace.store import IndexedDataset
@@ -34,69 +34,48 @@ _MOST_SEQUENCES = 1 << 17  # sequences whose entries are written at a time, abou
 _DOCUMENTS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar
 
 
-class DocumentItems:
-    """Whole documents of indexed datasets; see `Items`. All workers can read the folder.
+class DocumentItems(Items):
+    """Whole documents of indexed datasets. All workers can read the folder, which has their tables.
 
-    A ConfigError for an input without documents, of two dtypes or tokenizers, files with and
-    without modes, or origins where pyarrow is not installed.
+    A ConfigError for files with and without modes, or origins where pyarrow is not installed.
     """
 
-    item_size = None
-
     def __init__(self, found: Input, folder: str) -> None:
-        self.dtype, self._tokenizer = found.dtype(), found.tokenizer()
-        files = self._files = found.files
-        counts = [sum(file.num_documents for file in domain.files) for domain in found.domains]
-        self._units = WeightedUnits(counts, [domain.weight for domain in found.domains])
-        self._first_documents = starts_of(file.num_documents for file in files)
-        self._first_tokens = starts_of(file.num_tokens for file in files)
-        self.num_items = sum(self._units.num_items)
-        if self.num_items == 0:
-            raise ConfigError(
-                f"the input has no documents: {len(files)} files have {sum(counts)} documents, and "
-                "their weights take none of them"
-            )
+        files = found.files
+        num_documents = np.array([file.num_documents for file in files], np.int64)
+        num_tokens = np.array([file.num_tokens for file in files], np.int64)
+        remedy = "datasets with documents"
+        super().__init__(found, num_documents, num_tokens, unit="document", remedy=remedy)
+        self._first_tokens = starts_of(num_tokens)
         self._tables = DocumentTables(files, folder)
         self._origins = None
         missing = [f.path for f in files if f.num_documents and not has_origins(f.prefix or "")]
         if not missing:
-            self._origins = DocumentOrigins(files, folder)
-        elif len(missing) < sum(file.num_documents > 0 for file in files):
-            notice = (
+            self._origins, self.has_origins = DocumentOrigins(files, folder), True
+        elif len(missing) < np.count_nonzero(num_documents):
+            self.notices.append(
                 f"{len(missing)} of {len(files)} files have no origins of their documents "
                 f"({missing[0]} is the first), so the shards have none"
             )
-            found = replace(found, notices=[*found.notices, notice])
-        self.contents = contents_of(
-            found,
-            self._units,
-            unit_name="document",
-            first_units=self._first_documents,
-            num_left=[0] * len(counts),
-        )
-
-    @property
-    def has_origins(self) -> bool:
-        return self._origins is not None
 
     def sizes(self, numbers: Numbers) -> Numbers:
         sizes = np.empty_like(numbers)
         for start in range(0, len(numbers), _BLOCK):
             part = slice(start, start + _BLOCK)
-            ranges = self._tables.token_ranges(self._units.units(numbers[part]))
+            ranges = self._tables.token_ranges(self.units.units(numbers[part]))
             sizes[part] = np.diff(ranges, axis=0)
         return sizes
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        documents, targets = self._units.ascending_units(numbers, targets)
+        documents, targets = self.units.ascending_units(numbers, targets)
         size = self.dtype.itemsize
         for start in range(0, len(documents), _BLOCK):
             part = documents[start : start + _BLOCK]
-            files = np.searchsorted(self._first_documents, part, side="right") - 1
+            files = np.searchsorted(self.first_units, part, side="right") - 1
             first, end = self._tables.token_ranges(part)
             has_tokens = first < end
             read_files(
-                self._files,
+                self.files,
                 files[has_tokens],
                 (first - self._first_tokens[files])[has_tokens] * size,
                 (end - first)[has_tokens] * size,
@@ -113,7 +92,7 @@ class DocumentItems:
 
         def documents() -> Iterator[Numbers]:
             for first in range(start, stop, _BLOCK):
-                yield self._units.units(items_at(first, min(first + _BLOCK, stop)))
+                yield self.units.units(items_at(first, min(first + _BLOCK, stop)))
 
         entries = itertools.chain.from_iterable(map(self._tables.entries, documents()))
         write_index(prefix, self.dtype, entries, has_modes=self._tables.has_modes)
@@ -121,8 +100,8 @@ class DocumentItems:
         if self._origins is not None:
             self._origins.write(prefix, documents())
             paths.append(origins_path(prefix))
-        if self._tokenizer is not None:
-            info = Info(provenance={"tokenizer": self._tokenizer})
+        if self.tokenizer is not None:
+            info = Info(provenance={"tokenizer": self.tokenizer})
             with atomic_file(info_path(prefix), durable=False) as file:
                 file.write(info.to_json().encode())
             paths.append(info_path(prefix))
