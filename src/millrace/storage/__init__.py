@@ -273,15 +273,7 @@ class PositionedFile:
         self._slot.fill(descriptor)
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
-        data = np.empty(num_bytes, np.uint8)
-        view, count = memoryview(data.data), 0
-        descriptor = self._open()  # open as long as this name refers to it
-        while count < num_bytes:
-            step = os.preadv(descriptor, [view[count:]], byte_offset + count)
-            if step == 0:
-                raise self._cut_short(byte_offset + count)
-            count += step
-        return data
+        return gather_range(self, byte_offset, byte_offset + num_bytes)
 
     def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
         descriptor = self._open()
@@ -289,9 +281,12 @@ class PositionedFile:
             return _native.read_packed(descriptor, self.size, byte_offsets, byte_counts)
         except ValueError:
             size = os.fstat(descriptor).st_size
-            if size < self.size:
-                raise self._cut_short(size) from None
-            raise
+            if size >= self.size:
+                raise
+            raise DataError(
+                f"{self._path} ends at byte {size}; it had {self.size} bytes when it was opened, "
+                "and was cut short since. Restore it: files in use are replaced by renames"
+            ) from None
 
     def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
         _native.prefetch_file(self._open(), self.size, byte_offsets, byte_counts)
@@ -310,12 +305,6 @@ class PositionedFile:
             "opened again: of all files that are read with access='file', at most "
             f"{MAX_OPEN} stay open. Restore the file or open the dataset again; files of a run "
             "must not change"
-        )
-
-    def _cut_short(self, size: int) -> DataError:
-        return DataError(
-            f"{self._path} ends at byte {size}; it had {self.size} bytes when it was opened, and "
-            "was cut short since. Restore it: files in use are replaced by renames"
         )
 
     def __del__(self) -> None:

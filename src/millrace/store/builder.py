@@ -103,7 +103,7 @@ class IndexedDatasetBuilder:
     def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8]]:
         """Lengths, document entries and modes so far, read back; memory and time grow with them."""
         with self._writer.turn():
-            self._writer.columns.take(self._buffer)
+            self._writer.columns.append(*self._buffer.take_entries())
             return self._writer.columns.arrays()
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
@@ -146,7 +146,7 @@ class IndexedDatasetBuilder:
             self._writer.append(values)
             for start in range(0, len(counts), _ENTRIES):
                 self._buffer.add_documents(counts[start : start + _ENTRIES])
-                self._writer.columns.take(self._buffer)
+                self._writer.columns.append(*self._buffer.take_entries())
             self._writer.flush()
 
     def add_provenance(self, entries: Mapping[str, Any]) -> None:

@@ -201,7 +201,7 @@ class PairWriter:
 
     def flush(self) -> None:
         """Starts to write the buffer, while more can be added."""
-        self.columns.take(self.buffer)
+        self.columns.append(*self.buffer.take_entries())
         if self._hasher is not None:
             self._hasher.update(self.buffer.view())
         self._num_bytes += self.buffer.num_bytes
@@ -299,27 +299,19 @@ def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> Non
 
 
 class IndexColumns:
-    """Lengths, document entries and modes; `folder` takes what does not stay in memory."""
+    """Lengths, modes and document entries; `folder` takes what does not stay in memory."""
 
     def __init__(self, folder: str, *, has_modes: bool) -> None:
         self.has_modes = has_modes
-        self._lengths, self._documents, self._modes = (
-            _Entries(dtype, folder) for dtype in ("<i4", "<i8", "<i1")
-        )
+        self._all = [_Entries(dtype, folder) for dtype in ("<i4", "<i1", "<i8")]
+        self._lengths, self._modes, self._documents = self._all
         self._documents.extend(np.zeros(1, np.int64))
 
-    def take(self, buffer: _native.TokenBuffer) -> None:
-        """Appends the entries that a buffer of tokens has gathered."""
-        lengths, modes, documents = buffer.take_entries()
-        self._lengths.extend(lengths)
-        self._documents.extend(documents)
-        self._modes.extend(modes)
-
-    def append(self, entries: Entries) -> None:
-        self._documents.extend(self._lengths.count + np.cumsum(entries.counts))
-        self._lengths.extend(entries.lengths)
-        if entries.modes is not None:
-            self._modes.extend(entries.modes)
+    def append(self, *entries: NDArray[Any] | None) -> None:
+        """Appends lengths, modes, and document entries: the ends of documents, in sequences."""
+        for column, values in zip(self._all, entries, strict=True):
+            if values is not None:
+                column.extend(values)
 
     def copy(
         self, other: IndexedDataset, sequences: tuple[int, int], documents: tuple[int, int]
@@ -336,9 +328,8 @@ class IndexColumns:
 
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Lengths, document entries and modes so far."""
-        lengths, documents, modes = (
-            np.concatenate([np.empty(0, column.dtype), *column.chunks()])
-            for column in (self._lengths, self._documents, self._modes)
+        lengths, modes, documents = (
+            np.concatenate([np.empty(0, column.dtype), *column.chunks()]) for column in self._all
         )
         return lengths, documents, modes
 
@@ -364,7 +355,7 @@ class IndexColumns:
         return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths.chunks())
 
     def close(self) -> None:
-        for column in (self._lengths, self._documents, self._modes):
+        for column in self._all:
             column.close()
 
 
@@ -432,8 +423,10 @@ def write_index(
     """
     columns = IndexColumns(os.path.dirname(prefix) or ".", has_modes=has_modes)
     with contextlib.closing(columns), atomic_file(idx_path(prefix), durable=False) as file:
-        for entries in documents:
-            columns.append(entries)
+        num_sequences = 0
+        for lengths, counts, modes in documents:
+            columns.append(lengths, modes, num_sequences + np.cumsum(counts))
+            num_sequences += len(lengths)
         header, size = columns.header(dtype), os.path.getsize(bin_path(prefix))
         num_bytes = columns.num_tokens() * header.dtype.itemsize
         if num_bytes != size:
