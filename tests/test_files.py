@@ -7,10 +7,9 @@ import resource
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,34 +20,21 @@ from millrace import files
 from millrace.files import TMP, atomic_file, file_lock, temporaries_of, temporary_name
 from millrace.jobs import convert
 from tests.no_flock import no_flock
+from tests.store import pairs
+from tests.store.pairs import ended
 
 IS_ROOT = os.geteuid() == 0
 HANG = 60.0  # seconds
+IMPORTS = "import os, pathlib, sys, time; from millrace.files import *\n"
 
 
 def start(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
     """A process that runs code with the names of `files`."""
-    code = f"import os, pathlib, sys, time; from millrace.files import *\n{code}"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, text=True, **options)
+    return pairs.start(IMPORTS + code, *arguments, **options)
 
 
 def output_of(code: str, *arguments: object, **options: Any) -> str:
-    with start(code, *arguments, stdout=subprocess.PIPE, **options) as process:
-        output, _ = process.communicate(timeout=HANG)
-    assert process.returncode == 0
-    return output
-
-
-@contextlib.contextmanager
-def ended(processes: Iterable[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
-    running = list(processes)
-    try:
-        yield running
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+    return pairs.output_of(IMPORTS + code, *arguments, **options)
 
 
 def test_temporary_names_are_unique(tmp_path: Path) -> None:
@@ -85,18 +71,6 @@ def test_temporaries_in_the_working_directory(
     monkeypatch.chdir(tmp_path)
     Path("x" + TMP).touch()
     assert temporaries_of("x") == ["x.tmp"]
-
-
-def test_two_writers_do_not_touch_each_others_file(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    with atomic_file(str(path)) as first:
-        first.write(b"first")
-        first.flush()
-        with atomic_file(str(path)) as second:
-            second.write(b"second, and longer")
-        assert path.read_bytes() == b"second, and longer"
-    assert path.read_bytes() == b"first"
-    assert os.listdir(tmp_path) == ["x"]
 
 
 def test_a_reader_never_sees_a_part_of_many_writers_files(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """What the tests of pairs share."""
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from millrace import IndexedDatasetBuilder
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def write(prefix: Path, token: int, length: int = 100, count: int = 20) -> None:
@@ -35,19 +40,45 @@ def flip(path: Path, place: int) -> None:
     path.write_bytes(data)
 
 
-def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process of its own, in the root of the project."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=Path(__file__).parent.parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def open_in(folder: Path) -> set[str]:
+    """The files in a folder that this process has open."""
+    names = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
+            path = Path(os.readlink(f"/proc/self/fd/{number}"))
+            if path.parent == folder:
+                names.add(path.name)
+    return names
 
 
-def output_of(code: str, *arguments: object) -> str:
+def start(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
+    """A process that runs code, in the root of the project."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, text=True, **options)
+
+
+def run(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with ended([start(code, *arguments, **pipes, **options)]) as (process,):
+        output, errors = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+@contextlib.contextmanager
+def ended(processes: Iterable[subprocess.Popen[str]]) -> Iterator[list[subprocess.Popen[str]]]:
+    """Kills the processes at the end of the block."""
+    running = list(processes)
+    try:
+        yield running
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def output_of(code: str, *arguments: object, **options: Any) -> str:
     """What code prints that ends well and has nothing to complain of."""
-    result = run(code, *arguments)
+    result = run(code, *arguments, **options)
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
     return result.stdout

@@ -1,6 +1,5 @@
 """Many files read with few descriptors: the pool, its limit, and files that change meanwhile."""
 
-import contextlib
 import gc
 import mmap
 import os
@@ -14,18 +13,7 @@ import pytest
 
 from millrace import DataError, IndexedDataset, storage
 from millrace.jobs.benchmark_limits import drop_from_page_cache, resident_pages
-from tests.store.pairs import link_pairs, output_of, write
-
-
-def open_in(folder: Path) -> set[str]:
-    """Files in a folder that this process has open."""
-    names = set()
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
-            path = Path(os.readlink(f"/proc/self/fd/{number}"))
-            if path.parent == folder:
-                names.add(path.name)
-    return names
+from tests.store.pairs import link_pairs, open_in, output_of, write
 
 
 def open_many(folder: Path, count: int) -> list[IndexedDataset]:

@@ -105,10 +105,14 @@ def test_prefixes_that_no_file_can_have_are_reported(tmp_path: Path) -> None:
     file.write_bytes(b"")
     with IndexedDatasetBuilder(tmp_path / "data") as builder:
         builder.add_document([1, 2, 3])
-    prefixes = [f"{file}/x", "x" * 5000, "a\0b", "a\ud800", str(tmp_path / "data")]
+    for name in ("folder.bin", "folder.idx", "folder.info.json"):
+        (tmp_path / name).mkdir()
+    unreadable = [f"{tmp_path}/none", f"{tmp_path}/folder"]
+    prefixes = [*unreadable, f"{file}/x", "x" * 5000, "a\0b", "a\ud800", str(tmp_path / "data")]
     reports = verify(prefixes)
     assert [report.prefix for report in reports] == prefixes
     assert all(report.problems for report in reports[:-1])
+    assert any("Is a directory" in problem for problem in reports[1].problems)
     assert not reports[-1].problems
     with pytest.raises(ConfigError, match=r"threads must be .* not 0"):
         verify(prefixes, threads=0)
