@@ -217,7 +217,7 @@ def test_a_loader_goes_on_after_it_has_refused_a_state(dataset: GPTDataset, pref
                 for value in (2.5, "2", True, None, math.nan)
             ),
             ({"version": 1}, ResumeError, r"version 1, .* Loader\(\.\.\., consumed_samples=2\)"),
-            ({"version": 4}, ResumeError, "version 4; this millrace reads 3"),
+            ({"version": 4}, ResumeError, "version 4; millrace reads 3"),
             ({"version": "3"}, ResumeError, "version '3'"),
             ({"version": None}, ResumeError, "version None"),
             ({"fingerprint": good["fingerprint"] | {"sequences": 2.0}}, ResumeError, "sequences: "),

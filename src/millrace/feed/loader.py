@@ -93,16 +93,13 @@ class Loader(Renewed):
         sampler = sampler_of(dataset, sampler, share)
         form = None
         if (fields, token_dtype, share_labels, vocab_size) != (None, "int64", False, None):
-            form = BatchForm(
-                fields=FIELDS if fields is None else fields,
-                token_dtype=token_dtype,
-                share_labels=share_labels,
-                vocab_size=vocab_size,
-            )
+            options: Any = {"share_labels": share_labels, "vocab_size": vocab_size}
+            names = FIELDS if fields is None else fields
+            form = BatchForm(fields=names, token_dtype=token_dtype, **options)
         self.transform = transform
-        self._prefetch = (
-            None if prefetch is None else check_int("prefetch", prefetch, 0, _MAX_PREFETCH)
-        )
+        if prefetch is not None:
+            prefetch = check_int("prefetch", prefetch, 0, _MAX_PREFETCH)
+        self._prefetch = prefetch
         threads = check_int("threads", threads, 1, _MAX_THREADS)
         threads = 1 if isinstance(dataset, IN_TURN) else threads
         self._maker = StepMaker(dataset, sampler, form, prepare, threads)
@@ -186,22 +183,17 @@ class Loader(Renewed):
 
     def batch(self, step: int) -> Any:
         """The batch of a step, counted from sample 0, or an IndexError; the position stays."""
-        step, start = check_int("step", step, 0), 0
+        step, start = check_int("step", step, 0), Position(0)
         if isinstance(self.sampler, IndexedSampler):
             return self.batch_at(self.sampler.consumed_at(step))
         for _ in range(step):
-            if (end := self._maker.end_of(start)) is None:
-                raise IndexError(f"there is no step {shown(step)}")
-            start = end
-        return self.batch_at(start)
+            start = _found(self._maker.outline(start), shown(step)).after or start
+        return self.batch_at(start.consumed_samples)
 
     def batch_at(self, consumed_samples: int) -> Any:
         """The batch of the step that starts after so many samples; see `batch`."""
-        step = self._maker.step(Position(check_int("consumed_samples", consumed_samples, 0)))
-        if step.is_end:
-            raise IndexError(f"there is no step after {shown(consumed_samples)} samples")
-        if step.error is not None:
-            raise step.error
+        start = Position(check_int("consumed_samples", consumed_samples, 0))
+        step = _found(self._maker.step(start), f"after {shown(consumed_samples)} samples")
         return step.batch if self.transform is None else self.transform(step.batch)
 
     def wait_stats(self) -> WaitStats:
@@ -214,9 +206,8 @@ class Loader(Renewed):
         `consumed_samples` is its position; None: where the loader stands.
         """
         now, stream = self._position
-        place = check_int(
-            "consumed_samples", now if consumed_samples is None else consumed_samples, 0
-        )
+        place = now if consumed_samples is None else consumed_samples
+        place = check_int("consumed_samples", place, 0)
         fingerprint = self._fingerprint.at(place)
         state = {"version": STATE_VERSION, "consumed_samples": place, "fingerprint": fingerprint}
         if stream is not None and place == now:
@@ -249,8 +240,7 @@ class Loader(Renewed):
         """Refuses a call of a signal handler that has interrupted `next` in the same thread."""
         if self._is_taking:
             raise ConfigError(
-                "a signal handler moves or draws from the loader whose `next` it has interrupted: "
-                "let the handler set a flag, and do it after the step"
+                "a signal handler uses a loader whose `next` it has interrupted: set a flag there"
             )
 
     def start(self) -> None:
@@ -306,3 +296,12 @@ class Loader(Renewed):
         self._stats = WaitStats()
         self._next = self._position
         self._is_taking = False  # a step, in this thread
+
+
+def _found(step: Step, name: str) -> Step:
+    """A step that could be made; IndexError if there is none of that name, or its own error."""
+    if step.is_end:
+        raise IndexError(f"there is no step {name}")
+    if step.error is not None:
+        raise step.error
+    return step

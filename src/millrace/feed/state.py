@@ -88,8 +88,8 @@ def plain(value: Any, place: str = "fingerprint") -> Any:
         if isinstance(number, kind) and number == number:
             return convert(number)
     raise ConfigError(
-        f"{place} is {shown(value, _MOST_SHOWN)}, which a saved state cannot hold or compare: "
-        "use plain numbers, strings, lists and dicts (of bytes or arrays, a hash as a string)"
+        f"{place} is {shown(value, _MOST_SHOWN)}, which a saved state cannot hold or compare: use "
+        "plain numbers, strings (such as hashes of bytes or arrays), lists and dicts"
     )
 
 
@@ -109,9 +109,7 @@ def _saved_fingerprint(state: Any) -> Any:
             f"go on with Loader(..., consumed_samples={shown(state['consumed_samples'])})"
         )
     if number not in (2, STATE_VERSION):
-        raise ResumeError(
-            f"the state has version {shown(version)}; this millrace reads {STATE_VERSION}"
-        )
+        raise ResumeError(f"the state has version {shown(version)}; millrace reads {STATE_VERSION}")
     return _from_version_2(state["fingerprint"]) if number == 2 else state["fingerprint"]
 
 

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -70,21 +69,22 @@ class StepMaker(Renewed):
     def after_fork(self) -> None:
         self.lock: Any = threading.RLock() if self.num_threads == 1 else nullcontext()
 
-    def end_of(self, consumed_samples: int) -> int | None:
-        """Number of samples consumed after the step that starts there; None at the end."""
-        if not self.sampler.has_step(consumed_samples):
-            return None
-        end = self.sampler.consumed_after(consumed_samples)
-        return check_int("consumed_after", end, consumed_samples + 1)
-
-    def step(self, before: Position) -> Step:
+    def outline(self, before: Position) -> Step:
+        """The step that starts there, without its batch; an error or the end, if there is none."""
+        start = before.consumed_samples
         try:
-            end = self.end_of(before.consumed_samples)
+            if not self.sampler.has_step(start):
+                return Step(before)
+            end = check_int("consumed_after", self.sampler.consumed_after(start), start + 1)
+            return Step(before, Position(end))
         except BaseException as error:
             return failed_step(before, error)
-        return Step(before) if end is None else self.make(before, end)
 
-    def make(self, before: Position, end: int) -> Step:
+    def step(self, before: Position) -> Step:
+        outline = self.outline(before)
+        return outline if outline.after is None else self.make(*outline[:2])
+
+    def make(self, before: Position, after: Position | None) -> Step:
         batch: Any
         numbers: Any = None
         marks: list[float] = []
@@ -97,7 +97,6 @@ class StepMaker(Renewed):
                     batch, after = self.dataset.read(before, self.sampler, self.form)
                 else:
                     batch = batch_of_form(self.dataset, numbers, self.form)
-                    after = Position(end)
                 marks.append(time.perf_counter())
                 if self.prepare is not None:
                     batch = self.prepare(batch)
@@ -118,8 +117,7 @@ class StepMaker(Renewed):
     def check_thread(self) -> None:
         if self.is_making():
             raise ConfigError(
-                "the dataset, sampler or `prepare` of a loader uses the same loader, whose thread "
-                "would wait for itself: use it in `transform`"
+                "the dataset, sampler or `prepare` of a loader uses it: use it in `transform`"
             )
 
 
@@ -213,9 +211,8 @@ class StepQueue:
                 if not isinstance(error, RuntimeError):
                     raise
                 raise ConfigError(
-                    f"thread {len(self._threads) + 1} of {num_threads} does not start: "
-                    f"{error}. Lower `threads`, raise the limit on processes (ulimit -u), or pass "
-                    "prefetch=0"
+                    f"thread {len(self._threads) + 1} of {num_threads} does not start: {error}. "
+                    "Lower `threads`, raise the limit (ulimit -u), or pass prefetch=0"
                 ) from None
             self._threads.append(thread)
 
@@ -244,20 +241,17 @@ class StepQueue:
         with self._claim_lock:  # not the lock: a sampler that hangs must not hold up `close`
             if self._is_over:
                 return False
-            before = self._next
-            try:
-                end = self._maker.end_of(before.consumed_samples)
-            except BaseException as error:
-                return self._put(failed_step(before, error))
-            if end is None:
-                return self._put(Step(before))
-            self._steps[before.consumed_samples], self._next = None, Position(end)
+            before, after, *_ = step = self._maker.outline(self._next)
+            if after is None:
+                return self._put(step)
+            self._steps[before.consumed_samples], self._next = None, after
         worker.maker = self._maker
         try:
             with self._maker.lock:
                 if self.position < 0:  # while an earlier queue's thread was still reading
                     return False
-                step = self._look_ahead.read(end, partial(self._maker.make, before, end))
+                make = partial(self._maker.make, before, after)
+                step = self._look_ahead.read(after.consumed_samples, make)
             self._measure(step.batch)
         except BaseException as error:  # without it the trainer would wait for ever
             step = Step(before, error=error)
@@ -331,7 +325,7 @@ class LookAhead:
         self._dataset = dataset if can_prefetch else None
         self._sampler = sampler
         self._num_cold = 0  # reads that still prefetch
-        self._told: deque[tuple[int, int]] = deque()  # starts of steps, and their samples
+        self._told: dict[int, int] = {}  # numbers of samples, by the starts of their steps
         self._end = 0  # of these steps
         self._lock = threading.Lock()
 
@@ -354,25 +348,21 @@ class LookAhead:
         """The sample numbers, step by step, that the storage is not told of yet."""
         steps: list[NDArray[np.int64]] = []
         with self._lock:
-            while self._told and self._told[0][0] < position:
-                self._told.popleft()
-            num_samples = sum(count for _, count in self._told)
+            self._told = {start: size for start, size in self._told.items() if start >= position}
             self._end = max(self._end, position)
-            while num_samples < _DISTANCE and self._sampler.has_step(self._end):
+            while sum(self._told.values()) < _DISTANCE and self._sampler.has_step(self._end):
                 steps.append(self._sampler.sample_numbers(self._end))
-                self._told.append((self._end, len(steps[-1])))
-                num_samples += max(len(steps[-1]), 1)  # a rank's last step may be empty
+                self._told[self._end] = max(len(steps[-1]), 1)  # a rank's last step may be empty
                 self._end = self._sampler.consumed_after(self._end)
         return steps
 
 
 def _print_stacks(seconds: float) -> None:
-    stream = sys.__stderr__
-    if stream is not None:
+    if (stream := sys.__stderr__) is not None:
         with suppress(OSError, ValueError):  # it is closed
-            message = f"millrace: a batch takes more than {seconds:g} s; all threads:"
-            print(message, file=stream, flush=True)
-            faulthandler.dump_traceback(stream, all_threads=True)
+            stream.write(f"millrace: a batch takes more than {seconds:g} s; all threads:\n")
+            stream.flush()
+            faulthandler.dump_traceback(stream)
 
 
 @contextmanager

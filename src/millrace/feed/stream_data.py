@@ -52,7 +52,7 @@ class StreamDataset:
         if not isinstance(stream, TokenStream) or not isinstance(options, SampleOptions):
             raise ConfigError(
                 f"stream is a {type(stream).__name__}, options are a {type(options).__name__}: "
-                "give an object with the methods read and fingerprint, and SampleOptions"
+                "give a TokenStream (read, fingerprint) and SampleOptions"
             )
         self.stream, self.options = stream, options
 
@@ -138,8 +138,7 @@ class ExternalBatches(Renewed, StreamSampler):
     ) -> None:
         if not (callable(batches) or isinstance(batches, Iterable)):
             raise ConfigError(
-                f"batches is a {type(batches).__name__}; give an iterable of batches, or a "
-                "function of consumed_samples that returns one"
+                f"batches is a {type(batches).__name__}; give an iterable, or a function of one"
             )
         self._batches = batches
         self._fingerprint = {} if fingerprint is None else dict(fingerprint)
@@ -171,8 +170,8 @@ class ExternalBatches(Renewed, StreamSampler):
                 self._position = start  # the end stays the end
                 if self.has_end:
                     raise ConfigError(
-                        f"the batches end at or before consumed_samples={start}; num_steps="
-                        f"{self.num_steps()} promises {len(self)} samples"
+                        f"the batches end at or before consumed_samples={start}; "
+                        f"num_steps={self.num_steps()} promises {len(self)} samples"
                     )
                 raise EndOfBatches
             self._position = start + self.block_size
@@ -192,8 +191,8 @@ class ExternalBatches(Renewed, StreamSampler):
         if iterator is self._batches and self._has_begun:
             cause = "" if self._failure is None else f" after {self._failure!r}"
             raise ResumeError(
-                f"the batches are an iterator, which cannot go back to consumed_samples={start}"
-                f"{cause}: give an iterable that can begin again, or a function of consumed_samples"
+                f"an iterator cannot go back to consumed_samples={start}{cause}: give an iterable "
+                "that can begin again, or a function of consumed_samples"
             ) from self._failure
         self._has_begun = True
         for step in range(start // self.block_size):
@@ -224,10 +223,7 @@ def check_dataset(dataset: Any) -> None:
     elif hasattr(dataset, "dataset") and not hasattr(dataset, "__iter__"):
         remedy = "give the dataset that it was made of, its attribute `dataset`"
     else:
-        remedy = (
-            "give a GPTDataset, a BlendedDataset or an object with these methods, or "
-            "ExternalBatches(batches, samples_per_step=...) of an iterable of batches"
-        )
+        remedy = "give a GPTDataset, or ExternalBatches(batches, samples_per_step=...) of batches"
     raise ConfigError(f"dataset is a {type(dataset).__name__}, which has no {missing}: {remedy}")
 
 
@@ -245,16 +241,12 @@ def sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
             sampler.check_block(", or pass drop_last=False")
         return sampler
     if share != (None, 0, 1, True):
-        raise ConfigError(
-            "micro_batch_size, data_parallel_rank, data_parallel_size and drop_last are the "
-            "sampler's: leave them out where a sampler is given"
-        )
+        raise ConfigError(f"{', '.join(names)} are the sampler's: leave them out beside a sampler")
     if sampler is None:
         return dataset
     if missing := _missing(sampler, "has_step", "sample_numbers", "consumed_after"):
         raise ConfigError(
-            f"sampler is {shown(sampler)}, which has no {missing}; give a sampler, such as "
-            "SequentialSampler"
+            f"sampler is {shown(sampler)}, which has no {missing}; give a SequentialSampler"
         )
     if isinstance(sampler, RankSampler) and sampler.num_samples > len(dataset):
         raise ConfigError(

@@ -1,6 +1,7 @@
 """Samplers in the order of the sample numbers, and a cyclic one that shuffles each epoch anew."""
 
 import math
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import MAX_INT64, check_bool, check_int, shown
 from millrace.errors import ConfigError
-from millrace.forks import ForkLock
+from millrace.forks import Renewed
 from millrace.sampling.schedules import BatchSizeSchedule, as_schedule
 
 
@@ -35,8 +36,7 @@ class RankSampler:
         if self.block_size > self.num_samples:
             raise ConfigError(
                 f"micro_batch_size * data_parallel_size is {self.block_size}; the dataset has "
-                f"{self.num_samples} samples, so that no step is complete. Lower one of them"
-                f"{remedy}"
+                f"{self.num_samples} samples, so that no step is complete. Lower one{remedy}"
             )
 
 
@@ -82,8 +82,7 @@ class GlobalBatchSampler(RankSampler):
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
         start, end = self._bounds(consumed_samples)
         first = start + self.data_parallel_rank * self.micro_batch_size
-        end = min(end, self.num_samples)
-        if first >= end:
+        if first >= (end := min(end, self.num_samples)):
             return np.empty(0, np.int64)
         starts = np.arange(first, end, min(self.block_size, end), dtype=np.int64)
         places = np.arange(min(self.micro_batch_size, end - first), dtype=np.int64)
@@ -106,7 +105,7 @@ class GlobalBatchSampler(RankSampler):
         if consumed_samples > self.num_samples:
             raise ConfigError(
                 f"consumed_samples is {shown(consumed_samples)}; the dataset has "
-                f"{self.num_samples} samples. Build it with a larger num_samples to train on"
+                f"{self.num_samples} samples. Build more (num_samples) to train on"
             )
 
     def consumed_at(self, step: int) -> int:
@@ -185,7 +184,7 @@ class FullValidationSampler(GlobalBatchSampler):
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class CyclicSampler(RankSampler):
+class CyclicSampler(Renewed, RankSampler):
     """Epoch after epoch without end, each shuffled anew (Megatron-LM's `cyclic`).
 
     The permutation of an epoch is `torch.randperm` with the number of the epoch as its seed.
@@ -209,6 +208,7 @@ class CyclicSampler(RankSampler):
     """
 
     data_sharding: bool = True
+    _renewed = ("_drawing", "_permutations")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -218,7 +218,12 @@ class CyclicSampler(RankSampler):
         self.samples_per_epoch = self.steps_per_epoch * self.block_size
         step = self.block_size if self.data_sharding else self.micro_batch_size
         self._num_shuffled = self.num_samples // step * self.micro_batch_size  # of each shard
-        self._permutations: dict[int, NDArray[Any]] = {}
+        self._permutations: dict[int, NDArray[Any]]
+        self.renew()
+
+    def after_fork(self) -> None:
+        self._drawing = threading.RLock()
+        vars(self).setdefault("_permutations", {})  # a child keeps what its parent has drawn
 
     def has_step(self, consumed_samples: int) -> bool:
         check_int("consumed_samples", consumed_samples, 0, MAX_INT64)
@@ -256,13 +261,9 @@ class CyclicSampler(RankSampler):
 
     def explain_difference(self) -> str:
         return (
-            "A cyclic order depends on the samples that fill an epoch and, with data_sharding, on "
-            "the number of ranks. Resume with the micro batch, ranks and data_sharding of the "
-            "saved run, or with others that give the same numbers."
+            "A cyclic order depends on the samples of an epoch and, with data_sharding, on the "
+            "ranks. Resume with the shape of the saved run, or with another of the same numbers."
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_permutations": {}}
 
     def _step_start(self, consumed_samples: int) -> int:
         """The number of consumed samples, if a step starts there."""
@@ -272,23 +273,20 @@ class CyclicSampler(RankSampler):
             epoch, position = divmod(consumed_samples, self.samples_per_epoch)
             common = math.gcd(position, self.samples_per_epoch)
             raise ConfigError(
-                f"consumed_samples is {consumed_samples}, which is {position} samples into "
-                f"epoch {epoch}; a step takes micro_batch_size * data_parallel_size = "
-                f"{self.block_size} samples and starts at {start} or {start + self.block_size}. "
-                f"Resume with a micro batch and a number of ranks whose product divides {common}"
+                f"consumed_samples is {consumed_samples}, which is {position} samples into epoch "
+                f"{epoch}; a step takes micro_batch_size * data_parallel_size = {self.block_size} "
+                f"samples and starts at {start} or {start + self.block_size}. Resume with a "
+                f"micro batch and a number of ranks whose product divides {common}"
             )
         return start
 
     def _permutation(self, epoch: int) -> NDArray[Any]:
         """Keeps two: prefetching threads ask for the end of one epoch and the start of the next."""
         if epoch not in (kept := self._permutations):
-            with _drawing:
+            with self._drawing:  # so that threads do not draw the same permutation several times
                 if epoch not in (kept := self._permutations):
                     dtype = np.uint32 if self._num_shuffled <= 2**32 else np.int64
                     drawn = _native.torch_randperm(self._num_shuffled, epoch, dtype=dtype)
                     # A new dict: other threads read the old one without the lock.
                     kept = self._permutations = {**dict([*kept.items()][-1:]), epoch: drawn}
         return kept[epoch]
-
-
-_drawing = ForkLock()  # so that threads do not draw the same permutation several times

@@ -1,6 +1,6 @@
 """Global batch sizes that change with the number of consumed samples."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
@@ -62,8 +62,7 @@ class BatchSizeSchedule:
         if size % (micro * ranks):
             raise ConfigError(
                 f"the global batch size is {size} after {consumed_samples} samples; it must be a "
-                f"multiple of micro_batch_size * data_parallel_size = {micro} * {ranks} = "
-                f"{micro * ranks}"
+                f"multiple of micro batch * ranks = {micro} * {ranks} = {micro * ranks}"
             )
         return size // (micro * ranks)
 
@@ -71,22 +70,19 @@ class BatchSizeSchedule:
         self, num_samples: int, micro_batch_size: int, data_parallel_size: int
     ) -> None:
         """Raises ConfigError if a step up to `num_samples` cannot be shared out evenly."""
-        for _, start, _ in self._runs:
-            if start < num_samples:
-                self.num_micro_batches(start, micro_batch_size, data_parallel_size)
+        for start in (run[1] for run in self._runs if run[1] < num_samples):
+            self.num_micro_batches(start, micro_batch_size, data_parallel_size)
 
     def step_at(self, consumed_samples: int) -> int:
         """The number of the step that starts there; a ConfigError inside a step names its ends."""
         consumed_samples = check_int("consumed_samples", consumed_samples, 0, MAX_INT64)
         run = bisect_right(self._runs, consumed_samples, key=itemgetter(1)) - 1
-        step, start, size = self._runs[run]
-        steps, samples_inside = divmod(consumed_samples - start, size)
-        step += steps
-        if samples_inside:
-            start, end = consumed_samples - samples_inside, self.consumed_at(step + 1)
+        first, start, size = self._runs[run]
+        step = first + (consumed_samples - start) // size
+        if (start := self.consumed_at(step)) != consumed_samples:
             raise ConfigError(
-                f"consumed_samples is {consumed_samples}, inside step {step}, which takes samples "
-                f"{start} to {end - 1}; a step starts at {start} and at {end}"
+                f"consumed_samples is {consumed_samples}, inside step {step}; a step starts at "
+                f"{start} and at {self.consumed_at(step + 1)}"
             )
         return step
 
@@ -104,11 +100,10 @@ class BatchSizeSchedule:
         consumed = check_int("consumed_samples", consumed_samples, 0)
         while consumed < num_samples:
             place = bisect_right(self.changes, consumed, key=_first)
-            size = self.changes[place - 1][1]
             end = min([num_samples, *map(_first, self.changes[place : place + 1])])
+            size = self.changes[place - 1][1]
             count = -(-(end - consumed) // size)
-            steps += count
-            consumed += count * size
+            steps, consumed = steps + count, consumed + count * size
         return steps - 1 if drop_last and steps and consumed > num_samples else steps
 
 
@@ -138,25 +133,20 @@ class RampUp(BatchSizeSchedule):
         if num_increments < 0 or rest:
             raise ConfigError(
                 f"global_batch_size is {self.global_batch_size}; from start = {self.start} on, "
-                f"increments of {self.increment} do not reach it. Give start plus a multiple of "
-                "increment"
+                f"increments of {self.increment} do not reach it: add a multiple of them"
             )
         if num_increments > _MAX_INCREMENTS:
             raise ConfigError(
-                f"increment is {self.increment}: the batch size would grow {num_increments} "
+                f"with increments of {self.increment}, the batch size would grow {num_increments} "
                 f"times; at most {_MAX_INCREMENTS} is possible"
             )
         # Up to `samples`, Megatron-LM's size is start + int(consumed / (samples / increments)) *
         # increment, in float64; after that, the final size. Sizes of no number of samples fall out.
-        changes = {0: self.start}
+        changes, ramp = {0: self.start}, range(self.samples + 1)
         for number in range(1, num_increments + 1):
-            samples_per_increment = self.samples / num_increments
-            change = int(number * samples_per_increment)
-            while change > 0 and int((change - 1) / samples_per_increment) >= number:
-                change -= 1
-            while int(change / samples_per_increment) < number:
-                change += 1
-            changes[min(change, self.samples + 1)] = self.start + number * self.increment
+            per_increment = self.samples / num_increments
+            change = bisect_left(ramp, number, key=lambda consumed: int(consumed / per_increment))
+            changes[change] = self.start + number * self.increment
         super().__init__([*changes.items()])
 
     def __repr__(self) -> str:
@@ -180,18 +170,13 @@ def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
         raise ConfigError(
             f"changes are {shown(changes)}; give pairs (consumed_samples, global_batch_size)"
         ) from None
-    checked: list[tuple[int, int]] = []
-    for place, (start, size) in enumerate(pairs):
-        start = check_int(f"consumed_samples of change {place}", start, 0, MAX_INT64)
-        size = check_int(f"global_batch_size of change {place}", size, 1, MAX_INT64)
-        if place == 0 and start != 0:
-            raise ConfigError(f"the first change is at {start} consumed samples; it must be at 0")
-        if place > 0 and start <= checked[-1][0]:
-            raise ConfigError(
-                f"change {place} is at {start} consumed samples; it must come after change "
-                f"{place - 1}, at {checked[-1][0]}"
-            )
-        checked.append((start, size))
-    if not checked:
+    if not pairs:
         raise ConfigError("there are no changes; give at least (0, global_batch_size)")
+    checked: list[tuple[int, int]] = []
+    least, most = 0, 0  # the first change is at 0, the others come after one another
+    for place, (start, size) in enumerate(pairs):
+        start = check_int(f"consumed_samples of change {place}", start, least, most)
+        size = check_int(f"global_batch_size of change {place}", size, 1, MAX_INT64)
+        checked.append((start, size))
+        least, most = start + 1, MAX_INT64
     return tuple(checked)
