@@ -6,11 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from millrace.feed import Loader
+from millrace.storage import gather_in_turn
 
 AHEAD = pytest.mark.parametrize("prefetch", [0, 8])
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -35,13 +39,34 @@ class Numbers:
         return {"kind": "numbers"}
 
 
+def small_loader(work: Any = None, size: int = 100, **options: Any) -> Loader:
+    """A loader of two numbers a step."""
+    return Loader(Numbers(size, work), **{"micro_batch_size": 2, **options})
+
+
+def firsts(batches: Iterable[Any]) -> list[int]:
+    """The first number of each batch."""
+    return [int(batch["tokens"][0]) for batch in batches]
+
+
+class MemoryReader:
+    """A reader of a file whose bytes it has in memory."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.data = np.fromfile(path, np.uint8)
+        self.size = len(self.data)
+
+    def read(self, byte_offset: int, num_bytes: int) -> np.ndarray:
+        return self.data[byte_offset : byte_offset + num_bytes]
+
+    def gather(self, byte_offsets: np.ndarray, byte_counts: np.ndarray) -> np.ndarray:
+        return gather_in_turn(self.read, byte_offsets, byte_counts)
+
+
 def workers() -> list[threading.Thread]:
     """The threads of all loaders."""
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread.name.startswith("millrace-loader") and thread.is_alive()
-    ]
+    threads = [one for one in threading.enumerate() if one.name.startswith("millrace-loader")]
+    return [thread for thread in threads if thread.is_alive()]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -68,6 +93,19 @@ def is_true_in_child(check: Callable[[], bool], before_wait: Callable[[], None] 
         os._exit(0 if check() else 1)
     before_wait()
     return os.waitpid(child, 0)[1] == 0
+
+
+class Interruption:
+    """A handler that raises KeyboardInterrupt, once for each time that it is made ready."""
+
+    def __init__(self) -> None:
+        self.is_ready, self.count = False, 0
+
+    def __call__(self, *_: Any) -> None:
+        if self.is_ready:
+            self.is_ready = False
+            self.count += 1
+            raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

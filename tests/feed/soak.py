@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace import DatasetConfig, IndexedDataset, build_datasets
 from millrace.feed import BlendedDataset, GPTDataset, Loader
-from millrace.storage import gather_in_turn
 from tests.conftest import write_documents
+from tests.feed.helpers import MemoryReader
 
 NUM_FILES = 100
 SEQUENCE_LENGTH = 16
@@ -43,27 +42,18 @@ QUARTERS = 4
 MAX_GROWTH = 8_000_000  # bytes from the first quarter to the last
 
 
-class FlakyReader:
+class FlakyReader(MemoryReader):
     """A `.bin` whose reads fail now and then, as those of a network file system may."""
 
     random = random.Random(0)
     failing_share = 0.0
     num_failures = 0  # by all readers
 
-    def __init__(self, path: str) -> None:
-        self._data = np.fromfile(path, np.uint8)
-        self.size = len(self._data)
-
-    def read(self, byte_offset: int, num_bytes: int) -> NDArray[np.uint8]:
+    def read(self, byte_offset: int, num_bytes: int) -> np.ndarray:
         if self.random.random() < self.failing_share:
             FlakyReader.num_failures += 1
             raise OSError(5, "the storage does not answer")
-        return self._data[byte_offset : byte_offset + num_bytes]
-
-    def gather(
-        self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
-    ) -> NDArray[np.uint8]:
-        return gather_in_turn(self.read, byte_offsets, byte_counts)
+        return super().read(byte_offset, num_bytes)
 
 
 def write_files(folder: Path) -> list[str]:
@@ -171,17 +161,16 @@ class Soak:
 
     def draw_step(self, loaders: list[Loader]) -> list[Any] | None:
         """The batches of all ranks; None if one failed and all of them are to start again."""
-        batches = []
-        for loader in loaders:
-            while True:
-                position = loader.consumed_samples
-                try:
-                    batches.append(next(loader))
-                    break
-                except OSError:
-                    assert loader.consumed_samples == position
-                    if self.random.random() < 0.3:
-                        return None
+        batches: list[Any] = []
+        while len(batches) < len(loaders):
+            loader = loaders[len(batches)]
+            position = loader.consumed_samples
+            try:
+                batches.append(next(loader))
+            except OSError:
+                assert loader.consumed_samples == position
+                if self.random.random() < 0.3:
+                    return None
         return batches
 
     def take(self, batches: list[Any], loaders: list[Loader], consumed: int) -> int:

@@ -11,8 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,17 @@ import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset
 from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler, TransformedDataset
-from millrace.storage import gather_in_turn
 from tests.feed.helpers import (
     AHEAD,
     FORKS,
+    Interruption,
+    MemoryReader,
     Numbers,
     alarms,
+    firsts,
     is_true_in_child,
     run_together,
+    small_loader,
     wait_for,
     workers,
 )
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 def test_no_more_than_prefetch_batches_are_made_ahead() -> None:
     made: list[int] = []
-    loader = Loader(Numbers(work=made.append), micro_batch_size=5, prefetch=3)  # type: ignore[arg-type]
+    loader = small_loader(made.append, prefetch=3)
     loader.start()
     for number in (3, 4):
         wait_for(lambda number=number: len(made) == number)  # type: ignore[misc]
@@ -61,7 +63,7 @@ def test_a_step_does_not_wait_for_later_ones() -> None:
         num_prepared += 1
         return batch
 
-    loader = Loader(Numbers(), micro_batch_size=2, prepare=prepare)
+    loader = small_loader(prepare=prepare)
     for number in range(5):
         permits.release()
         assert next(loader)["tokens"][0] == 2 * number
@@ -80,9 +82,8 @@ def test_an_error_comes_in_its_step_with_its_place_and_the_step_can_be_tried_aga
         if 8 in numbers and failures:
             raise failures.pop(0)
 
-    loader = Loader(Numbers(20, work), micro_batch_size=2, prefetch=8, threads=3)
-    for number in range(4):
-        assert next(loader)["tokens"][0] == 2 * number
+    loader = small_loader(work, 20, prefetch=8, threads=3)
+    assert firsts(islice(loader, 4)) == [0, 2, 4, 6]
     with pytest.raises(DataError, match=r"cut short \(in the step .*=8, sample numbers \[8, 9\]"):
         next(loader)
     assert loader.consumed_samples == 8
@@ -90,11 +91,11 @@ def test_an_error_comes_in_its_step_with_its_place_and_the_step_can_be_tried_aga
         next(loader)
     if sys.version_info >= (3, 11):
         assert "consumed_samples=8" in caught.value.__notes__[0]
-    assert [batch["tokens"][0] for batch in loader] == [8, 10, 12, 14, 16, 18]
+    assert firsts(loader) == [8, 10, 12, 14, 16, 18]
 
 
 def test_a_closed_loader_says_so_and_keeps_its_state() -> None:
-    with Loader(Numbers(), micro_batch_size=2) as loader:
+    with small_loader() as loader:
         next(loader)
     assert not workers()
     loader.close()
@@ -106,14 +107,13 @@ def test_a_closed_loader_says_so_and_keeps_its_state() -> None:
 
 def test_close_wakes_a_thread_that_waits() -> None:
     may_end = threading.Event()
-    loader = Loader(Numbers(work=lambda numbers: may_end.wait(20)), micro_batch_size=2)
-    errors: list[Any] = []
+    loader = small_loader(lambda numbers: may_end.wait(20))
+    is_in_time: list[bool] = []
 
     def draw() -> None:
-        try:
+        with pytest.raises(ConfigError, match="closed while a batch was asked for"):
             next(loader)
-        except ConfigError as error:
-            errors.append((may_end.is_set(), str(error)))
+        is_in_time.append(not may_end.is_set())
 
     drawing, closing = (threading.Thread(target=target) for target in (draw, loader.close))
     drawing.start()
@@ -122,7 +122,7 @@ def test_close_wakes_a_thread_that_waits() -> None:
     drawing.join(10)
     may_end.set()
     closing.join()
-    assert errors == [(False, "the loader was closed while a batch was asked for")]
+    assert is_in_time == [True]
 
 
 @pytest.mark.parametrize("place", ["dataset", "prepare"])
@@ -163,9 +163,7 @@ def test_a_loader_that_its_own_threads_use_says_how(place: str, call: str) -> No
     def work(batch: Any) -> None:
         next(loader) if call == "next" else loader.load_state_dict(loader.state_dict())
 
-    options: Any = {"prepare": work} if place == "prepare" else {}
-    dataset = Numbers(work=work if place == "dataset" else None)
-    loader = Loader(dataset, micro_batch_size=2, **options)
+    loader = small_loader(**{"work" if place == "dataset" else place: work})
     with pytest.raises(ConfigError, match="use it in `transform`"):
         next(loader)
 
@@ -177,13 +175,13 @@ def test_prepare_runs_ahead_and_transform_does_not() -> None:
         return lambda batch: places[name].add(threading.current_thread().name)
 
     options = {name: note(name) for name in places}
-    assert len(list(Loader(Numbers(10), micro_batch_size=2, **options))) == 5  # type: ignore[arg-type]
+    assert len(list(small_loader(size=10, **options))) == 5
     assert places["transform"] == {threading.current_thread().name}
     assert all(name.startswith("millrace-loader") for name in places["prepare"])
 
 
 def test_waits_are_counted_by_their_cause() -> None:
-    loader = Loader(Numbers(20, lambda numbers: time.sleep(0.002)), micro_batch_size=2, prefetch=2)
+    loader = small_loader(lambda numbers: time.sleep(0.002), 20, prefetch=2)
     assert len(list(loader)) == 10
     stats = loader.wait_stats()
     assert stats.steps == 10
@@ -191,7 +189,7 @@ def test_waits_are_counted_by_their_cause() -> None:
     assert set(stats.by_cause) == {"dataset"}
     assert stats.first is not None
     assert 0 < stats.first <= stats.longest <= stats.seconds
-    on_demand = Loader(Numbers(20), micro_batch_size=2, prefetch=0)
+    on_demand = small_loader(size=20, prefetch=0)
     assert len(list(on_demand)) == on_demand.wait_stats().waited_steps == 10
 
 
@@ -204,27 +202,29 @@ def test_the_watchdog_prints_all_stacks(prefetch: int, capfd: pytest.CaptureFixt
             is_slow.pop()
             time.sleep(0.3)
 
-    loader = Loader(Numbers(work=a_slow_read), micro_batch_size=2, prefetch=prefetch, watchdog=0.05)
+    loader = small_loader(a_slow_read, prefetch=prefetch, watchdog=0.05)
     next(loader)
     next(loader)
     printed = capfd.readouterr().err
     assert printed.count("a batch takes more than 0.05 s") == 1
     assert "in a_slow_read" in printed
+    for watchdog in (math.inf, 1e300):
+        next(small_loader(lambda _: time.sleep(0.001), prefetch=prefetch, watchdog=watchdog))
+    assert capfd.readouterr().err == ""
 
 
 def test_fields_of_another_dataset_are_picked() -> None:
-    options: dict[str, Any] = {"micro_batch_size": 2, "fields": ("tokens",)}
-    batch = next(Loader(Numbers(), token_dtype="int32", **options))
+    batch = next(small_loader(fields=("tokens",), token_dtype="int32"))
     assert (batch["tokens"].dtype, batch["tokens"].tolist()) == (np.int32, [0, 1])
     with pytest.raises(DataError, match="token id 1, which is outside"):
-        next(Loader(Numbers(), vocab_size=1, **options))
+        next(small_loader(fields=("tokens",), vocab_size=1))
     with pytest.raises(ConfigError, match="Numbers returns tokens; it has no labels"):
-        next(Loader(Numbers(), micro_batch_size=2, fields=("tokens", "labels")))
+        next(small_loader(fields=("tokens", "labels")))
 
 
 @FORKS
 def test_a_fork_starts_threads_of_its_own() -> None:
-    loader = Loader(Numbers(), micro_batch_size=2, threads=2, prefetch=4)
+    loader = small_loader(threads=2, prefetch=4)
     next(loader)
 
     def is_next() -> bool:
@@ -286,27 +286,19 @@ def test_ctrl_c_ends_a_wait() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback
 @pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 1), (8, 3)])
 def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: int) -> None:
-    may_interrupt, num_interruptions = False, 0
-
-    def interrupt(*_: Any) -> None:
-        nonlocal may_interrupt, num_interruptions
-        if may_interrupt:
-            may_interrupt = False
-            num_interruptions += 1
-            raise KeyboardInterrupt
-
-    loader = Loader(Numbers(10**9), micro_batch_size=2, prefetch=prefetch, threads=threads)
-    with loader, alarms(interrupt, 0.0003, 0.0003):
-        while num_interruptions < 300:
+    interruption = Interruption()
+    loader = small_loader(size=10**9, prefetch=prefetch, threads=threads)
+    with loader, alarms(interruption, 0.0003, 0.0003):
+        while interruption.count < 300:
             start = loader.consumed_samples
             try:
-                may_interrupt = True
+                interruption.is_ready = True
                 batch = next(loader)
-                may_interrupt = False
+                interruption.is_ready = False
             except KeyboardInterrupt:
                 assert loader.consumed_samples in (start, start + 2)
             except (RuntimeError, ConfigError) as error:
-                may_interrupt = False
+                interruption.is_ready = False
                 assert "unlocked lock" in str(error)  # noqa: PT017 - see the next test
             else:
                 assert (batch["tokens"][0], loader.consumed_samples) == (start, start + 2)
@@ -317,28 +309,21 @@ def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: in
 def test_a_batch_that_an_interruption_keeps_from_the_trainer_comes_again(
     prefetch: int, threads: int
 ) -> None:
-    last, in_loop, num_interruptions = -1, False, 0
-
-    def interrupt(*_: Any) -> None:
-        nonlocal in_loop, num_interruptions
-        if in_loop:
-            in_loop = False
-            num_interruptions += 1
-            raise KeyboardInterrupt
-
-    loader = Loader(Numbers(10**9), micro_batch_size=1, prefetch=prefetch, threads=threads)
-    with loader, alarms(interrupt, 0.001, 0.0013):
-        while num_interruptions < 400:
+    last: Any = -1
+    interruption = Interruption()
+    loader = small_loader(size=10**9, micro_batch_size=1, prefetch=prefetch, threads=threads)
+    with loader, alarms(interruption, 0.001, 0.0013):
+        while interruption.count < 400:
             try:
-                in_loop = True
+                interruption.is_ready = True
                 for batch in loader:
                     last = batch
-                    in_loop = True  # also if Python has dropped an exception in a callback
+                    interruption.is_ready = True  # also if Python dropped it in a callback
             except KeyboardInterrupt:
                 pass
             except (RuntimeError, ConfigError) as error:
                 # Python's own, if the start of a thread is interrupted at a certain instant.
-                in_loop = False
+                interruption.is_ready = False
                 assert "unlocked lock" in str(error)  # noqa: PT017
             if not isinstance(last, int):
                 last = int(last["tokens"][0])
@@ -353,8 +338,8 @@ def test_no_interruption_of_a_loop_that_only_draws_is_lost() -> None:
         raised.append(1)
         raise KeyboardInterrupt
 
-    dataset = Numbers(10**9, work=lambda numbers: time.sleep(0.00015))
-    with Loader(dataset, micro_batch_size=2) as loader, alarms(interrupt, 0):
+    loader = small_loader(lambda numbers: time.sleep(0.00015), 10**9)
+    with loader, alarms(interrupt, 0):
         for number in range(40):
             try:
                 signal.setitimer(signal.ITIMER_REAL, 0.02 + number * 1e-5)
@@ -370,7 +355,7 @@ def test_no_interruption_of_a_loop_that_only_draws_is_lost() -> None:
 
 
 def test_a_signal_handler_may_close_a_loader_inside_the_queue() -> None:
-    loader = Loader(Numbers(), micro_batch_size=2, threads=2)
+    loader = small_loader(threads=2)
     next(loader)
     queue = loader._queue
     assert queue is not None
@@ -381,7 +366,7 @@ def test_a_signal_handler_may_close_a_loader_inside_the_queue() -> None:
 @pytest.mark.parametrize("call", ["next", "load_state_dict"])
 def test_a_signal_handler_may_not_move_a_loader_inside_next(call: str) -> None:
     goes_on = threading.Event()
-    loader = Loader(Numbers(work=lambda numbers: goes_on.wait(20)), micro_batch_size=2)
+    loader = small_loader(lambda numbers: goes_on.wait(20))
     state = loader.state_dict() | {"consumed_samples": 50}
 
     def interrupt(*_: Any) -> None:
@@ -392,7 +377,7 @@ def test_a_signal_handler_may_not_move_a_loader_inside_next(call: str) -> None:
 
     with alarms(interrupt, 0.05), pytest.raises(ConfigError, match="signal handler"):
         next(loader)
-    assert [next(loader)["tokens"][0] for _ in range(3)] == [0, 2, 4]
+    assert firsts(islice(loader, 3)) == [0, 2, 4]
     loader.load_state_dict(state)
     assert next(loader)["tokens"][0] == 50
     loader.close()
@@ -429,7 +414,7 @@ def test_a_loader_may_be_closed_by_its_own_threads() -> None:
         loader.close()
         return batch
 
-    loader = Loader(Numbers(), micro_batch_size=2, threads=2, prefetch=2, prepare=prepare)
+    loader = small_loader(threads=2, prefetch=2, prepare=prepare)
     with pytest.raises(ConfigError, match="closed while"):
         next(loader)
 
@@ -441,21 +426,22 @@ class Failing:
     """A sampler of two samples a step, one of whose methods fails from the third step on."""
 
     def __init__(self, error: BaseException, method: str = "sample_numbers") -> None:
-        self.error, self.method = error, method
+        def fail_at_4(consumed_samples: int) -> Any:
+            if consumed_samples >= 4:
+                raise error
+            return answer(consumed_samples)
 
-    def answer(self, method: str, consumed_samples: int, value: Any) -> Any:
-        if method == self.method and consumed_samples >= 4:
-            raise self.error
-        return value
+        answer = getattr(self, method)
+        setattr(self, method, fail_at_4)
 
     def has_step(self, consumed_samples: int) -> bool:
-        return self.answer("has_step", consumed_samples, True)  # type: ignore[no-any-return]
+        return True
 
     def sample_numbers(self, consumed_samples: int) -> Any:
-        return self.answer("sample_numbers", consumed_samples, [consumed_samples] * 2)
+        return [consumed_samples] * 2
 
-    def consumed_after(self, consumed_samples: int) -> Any:
-        return self.answer("consumed_after", consumed_samples, consumed_samples + 2)
+    def consumed_after(self, consumed_samples: int) -> int:
+        return consumed_samples + 2
 
 
 @AHEAD
@@ -466,13 +452,10 @@ def test_a_stop_iteration_is_not_the_end(prefetch: int, place: str) -> None:
             next(iter(()))
         return batch
 
-    options: dict[str, Any] = {"micro_batch_size": 2}
+    options: dict[str, Any] = {"work" if place == "dataset" else place: work}
     if place == "sampler":
-        options = {"sampler": Failing(StopIteration())}
-    elif place != "dataset":
-        options[place] = work
-    dataset = Numbers(work=work if place == "dataset" else None)
-    loader = Loader(dataset, prefetch=prefetch, **options)
+        options = {"sampler": Failing(StopIteration()), "micro_batch_size": None}
+    loader = small_loader(prefetch=prefetch, **options)
     next(loader)
     next(loader)
     for _ in range(2):
@@ -498,7 +481,7 @@ def test_any_error_of_a_sampler_comes_in_its_step(
     dataset: Any = Numbers()
     dataset.is_remote, dataset.prefetch = True, len  # so that the sampler is asked ahead, too
     loader = Loader(dataset, sampler=Failing(error(), method), prefetch=prefetch)
-    assert [next(loader)["tokens"][0], next(loader)["tokens"][0]] == [0, 2]
+    assert firsts(islice(loader, 2)) == [0, 2]
     for _ in range(2):
         with pytest.raises(error):
             next(loader)
@@ -515,7 +498,7 @@ def test_an_error_that_comes_again_gets_one_note(prefetch: int) -> None:
     def work(numbers: Any) -> None:
         raise error
 
-    loader = Loader(Numbers(work=work), micro_batch_size=2, prefetch=prefetch)
+    loader = small_loader(work, prefetch=prefetch)
     for _ in range(5):
         with pytest.raises(ValueError, match="always"):
             next(loader)
@@ -530,7 +513,7 @@ def test_a_thread_that_does_not_start_is_a_clear_error(monkeypatch: pytest.Monke
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    loader = Loader(Numbers(), micro_batch_size=2, prefetch=8, threads=4)
+    loader = small_loader(prefetch=8, threads=4)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(ConfigError, match=r"thread 3 of 4 does not start: can't .*prefetch=0"):
@@ -538,13 +521,6 @@ def test_a_thread_that_does_not_start_is_a_clear_error(monkeypatch: pytest.Monke
         wait_for(lambda: not workers())
     assert next(loader)["tokens"].tolist() == [0, 1]
     assert len(workers()) == 4
-
-
-@AHEAD
-@pytest.mark.parametrize("watchdog", [math.inf, 1e300])
-def test_a_watchdog_may_wait_for_ever(prefetch: int, watchdog: float) -> None:
-    dataset = Numbers(work=lambda numbers: time.sleep(0.001))
-    next(Loader(dataset, micro_batch_size=2, prefetch=prefetch, watchdog=watchdog))
 
 
 @pytest.mark.parametrize("prefetch", [None, 0, 8])
@@ -559,7 +535,7 @@ def test_an_error_that_comes_once_is_raised_once_and_no_step_is_prepared_again(
             raise OSError("once")
         return prepared[-1]
 
-    loader = Loader(Numbers(500), micro_batch_size=2, prefetch=prefetch, prepare=prepare)
+    loader = small_loader(size=500, prefetch=prefetch, prepare=prepare)
     starts = [next(loader) for _ in range(150)]
     with pytest.raises(OSError, match="once"):
         next(loader)
@@ -581,14 +557,12 @@ def test_one_thread_at_a_time_is_in_the_dataset_when_the_loader_moves() -> None:
         time.sleep(0.002)
         num_inside -= 1
 
-    loader = Loader(Numbers(1000, work), micro_batch_size=4)
+    loader = small_loader(work, 1000, micro_batch_size=4)
     states = [loader.state_dict() | {"consumed_samples": 40 * number} for number in range(15)]
     for number, state in enumerate(states):
         loader.load_state_dict(state)
-        for step in range(2):
-            start = 40 * number + 4 * step
-            assert next(loader)["tokens"].tolist() == list(range(start, start + 4))
-        assert loader.batch(number)["tokens"].tolist() == list(range(4 * number, 4 * number + 4))
+        assert firsts(islice(loader, 2)) == [40 * number, 40 * number + 4]
+        assert firsts([loader.batch(number)]) == [4 * number]
         if number % 3 == 0:
             loader.load_state_dict(state)
             loader.start()
@@ -606,7 +580,7 @@ def test_a_loader_moves_away_from_a_read_that_hangs() -> None:
             has_begun.set()
             may_end.wait(20)
 
-    loader = Loader(Numbers(work=hang), micro_batch_size=2)
+    loader = small_loader(hang)
     state = loader.state_dict() | {"consumed_samples": 50}
     loader.start()
     has_begun.wait(20)
@@ -626,12 +600,12 @@ def test_a_loader_moves_away_from_a_read_that_hangs() -> None:
 
 @pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 2), (9, 4)])
 def test_threads_share_the_steps_of_a_loader(prefetch: int, threads: int) -> None:
-    loader = Loader(Numbers(20000), micro_batch_size=4, prefetch=prefetch, threads=threads)
-    starts: list[list[int]] = [[] for _ in range(4)]
+    loader = small_loader(size=20000, micro_batch_size=4, prefetch=prefetch, threads=threads)
+    starts: list[list[int]] = []
     errors: list[BaseException] = []
 
-    def draw(number: int) -> None:
-        starts[number] += [int(batch["tokens"][0]) for batch in loader]
+    def draw() -> None:
+        starts.append(firsts(loader))
 
     def look() -> None:
         try:
@@ -644,7 +618,7 @@ def test_threads_share_the_steps_of_a_loader(prefetch: int, threads: int) -> Non
         except BaseException as error:
             errors.append(error)
 
-    run_together(*(partial(draw, number) for number in range(4)), look)
+    run_together(*[draw] * 4, look)
     assert not errors
     assert sorted(chain(*starts)) == list(range(0, 20000, 4))
     assert all(part == sorted(part) for part in starts)
@@ -662,14 +636,13 @@ def test_a_step_whose_transform_fails_in_one_thread_is_the_next_of_another(prefe
             raise OSError("once")
         return int(batch["tokens"][0])
 
-    loader = Loader(Numbers(2000), micro_batch_size=2, prefetch=prefetch, transform=transform)
+    loader = small_loader(size=2000, prefetch=prefetch, transform=transform)
     starts: list[int] = []
 
     def draw() -> None:
         while loader.consumed_samples < 2000:
             with contextlib.suppress(OSError):
-                for start in loader:
-                    starts.append(start)
+                starts.extend(loader)
 
     run_together(*[draw] * 4)
     assert num_failures == 200
@@ -679,21 +652,18 @@ def test_a_step_whose_transform_fails_in_one_thread_is_the_next_of_another(prefe
 # ---- look-ahead ----
 
 
-class RemoteReader:
+class RemoteReader(MemoryReader):
     """A reader of a file elsewhere, which notes what it is told, or refuses to listen."""
 
-    def __init__(self, path: Path, error: OSError | None = None) -> None:
-        self.data = np.fromfile(path, np.uint8)
-        self.size, self.error = len(self.data), error
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.error: OSError | None = None
         self.told: set[int] = set()
         self.untold_reads = 0
 
-    def read(self, byte_offset: int, num_bytes: int) -> np.ndarray:
-        return self.data[byte_offset : byte_offset + num_bytes]
-
     def gather(self, byte_offsets: np.ndarray, byte_counts: np.ndarray) -> np.ndarray:
         self.untold_reads += len(set(byte_offsets.tolist()) - self.told)
-        return gather_in_turn(self.read, byte_offsets, byte_counts)
+        return super().gather(byte_offsets, byte_counts)
 
     def prefetch(self, byte_offsets: np.ndarray, byte_counts: np.ndarray) -> None:
         if self.error is not None:
@@ -715,11 +685,5 @@ def test_remote_storage_is_told_what_is_read_next(make_dataset: Make, tmp_path: 
         assert reader.untold_reads <= 30  # the first steps
     expected = plain.batch(np.arange(5))
     assert np.array_equal(next(Loader(dataset, micro_batch_size=5))["tokens"], expected["tokens"])
-
-
-def test_an_error_of_a_hint_is_not_the_batches_own(make_dataset: Make, tmp_path: Path) -> None:
-    make_dataset([100] * 50)
-    reader = RemoteReader(tmp_path / "data.bin", OSError("busy"))
-    data = IndexedDataset(tmp_path / "data", bin_reader=reader)
-    loader = Loader(GPTDataset(data, sequence_length=8, seed=3), micro_batch_size=5)
-    assert len(list(loader)) == len(loader)
+    reader.error = OSError("busy")  # of a hint: it is not the batch's own
+    assert len(list(Loader(dataset, micro_batch_size=5))) == len(dataset) // 5

@@ -58,9 +58,9 @@ def test_ranges_cover_the_sequences_without_overlap() -> None:
         ([(0, float("nan")), None, None], "0 <= start < end <= 1"),
         ([(float("nan"), 1), None, None], "0 <= start < end <= 1"),
         ([(0, 0.1, 0.2), None, None], "0 <= start < end <= 1"),
-        (["a", (0.5, 1), None], "pair of numbers"),
-        ([0.5, 0.25, 0.25], "pair of numbers"),
-        (7, "pair of numbers"),
+        (["a", (0.5, 1), None], "a list of numbers, not 'a'"),
+        ([0.5, 0.25, 0.25], "a list of numbers, not 0.5"),
+        (7, "not iterable"),
     ],
 )
 def test_invalid_fractions_are_refused(fractions: Any, message: str) -> None:

@@ -17,7 +17,7 @@ from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import FIELDS, Batch, BatchForm
 from millrace.sampling import Sampler
-from millrace.sampling.protocols import IndexedSampler, checked_position, num_steps
+from millrace.sampling.protocols import checked_position, num_steps
 
 _MAX_PREFETCH = 1 << 20
 _MAX_THREADS = 1024
@@ -184,7 +184,7 @@ class Loader(Renewed):
     def batch(self, step: int) -> Any:
         """The batch of a step, counted from sample 0, or an IndexError; the position stays."""
         step, start = check_int("step", step, 0), Position(0)
-        if isinstance(self.sampler, IndexedSampler):
+        if hasattr(self.sampler, "consumed_at"):
             return self.batch_at(self.sampler.consumed_at(step))
         for _ in range(step):
             start = _found(self._maker.outline(start), shown(step)).after or start

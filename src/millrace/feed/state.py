@@ -9,7 +9,7 @@ import numpy as np
 from millrace.checks import NOTHING, check_int, differences, place_of, shown
 from millrace.errors import ConfigError, ResumeError, ViewChangeWarning
 from millrace.samples.tokens import fingerprint_of
-from millrace.sampling.protocols import OrderedSampler, explanation
+from millrace.sampling.protocols import explanation
 
 STATE_VERSION = 3
 """It rises when states of earlier versions cannot be compared with fingerprints of today."""
@@ -36,7 +36,7 @@ class Fingerprint(NamedTuple):
     def at(self, consumed_samples: int) -> dict[str, Any]:
         """The fingerprint of the samples up to a number of consumed samples."""
         fingerprint: dict[str, Any] = plain(fingerprint_of(self.dataset, consumed_samples))
-        if not isinstance(self.sampler, OrderedSampler):
+        if not hasattr(self.sampler, "fingerprint"):
             return fingerprint
         sampler = plain(fingerprint_of(self.sampler, consumed_samples), "fingerprint.sampler")
         return {**fingerprint, "sampler": sampler} if sampler else fingerprint

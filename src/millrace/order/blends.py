@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import check_float, check_floats, check_int, check_ints, shown
+from millrace.checks import check_float, check_floats, check_int, check_ints, check_within, shown
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError
 from millrace.order.spans import RULES_VERSION
@@ -94,8 +94,8 @@ class BlendOrder:
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the draws: all of them, since the weights decide them all."""
-        rules = {"kind": "blend", "rules": RULES_VERSION}
-        return {**rules, "size": len(self), "weights": self.weights}
+        size, weights = len(self), self.weights
+        return {"kind": "blend", "rules": RULES_VERSION, "size": size, "weights": weights}
 
 
 def build_blend_indices(
@@ -120,11 +120,9 @@ def build_blend_indices(
         if count > length
     ]
     if short:
-        table = "\n".join(short)
-        raise ConfigError(
-            f"the blend draws more samples than {len(short)} of its datasets have:\n{table}\n"
-            "Build these with a larger num_samples or surplus (see samples_per_dataset)"
-        )
+        title = f"the blend draws more samples than {len(short)} of its datasets have:"
+        remedy = "Build these with a larger num_samples or surplus (see samples_per_dataset)"
+        raise ConfigError("\n".join([title, *short, remedy]))
     return indices
 
 
@@ -173,7 +171,7 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
         size: Number of samples.
         threads: Number of worker threads; the result does not depend on it. None: one per core.
     """
-    threads = _checked_threads(threads)
+    threads = None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
     size = check_int("the blend's size", size, 0, _native.MAX_INT64 // 8)
     normalized = normalize(_checked_weights(weights))
     _checked_weights(normalized)  # a weight far below a larger one may have become 0
@@ -182,7 +180,7 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
 
 def blend_exhaustively(sizes: Sequence[int], *, threads: int | None = None) -> BlendIndices:
     """Mixes datasets of some sizes evenly until each has given all its samples; see `blend`."""
-    threads = _checked_threads(threads)
+    threads = None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
     sizes = [check_int("a dataset's size", size, 0) for size in sizes]
     _check_count(len(sizes))
     check_int("the sum of the datasets' sizes", sum(sizes), most=_native.MAX_INT64 // 8)
@@ -194,11 +192,8 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
     counts = np.zeros(check_int("num_datasets", num_datasets, 0), np.int64)
     for start in range(0, len(dataset_index), _CHUNK_SIZE):
         chunk = check_ints("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])
-        if not 0 <= chunk.min() <= chunk.max() < len(counts):
-            raise ConfigError(
-                f"the dataset numbers go from {chunk.min()} to {chunk.max()}; there are "
-                f"{len(counts)} datasets"
-            )
+        for number in (chunk.min(), chunk.max()):
+            check_within("the dataset numbers", int(number), 0, len(counts) - 1)
         counts += np.bincount(chunk, minlength=len(counts))
     return counts
 
@@ -206,20 +201,14 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
 def check_surplus(surplus: float) -> float:
     """The surplus as a float; ConfigError for a number outside its range."""
     number = check_float("the surplus", surplus)
-    if not 0 <= number <= _MOST_SURPLUS:
-        raise ConfigError(f"the surplus is {number}; 0 to {_MOST_SURPLUS:,} is possible")
+    check_within("the surplus", number, 0, _MOST_SURPLUS)
     return number
-
-
-def _checked_threads(threads: int | None) -> int | None:
-    return None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
 
 
 def _check_count(count: int) -> None:
     if not 1 <= count <= _native.MAX_DATASETS:
         raise ConfigError(
-            f"a blend has {count} datasets; 1 to {_native.MAX_DATASETS} can be blended. "
-            "Merge small ones"
+            f"a blend has {count} datasets; 1 to {_native.MAX_DATASETS} are possible: merge some"
         )
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import check_bool, check_int, check_ints, shown
+from millrace.checks import check_bool, check_int, check_ints, check_within, shown
 from millrace.deferred import Deferred
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError, DataError
@@ -49,8 +49,8 @@ class GPTPlan:
         num_tokens = int(np.sum(inputs.lengths[start:stop], dtype=np.int64))
         if num_tokens > inputs.num_tokens:
             raise DataError(
-                f"the index says {num_tokens} tokens, and the .bin holds {inputs.num_tokens}. The "
-                "index is damaged: write the pair again"
+                f"the index says {num_tokens} tokens, and the .bin holds {inputs.num_tokens}: the "
+                "index is damaged; write the pair again"
             )
         return plan_gpt(
             num_tokens,
@@ -117,7 +117,8 @@ class GPTOrder(CoreOrder):
     def indices(self) -> GPTIndices:
         return self._indices.value
 
-    def _make_core(self) -> _native.Order:
+    @cached_property
+    def core(self) -> _native.Order:
         return _native.gpt_order(
             self._lengths.value,
             *self.indices,
@@ -167,8 +168,7 @@ def plan_gpt(
     per_epoch = check_int("num_tokens_per_epoch", num_tokens_per_epoch)
     if per_epoch <= 0:
         raise ConfigError(
-            f"the split holds {shown(per_epoch)} tokens; there is nothing to draw "
-            "samples from. Give it a larger share, more documents, or leave it out"
+            f"the split holds {shown(per_epoch)} tokens: give it a larger share, or leave it out"
         )
     requested = 0 if num_samples is None else num_samples * sequence_length + extra
     num_epochs = max(1, -(-requested // per_epoch))
@@ -177,8 +177,7 @@ def plan_gpt(
     if available < 1:
         raise ConfigError(
             f"sequence_length {shown(sequence_length)} (and {extra} extra token) leaves no sample: "
-            f"the split holds {shown(per_epoch)} tokens. Choose a shorter "
-            "sequence_length, or more documents"
+            f"the split holds {shown(per_epoch)} tokens. Choose a shorter one, or more documents"
         )
     cut = None
     if num_epochs > 1 and num_samples is not None:
@@ -254,9 +253,6 @@ def _lengths(values: NDArray[Any]) -> NDArray[np.int32]:
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.flags.c_contiguous:
         return values
     lengths = check_ints("the sequence lengths", values)
-    if lengths.size > 0 and not 0 <= lengths.min() <= lengths.max() <= _native.MAX_INT32:
-        raise ConfigError(
-            f"the sequence lengths go from {lengths.min()} to {lengths.max()}; 0 to "
-            f"{_native.MAX_INT32} is possible"
-        )
+    for length in (lengths.min(), lengths.max()) if lengths.size > 0 else ():
+        check_within("the sequence lengths", int(length), 0, _native.MAX_INT32)
     return lengths.astype(np.int32)

@@ -156,8 +156,7 @@ def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
     except MemoryError:
         raise MemoryError(
             f"{name}: the indices of {plan.num_samples:,} samples take {_num_bytes(layout):,} "
-            "bytes, and there is no memory for them. Ask for fewer samples, or build with fewer "
-            "threads"
+            "bytes, and there is no memory. Ask for fewer samples, or build with fewer threads"
         ) from None
     return arrays
 
@@ -184,13 +183,13 @@ def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
     for array in layout:
         if not re.fullmatch("(?!dataset_)[a-z_]*_index", array):  # which are those of blends
             raise ConfigError(
-                f"the name of an array of {kind} must be lower-case letters and _, end with _index "
-                f"and not start with dataset_, not {shown(array)}"
+                f"an array of {kind} is named {shown(array)}: its name must be lower-case letters "
+                "and _, end with _index and not start with dataset_"
             )
     if _num_bytes(layout) > _MAX_BYTES:
         raise ConfigError(
             f"{plan.num_samples:,} samples take {_num_bytes(layout):,} bytes of indices; "
-            f"{_MAX_BYTES:,} is the limit. Ask for fewer samples, or give more data"
+            f"{_MAX_BYTES:,} is the limit. Ask for fewer samples"
         )
 
 

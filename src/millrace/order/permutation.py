@@ -35,13 +35,10 @@ class KeyedPermutation:
     _key: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        size, seed = (
-            check_int("size", self.size, 0, _native.MAX_INT64),
-            check_int("seed", self.seed, 0),
-        )
+        size = check_int("size", self.size, 0, _native.MAX_INT64)
+        seed = check_int("seed", self.seed, 0)
         key = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-        for name, value in (("size", size), ("seed", seed), ("_key", int(key[0]))):
-            object.__setattr__(self, name, value)
+        vars(self).update(size=size, seed=seed, _key=int(key[0]))
 
     def places(self, numbers: ArrayLike) -> NDArray[np.int64]:
         """The place, int64 [n], that each of some items goes to; ConfigError outside [0, size)."""

@@ -1,5 +1,6 @@
 """What an order is: a function from sample numbers to token spans."""
 
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -56,24 +57,17 @@ class Order(Protocol):
 class CoreOrder:
     """An order of the native core, with which a batch is one call."""
 
-    _core: _native.Order | None = None
-
-    def _make_core(self) -> _native.Order:
-        raise NotImplementedError
-
-    @property
+    @cached_property
     def core(self) -> _native.Order:
-        """The same order in the native core."""
-        if self._core is None:
-            self._core = self._make_core()
-        return self._core
+        """The same order in the native core, which no pickle holds."""
+        raise NotImplementedError
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """The spans of some samples; a ValueError for an index that points outside its arrays."""
         return Spans(*_native.spans(self.core, check_ints("sample numbers", sample_numbers)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_core": None}  # made again where it is needed
+        return {name: value for name, value in vars(self).items() if name != "core"}
 
 
 class SequenceOrder(CoreOrder):
@@ -89,7 +83,8 @@ class SequenceOrder(CoreOrder):
     def __len__(self) -> int:
         return self.num_samples
 
-    def _make_core(self) -> _native.Order:
+    @cached_property
+    def core(self) -> _native.Order:
         return _native.sequence_order(self.num_samples, self.sequence_length + self.add_extra_token)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
@@ -112,8 +107,7 @@ def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:
     is_whole = is_whole and (bounds[0], bounds[-1]) == (0, len(counts))
     if len(sizes) > 1 or not is_whole or np.any(bounds[1:] < bounds[:-1]):
         raise ConfigError(
-            f"the order returned {' and '.join(map(str, sorted(sizes)))} spans, with bounds "
-            f"{bounds}; {len(sample_numbers)} samples need {len(sample_numbers) + 1} bounds, from "
-            "0 up to the number of spans"
+            f"the order returned {sorted(sizes)} spans, with bounds {bounds}; it must return "
+            f"{len(sample_numbers) + 1} bounds, from 0 up to the number of spans"
         )
     return Spans(sequences, offsets, counts, bounds)

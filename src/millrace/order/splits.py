@@ -31,9 +31,7 @@ def parse_split(split: str) -> list[Bookends | None]:
     try:
         shares = [float(part) for part in re.findall(r"[.0-9]+", split)]
     except ValueError:
-        raise ConfigError(
-            f'split "{split}" holds something that is not a number; write "969,30,1"'
-        ) from None
+        raise ConfigError(f'split "{split}" holds no numbers: write "969,30,1"') from None
     rest = re.sub(r"[.0-9]+", "", split).strip(" ,/:;[]()")
     if not 1 <= len(shares) <= len(SPLITS) or rest.strip(" ,/:;") or sum(shares) <= 0:
         raise ConfigError(
@@ -67,35 +65,34 @@ def part_range(count: int, part: Bookends) -> Range:
     >>> part_range(10, (0.6, 1.0))
     (6, 10)
     """
-    ends = tuple(check_floats("the ends of the part", part))
-    if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= 1:
-        raise ConfigError(
-            f"the part must be (start, end) with 0 <= start < end <= 1, not {shown(part)}"
-        )
-    return _range(ends, float(count))
+    return _range(_ends(part, 1), float(count))
 
 
 def _range(ends: Bookends, size: float) -> Range:
     return round(ends[0] * size), round(ends[1] * size)
 
 
+def _ends(part: Any, most: float) -> Bookends:
+    """A part as two floats; ConfigError for what is not a part."""
+    ends = check_floats("the ends of the part", part)
+    if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= most:
+        raise ConfigError(
+            f"the part must be (start, end) with 0 <= start < end <= 1, not {shown(part)}"
+        )
+    return ends[0], ends[1]
+
+
 def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
     try:
-        checked: list[Any] = [
-            None if ends is None else tuple(check_floats("fractions", ends)) for ends in bookends
-        ]
-        shares = sorted(ends for ends in checked if ends is not None)
+        checked = [None if ends is None else _ends(ends, _ONE) for ends in bookends]
+        shares = sorted(filter(None, checked))
         if len(checked) != len(SPLITS) or not shares:
-            problem = "there must be three entries, and not all None"
-        elif any(len(ends) != 2 or not 0 <= ends[0] < ends[1] <= _ONE for ends in shares):
-            problem = "each must be (start, end) with 0 <= start < end <= 1"
-        elif any(low[1] > high[0] for low, high in itertools.pairwise(shares)):
-            problem = "they overlap, so that one split would train on another's data"
-        else:
-            return checked
-    except (TypeError, ConfigError):
-        problem = "each must be a pair of numbers, or None"
-    raise ConfigError(
-        f"the fractions of the split are {shown(bookends)}: {problem}. Write "
-        "[(0, 0.9), (0.9, 1.0), None] for train, valid and test"
-    )
+            raise ConfigError("there must be three entries, and not all None")
+        if any(low[1] > high[0] for low, high in itertools.pairwise(shares)):
+            raise ConfigError("they overlap, so that one split would train on another's data")
+        return checked
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(
+            f"the fractions of the split are {shown(bookends)}: {error}. Write "
+            "[(0, 0.9), (0.9, 1.0), None] for train, valid and test"
+        ) from None

@@ -1,6 +1,6 @@
 """What a sampler is: three methods, and those that it may have beside them."""
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,7 @@ from millrace.checks import check_int
 class Sampler(Protocol):
     """The steps of one rank, each a pure function of the number of samples consumed before it.
 
-    A sampler may have more methods, which a `Loader` uses: those of `SizedSampler`,
-    `IndexedSampler`, `CheckedSampler`, `OrderedSampler` and `ExplainedSampler`.
+    A sampler may have more methods, which a `Loader` uses: see `OptionalMethods`.
     """
 
     def has_step(self, consumed_samples: int) -> bool:
@@ -25,14 +24,12 @@ class Sampler(Protocol):
         """The number of consumed samples after the step that starts there."""
 
 
-@runtime_checkable
-class SizedSampler(Sampler, Protocol):
+class OptionalMethods(Protocol):
+    """What a `Sampler` may have beside its methods. A `Loader` uses each one that is there."""
+
     def num_steps(self, consumed_samples: int = 0) -> int:
         """Number of steps from there to the end."""
 
-
-@runtime_checkable
-class IndexedSampler(Sampler, Protocol):
     def consumed_at(self, step: int) -> int:
         """Number of samples consumed before a step; step 0 starts at sample 0, and the step after
         the last one at the end. IndexError for a later one."""
@@ -40,28 +37,19 @@ class IndexedSampler(Sampler, Protocol):
     def step_at(self, consumed_samples: int) -> int:
         """The number of the step that starts there; ConfigError inside a step or past the end."""
 
-
-@runtime_checkable
-class CheckedSampler(Sampler, Protocol):
     def check_position(self, consumed_samples: int) -> None:
         """Raises ConfigError where no step can start."""
 
-
-@runtime_checkable
-class OrderedSampler(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """What decides the global order of the samples, for a loader's state."""
 
-
-@runtime_checkable
-class ExplainedSampler(OrderedSampler, Protocol):
     def explain_difference(self) -> str:
         """A sentence on how the order can differ, for the error of another fingerprint."""
 
 
 def num_steps(sampler: Any, consumed_samples: int = 0) -> int:
     """The number of steps from a position to the end; TypeError if there is no end."""
-    if not isinstance(sampler, SizedSampler):
+    if not hasattr(sampler, "num_steps"):
         raise TypeError(f"a {type(sampler).__name__} has no number of steps")
     return check_int("num_steps", sampler.num_steps(consumed_samples), 0)
 
@@ -69,11 +57,11 @@ def num_steps(sampler: Any, consumed_samples: int = 0) -> int:
 def checked_position(sampler: Any, consumed_samples: Any) -> int:
     """A position as a whole number; ConfigError where no step of the sampler can start."""
     position = check_int("consumed_samples", consumed_samples, 0)
-    if isinstance(sampler, CheckedSampler):
+    if hasattr(sampler, "check_position"):
         sampler.check_position(position)
     return position
 
 
 def explanation(sampler: Any) -> str:
     """The sampler's sentence on how its order can differ; empty if it has none."""
-    return sampler.explain_difference() if isinstance(sampler, ExplainedSampler) else ""
+    return str(getattr(sampler, "explain_difference", str)())

@@ -24,7 +24,7 @@ from millrace.feed.stream_data import IN_TURN
 from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import FIELDS, BatchForm
 from millrace.samples.tokens import fingerprint_of
-from millrace.sampling.protocols import OrderedSampler, checked_position, explanation, num_steps
+from millrace.sampling.protocols import checked_position, explanation, num_steps
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -188,7 +188,7 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
 
     def _state(self, consumed_samples: int) -> dict[str, Any]:
         state: dict[str, Any] = {"consumed_samples": consumed_samples}
-        if isinstance(self.sampler, OrderedSampler):
+        if hasattr(self.sampler, "fingerprint"):
             fingerprint = fingerprint_of(self.sampler, consumed_samples)
             state |= {"sampler": fingerprint} if fingerprint else {}
         return state
