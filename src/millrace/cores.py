@@ -1,9 +1,19 @@
 """How many cores and how much memory there are to work with."""
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+# The files that limit a control group, by controller and version of control groups.
+_LIMITS = {
+    ("cpu", 1): ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
+    ("cpu", 2): ("cpu.max",),
+    ("memory", 1): ("memory.limit_in_bytes",),
+    ("memory", 2): ("memory.max",),
+}
 
 
 def available_cores() -> int:
@@ -19,12 +29,8 @@ def available_memory(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgro
     """Bytes of memory that this process may use, by free memory and control groups' limits."""
     with open("/proc/meminfo") as file:
         sizes = dict(line.split(":", 1) for line in file)
-    limits = [int(sizes["MemAvailable"].split()[0]) * 1024]
-    for group, version in _groups(folder, own, "memory"):
-        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-        with contextlib.suppress(OSError, ValueError), open(os.path.join(group, name)) as stream:
-            limits.append(int(stream.read()))  # a ValueError for "max"
-    return min(limits)
+    free = int(sizes["MemAvailable"].split()[0]) * 1024
+    return min([free, *(limit for limits in _limits("memory", folder, own) for limit in limits)])
 
 
 def quota_of_cgroups(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int | None:
@@ -34,51 +40,29 @@ def quota_of_cgroups(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgro
         folder: Mount point of the control groups, of version 1, 2 or both.
         own: File that lists the groups of this process.
     """
-    quotas: list[float] = []
-    for group, version in _groups(folder, own, "cpu"):
-        files = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
-        quotas += _quota(group, files)
-    return max(math.ceil(min(quotas)), 1) if quotas else None
+    limits = [pair for pair in _limits("cpu", folder, own) if len(pair) == 2 and min(pair) > 0]
+    return max(math.ceil(min(quota / period for quota, period in limits)), 1) if limits else None
 
 
-def _groups(folder: str, own: str, controller: str) -> Iterator[tuple[str, int]]:
-    """The folder and version of each control group of this process that may limit something."""
-    try:
-        with open(own) as file:
-            lines = [line.rstrip("\n").split(":", 2) for line in file]
-    except (OSError, ValueError):
-        return  # not Linux, or not readable
+def _limits(controller: str, folder: str, own: str) -> Iterator[list[int]]:
+    """The numbers in the limiting files of each control group of this process, if it has them."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or not readable
+        lines = Path(own).read_text().splitlines()
     for line in lines:
-        if len(line) != 3:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if not path:
             continue
-        _, controllers, path = line
         if controllers == "":  # version 2, alone or beside version 1
             mounts, version = ("", "unified"), 2
         elif controller in controllers.split(","):
             mounts, version = (controller, controllers), 1
         else:
             continue
-        for mount in mounts:
-            for group in _and_parents(path):  # a container may only see the last
-                yield os.path.join(folder, mount, group.lstrip("/")), version
-
-
-def _and_parents(path: str) -> Iterator[str]:
-    """A path and all folders above it, up to the root."""
-    while path.strip("/"):
-        yield path
-        path = os.path.dirname(path)
-    yield "/"
-
-
-def _quota(group: str, files: list[str]) -> list[float]:
-    """A group's quota in cores; empty if it has none: "max", -1, or no such file."""
-    texts: list[str] = []
-    try:
-        for file in files:
-            with open(os.path.join(group, file)) as stream:
-                texts += stream.read().split()
-        quota, period = map(int, texts)
-    except (OSError, ValueError):
-        return []
-    return [quota / period] if quota > 0 and period > 0 else []
+        group = PurePosixPath(path)
+        parents = [group, *group.parents]  # a container may only see the last
+        for mount, parent in itertools.product(mounts, parents):
+            base = Path(folder, mount, str(parent).lstrip("/"))
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                texts = [(base / name).read_text() for name in _LIMITS[controller, version]]
+                yield [int(number) for text in texts for number in text.split()]
