@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
 
 # The files that limit a control group, by controller and version of control groups.
 _LIMITS = {
@@ -48,9 +47,9 @@ def _limits(controller: str, folder: str, own: str) -> Iterator[list[int]]:
     """The numbers in the limiting files of each control group of this process, if it has them."""
     lines: list[str] = []
     with contextlib.suppress(OSError, ValueError):  # not Linux, or not readable
-        lines = Path(own).read_text().splitlines()
+        lines = _text(own).splitlines()
     for line in lines:
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not path:
             continue
         if controllers == "":  # version 2, alone or beside version 1
@@ -59,10 +58,15 @@ def _limits(controller: str, folder: str, own: str) -> Iterator[list[int]]:
             mounts, version = (controller, controllers), 1
         else:
             continue
-        group = PurePosixPath(path)
-        parents = [group, *group.parents]  # a container may only see the last
-        for mount, parent in itertools.product(mounts, parents):
-            base = Path(folder, mount, str(parent).lstrip("/"))
+        parts = path.strip("/").split("/")  # of a group, and a container may only see a parent
+        parents = ["/".join(parts[:count]) for count in range(len(parts) + 1)]
+        for mount, group in itertools.product(mounts, parents):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                texts = [(base / name).read_text() for name in _LIMITS[controller, version]]
+                base = os.path.join(folder, mount, group)
+                texts = [_text(base, name) for name in _LIMITS[controller, version]]
                 yield [int(number) for text in texts for number in text.split()]
+
+
+def _text(*parts: str) -> str:
+    with open(os.path.join(*parts)) as file:
+        return file.read()

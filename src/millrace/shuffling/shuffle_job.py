@@ -9,7 +9,7 @@ from millrace.engine import ALREADY, Run
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath
 from millrace.ragged import even_sizes, starts_of
-from millrace.shards.metadata import DOCUMENTS
+from millrace.shards.metadata import DOCUMENTS, SEQUENCES
 from millrace.shuffling import shard_publication as publication
 from millrace.shuffling.distribution import (
     Distribution,
@@ -164,14 +164,18 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
     arguments = options.plan, options.folder, options.memory, options.workers
     content = run.once("plan", lambda: asdict(choose_plan(items, *arguments)))
     plan = resume_plan(content, items, options.memory, options.workers)
+    shard_sizes = even_sizes(items.num_items, options.num_shards)
     with run.phase("phase 3: plan") as progress:
-        starts = starts_of(even_sizes(items.num_items, options.num_shards))
-        work = plan.work(items, permutation, starts)
+        work = plan.work(items, permutation, starts_of(shard_sizes))
         progress.note(f"plan: {plan}")
     done = work.write(run, plan.workers)
     with run.phase("phase 5: flush") as progress:
         publication.flush_shards(done, progress.count)
-    metadata = _metadata(options, items, permutation.name)
+    in_both = {
+        "shard_sizes": shard_sizes.tolist(),
+        "domain_stats": items.domain_stats,
+        "permutation": permutation.name,
+    }
     num_bytes = sum(task.record["bytes"] for task in done)
     result = ShuffleResult(
         output_dir=options.folder,
@@ -179,7 +183,6 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         num_items=items.num_items,
         num_tokens=num_bytes // items.dtype.itemsize,
         num_bytes=num_bytes,
-        **{name: metadata[name] for name in ("shard_sizes", "domain_stats", "permutation")},
         plan=plan.name,
         reason=plan.reason,
         workers=plan.workers,
@@ -189,8 +192,18 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         num_tasks_kept=run.num_kept,
         seconds=0.0,
         notices=items.notices,
+        **in_both,
     )
-    metadata["distribution"] = distribution_json(distribution)
+    metadata = {
+        "shuffle_type": DOCUMENTS if options.documents else SEQUENCES,
+        "seq_len": items.item_size,
+        f"total_{options.unit}": items.num_items,
+        **in_both,
+        **{name: getattr(options, name) for name in ("num_shards", "seed", "carry")},
+        "dtype": items.dtype.name,
+        "inputs": items.inputs,
+        "distribution": distribution_json(distribution),
+    }
     content = {**publication.publication(done, metadata), "result": asdict(result)}
     run.store("publication", content)
     return content
@@ -213,21 +226,3 @@ def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutati
         progress.note(format_distribution(distribution))
         check_distribution(distribution)
     return permutation, distribution
-
-
-def _metadata(options: ShuffleOptions, items: Items, permutation: str) -> dict[str, Any]:
-    """The fields of `ShardsMetadata` that do not depend on the shards."""
-    counts: dict[str, Any] = {"shuffle_type": DOCUMENTS, "total_documents": items.num_items}
-    if not options.documents:
-        counts = {"seq_len": options.seq_len, "total_sequences": items.num_items}
-    return {
-        **counts,
-        "num_shards": options.num_shards,
-        "domain_stats": items.domain_stats,
-        "shard_sizes": even_sizes(items.num_items, options.num_shards).tolist(),
-        "dtype": items.dtype.name,
-        "seed": options.seed,
-        "permutation": permutation,
-        "carry": options.carry,
-        "inputs": items.inputs,
-    }
