@@ -117,6 +117,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
         is_new = content is None
         if is_new:
             content = _write(run, checked, _make_items(run, checked, found))
+            run.store("publication", content)
         result = ShuffleResult(**content["result"])
         result = replace(result if is_new else _earlier(result), seconds=time.monotonic() - start)
 
@@ -155,7 +156,7 @@ def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
 
 
 def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
-    """Writes all shards into the journal, and stores there how they are published."""
+    """Writes all shards into the journal; returns how they are published, as plain JSON."""
     if run.stored("plan") is None:
         # With large weights, it may be too large even for its permutation to be computed.
         num_tokens = items.num_items * (items.item_size or 0)
@@ -204,9 +205,7 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         "inputs": items.inputs,
         "distribution": distribution_json(distribution),
     }
-    content = {**publication.publication(done, metadata), "result": asdict(result)}
-    run.store("publication", content)
-    return content
+    return {**publication.publication(done, metadata), "result": asdict(result)}
 
 
 def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutation, Distribution]:
