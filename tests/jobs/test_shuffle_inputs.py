@@ -129,34 +129,34 @@ def test_domains_are_folders_and_are_sorted_by_path(tmp_path: Path) -> None:
     assert items.notices == []
 
 
-def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     write_raw(tmp_path / "elsewhere" / "x.bin", [1, 2])
     (tmp_path / "in" / "web").mkdir(parents=True)
-    (tmp_path / "in" / "web" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "in" / "web" / "circle").symlink_to(tmp_path / "in" / "web")
+    for name in ("a", "b"):
+        (tmp_path / "in" / "web" / name).symlink_to(tmp_path / "elsewhere")
     items = sequence_items(tmp_path / "in", seq_len=1, dtype="int32")
-    assert read_all(items) == [[1], [2]]
-
-
-def test_a_file_that_is_there_twice_is_noticed(tmp_path: Path) -> None:
-    write_raw(tmp_path / "a" / "x.bin", [1, 2])
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    items = sequence_items(tmp_path, seq_len=1, dtype="int32")
-    assert items.num_items == 4
-    notice = f"{tmp_path}/b/x.bin is the same file as {tmp_path}/a/x.bin: both are read"
-    assert items.notices == [notice]
+    assert read_all(items) == [[1], [2]] * 2
+    first, second = (f"{tmp_path}/in/web/{name}/x.bin" for name in ("a", "b"))
+    assert items.notices == [f"{second} is the same file as {first}: both are read"]
 
 
 def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path) -> None:
-    write_raw(tmp_path / "a" / "x.bin", [1, 2, 3])
+    write_raw(tmp_path / "a" / "x.bin", range(3001))
     write_raw(tmp_path / "short" / "x.bin", [1])
     write_raw(tmp_path / "short" / "empty.bin", [])
     (tmp_path / "empty").mkdir()
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "x.jsonl").write_text("{}")
     items = sequence_items(tmp_path, seq_len=2, dtype="int32")
-    domains = [(d.name, d.num_files, d.num_items, d.num_left) for d in items.domains]
-    assert domains == [("a", 1, 1, 1), ("empty", 0, 0, 0), ("short", 2, 0, 1), ("texts", 0, 0, 0)]
+    assert items.table("sequences").splitlines() == [
+        "domain  files  sequences  tokens  tokens left out",
+        "a           1      1,500   3,001                1",
+        "empty       0          0       0                0",
+        "short       2          0       1                1",
+        "texts       0          0       0                0",
+        "total       3      1,500   3,002                2",
+    ]
     notices = {notice.split()[1]: notice for notice in items.notices}
     assert sorted(notices) == ["empty", "short", "texts"]
     assert "x.jsonl" in notices["texts"]
@@ -171,18 +171,6 @@ def test_raw_tokens_beside_indexed_ones_are_noticed(tmp_path: Path) -> None:
     (tmp_path / "a" / "y.idx").unlink()
     (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32").notices
     assert notice.startswith(f"{tmp_path}/a/y.bin is read as raw int32")
-
-
-def test_the_table_of_domains(tmp_path: Path) -> None:
-    write_raw(tmp_path / "web" / "x.bin", range(5000))
-    write_raw(tmp_path / "b" / "x.bin", [1])
-    items = sequence_items(tmp_path, seq_len=3, dtype="int32")
-    assert items.table("sequences").splitlines() == [
-        "domain  files  sequences  tokens  tokens left out",
-        "b           1          0       1                1",
-        "web         1      1,666   5,000                2",
-        "total       2      1,666   5,001                3",
-    ]
 
 
 def test_thousands_of_files_need_few_descriptors(tmp_path: Path) -> None:
@@ -232,34 +220,35 @@ def test_weights_are_exact_decimals(tmp_path: Path) -> None:
     write_raw(tmp_path / "a" / "x.bin", range(10))
     items = sequence_items([(2.3, tmp_path / "a")], seq_len=1, dtype="int32")
     assert items.num_items == 23
-    for weight in (0, -1, float("nan"), float("inf"), "2", None):
-        entries: Any = [(weight, tmp_path / "a")]
-        with pytest.raises(ConfigError, match=r"weight of .*a "):
-            sequence_items(entries, seq_len=1, dtype="int32")
 
 
-def test_bad_lists_are_refused(tmp_path: Path) -> None:
-    write_raw(tmp_path / "a" / "web" / "x.bin", [1])
-    write_raw(tmp_path / "b" / "web" / "x.bin", [1])
-    bad: list[tuple[Any, str]] = [
+NO_PAIR = "must be a weight and a path"
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
         ([], "is empty"),
-        ([(1, tmp_path / "none")], "does not exist"),
-        ([(1, tmp_path / "a/web"), (1, tmp_path / "b/web")], "both the domain web"),
-        ([tmp_path], "must be a weight and a path"),
-        ([(1, "")], "must be a weight and a path"),
-    ]
-    for entries, message in bad:
-        with pytest.raises(ConfigError, match=message):
-            sequence_items(entries, seq_len=1, dtype="int32")
-    listing = tmp_path / "list"
-    for text, message in (
+        ([(1, "none")], "does not exist"),
+        ([(1, "a/web"), (1, "b/web")], "both the domain web"),
+        (["a"], NO_PAIR),
+        ([(1, "")], NO_PAIR),
+        *(([(weight, "a")], "weight of a ") for weight in (0, -1, np.nan, np.inf, "2", None)),
         ("", "lists no inputs"),
-        ("data/web\n", "must be a weight and a path"),
+        ("data/web\n", NO_PAIR),
         ("1 a\nx data/web\n", "'x data/web'"),
-    ):
-        listing.write_text(text)
-        with pytest.raises(MillraceError, match=message):
-            read_input_list(listing)
+    ],
+)
+def test_bad_lists_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for domain in "ab":
+        write_raw(tmp_path / domain / "web" / "x.bin", [1])
+    is_text = isinstance(entries, str)
+    Path("list").write_text(entries if is_text else "")
+    with pytest.raises(MillraceError, match=message):
+        sequence_items(read_input_list("list") if is_text else entries, 1, "int32")
 
 
 # ---- bad files ----
@@ -267,79 +256,73 @@ def test_bad_lists_are_refused(tmp_path: Path) -> None:
 
 NOT_READ = "not an array that can be read"
 CONVERT = "millrace convert .*"
-BAD_ARRAYS: dict[str, tuple[Any, str]] = {
-    "fortran": (np.asfortranarray(np.zeros((2, 3), np.int32)), "in Fortran order"),
-    "scalar": (np.array(3, np.int32), r"the shape \[\]"),
-    "three": (np.zeros((1, 1, 1), np.int32), r"the shape \[1, 1, 1\]"),
-    "floats": (np.zeros(3), f"holds float64.*{CONVERT}floats.npy NEW.npy --dtype int32"),
-    "wide": (np.zeros(3, np.int64), f"holds int64.*{CONVERT}wide.npy NEW.npy --dtype int32"),
-    "big": (np.zeros(3, ">i4"), "big-endian int32.*<i4"),
-    "objects": (np.array([None]), NOT_READ),
-}
-BAD_BYTES = {
-    "text.npy": (b"no array", NOT_READ),
-    "empty.npy": (b"", NOT_READ),
-    "odd.bin": (b"1234567", "7 bytes, which is not a multiple of 4, the size of uint32.*--dtype"),
-    "lonely.idx": (b"", "no lonely.bin beside it"),
-}
+BAD_FILES: list[tuple[str, Any, str]] = [
+    ("fortran.npy", np.asfortranarray(np.zeros((2, 3), np.int32)), "in Fortran order"),
+    ("scalar.npy", np.array(3, np.int32), r"the shape \[\]"),
+    ("three.npy", np.zeros((1, 1, 1), np.int32), r"the shape \[1, 1, 1\]"),
+    ("floats.npy", np.zeros(3), f"float64.*{CONVERT}floats.npy NEW.npy --dtype int32"),
+    ("wide.npy", np.zeros(3, np.int64), f"int64.*{CONVERT}wide.npy NEW.npy --dtype int32"),
+    ("big.npy", np.zeros(3, ">i4"), "big-endian int32.*<i4"),
+    ("objects.npy", np.array([None]), NOT_READ),
+    ("cut.npy", 200, NOT_READ),
+    ("longer.npy", 529, "has 529 bytes, but its array ends at byte 528"),
+    ("text.npy", b"no array", NOT_READ),
+    ("empty.npy", b"", NOT_READ),
+    ("odd.bin", b"1234567", "7 bytes, which is not a multiple of 4, the size of uint32.*--dtype"),
+    ("lonely.idx", b"", "no lonely.bin beside it"),
+    ("dangling.bin", lambda path: path.symlink_to("missing"), "cannot be read: No such file"),
+    ("pipe.bin", os.mkfifo, "not a regular file"),
+    (
+        "damaged.bin",
+        lambda path: [path.with_suffix(end).touch() for end in (".bin", ".idx")],
+        "truncated",
+    ),
+    (
+        "doubles.bin",
+        lambda path: write_documents(path.with_suffix(""), [[1]], "float64"),
+        f"doubles holds float64.*{CONVERT}doubles NEW --dtype int32",
+    ),
+]
 
 
-def test_bad_files_are_named_with_a_remedy(tmp_path: Path) -> None:
-    folder = tmp_path / "in" / "web"
-    folder.mkdir(parents=True)
-
-    def refuse(stem: str, message: str) -> None:
-        with pytest.raises(DataError, match=message) as error:
-            sequence_items(tmp_path / "in", seq_len=1)
-        assert stem in str(error.value)
-        for path in folder.iterdir():
-            path.unlink()
-
-    for stem, (array, message) in BAD_ARRAYS.items():
-        np.save(folder / f"{stem}.npy", array, allow_pickle=True)
-        refuse(stem, message)
-    for name, (data, message) in BAD_BYTES.items():
-        (folder / name).write_bytes(data)
-        refuse(name, message)
-    for stem, size, message in (
-        ("cut", 200, NOT_READ),
-        ("longer", 529, "has 529 bytes, but its array ends at byte 528"),
-    ):
-        np.save(folder / f"{stem}.npy", np.zeros(100, np.int32))
-        os.truncate(folder / f"{stem}.npy", size)
-        refuse(stem, message)
-    (folder / "dangling.bin").symlink_to(folder / "missing")
-    refuse("dangling", "cannot be read: No such file")
-    os.mkfifo(folder / "pipe.bin")
-    refuse("pipe", "not a regular file")
-    (folder / "damaged.bin").write_text("")
-    (folder / "damaged.idx").write_text("MMIDIDX")
-    refuse("damaged", "truncated")
-    write_documents(folder / "doubles", [[1]], "float64")
-    refuse("doubles", f"holds float64.*{CONVERT}doubles NEW --dtype int32")
+@pytest.mark.parametrize(("name", "content", "message"), BAD_FILES)
+def test_bad_files_are_named_with_a_remedy(
+    tmp_path: Path, name: str, content: Any, message: str
+) -> None:
+    """The content is an array, the size of one that is cut short or longer, bytes, or a writer."""
+    path = tmp_path / "web" / name
+    path.parent.mkdir()
+    if callable(content):
+        content(path)
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        is_size = isinstance(content, int)
+        np.save(path, np.zeros(100, np.int32) if is_size else content, allow_pickle=True)
+        os.truncate(path, content if is_size else path.stat().st_size)
+    with pytest.raises(DataError, match=message) as error:
+        sequence_items(tmp_path, seq_len=1)
+    assert path.stem in str(error.value)
 
 
 def test_inputs_without_sequences_are_refused(tmp_path: Path) -> None:
     write_raw(tmp_path / "a" / "x.bin", [1, 2, 3])
-    with pytest.raises(ConfigError, match="no whole sequence of 4 tokens: its 1 files have 3 tok"):
-        sequence_items(tmp_path, seq_len=4, dtype="int32")
-    with pytest.raises(ConfigError, match="is not a folder"):
-        sequence_items(tmp_path / "missing", seq_len=1)
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ConfigError, match="has no tokens: 0 domains"):
-        sequence_items(tmp_path / "nothing", seq_len=1)
+    for name, message in (
+        ("", "no whole sequence of 4 tokens: its 1 files have 3 tokens"),
+        ("missing", "is not a folder"),
+        ("nothing", "has no tokens: 0 domains"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sequence_items(tmp_path / name, seq_len=4, dtype="int32")
 
 
-def test_mixed_dtypes_name_two_files(tmp_path: Path) -> None:
+def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
     write_raw(tmp_path / "a" / "x.bin", [1, 2, 3])
     write_raw(tmp_path / "a" / "nothing.bin", [])
     np.save(tmp_path / "a" / "y.npy", np.zeros(3, np.uint16))
-    message = "x.bin holds int32, and .*y.npy holds uint16"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=r"x.bin holds int32, and .*y.npy holds uint16"):
         sequence_items(tmp_path, seq_len=1, dtype="int32")
-
-
-def test_files_of_two_tokenizers_are_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         provenance = {"tokenizer": {"name": name, "sha256": name * 64}}
         write_documents(tmp_path / "in" / name, [[1]], provenance=provenance)
