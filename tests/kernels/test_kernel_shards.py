@@ -62,19 +62,15 @@ def test_a_part_of_a_sequence_is_located() -> None:
 
 
 @pytest.mark.parametrize("span", [(5, 0, 1), (-1, 0, 1), (0, 0, 6), (0, 5, 1), (0, -1, 1)])
-def test_spans_outside_are_refused(span: tuple[int, int, int]) -> None:
-    columns = [np.array([number]) for number in span]
+@pytest.mark.parametrize("number", [-1, 5, 2**62])
+def test_spans_and_samples_outside_are_refused(span: tuple[int, int, int], number: int) -> None:
+    columns = [np.array([value]) for value in span]
     for module in (_native, reference):
         source = module.sharded_source(make_shards([2, 3], 5, np.uint16), [2, 3], 5)
         with pytest.raises(ValueError, match="sequence"):
             module.locate_spans(source, *columns)
-
-
-@pytest.mark.parametrize("number", [-1, 3, 2**62])
-def test_samples_outside_are_refused(number: int) -> None:
-    for module in (_native, reference):
         with pytest.raises(ValueError, match="sample"):
-            module.spans(module.sequence_order(3, 5), np.array([number]))
+            module.spans(module.sequence_order(5, 5), np.array([number]))
 
 
 def test_arguments_that_do_not_agree_are_refused() -> None:
