@@ -13,16 +13,13 @@ equal, byte for byte.
 from __future__ import annotations
 
 import argparse
-import bz2
 import contextlib
 import csv
 import functools
 import gc
-import gzip
 import io
 import itertools
 import json
-import lzma
 import math
 import os
 import random
@@ -48,6 +45,7 @@ from millrace.cli import main as millrace
 from millrace.names import RESULT
 from millrace.text import SentenceSplitter
 from tests.conftest import WORDS
+from tests.text.reading import COMPRESS
 
 PIECE_LENGTH = 1_000_000  # characters that the script passes to its sentence splitter at once
 SUFFIXES = (".bin", ".idx")
@@ -65,20 +63,20 @@ class Case:
     """Documents and options; those after `keep_sequential_samples` must not change the output."""
 
     documents: list[dict[str, Value]] = field(repr=False)
-    keys: tuple[str, ...]
-    tokenizer: str
-    append_eod: bool
-    add_special_tokens: bool
-    split_sentences: bool
-    keep_newlines: bool
-    partitions: int
-    keep_sequential_samples: bool
-    file_format: str
-    compression: str
-    num_files: int
-    workers: int
-    chunk_size: int
-    spelling_seed: int
+    keys: tuple[str, ...] = ("text",)
+    tokenizer: str = "byte-level BPE"
+    append_eod: bool = False
+    add_special_tokens: bool = False
+    split_sentences: bool = False
+    keep_newlines: bool = False
+    partitions: int = 1
+    keep_sequential_samples: bool = False
+    file_format: str = "jsonl"
+    compression: str = ""
+    num_files: int = 1
+    workers: int = 1
+    chunk_size: int = 1000
+    spelling_seed: int = 0
 
 
 # ---- what Megatron-LM's script writes ----
@@ -255,7 +253,7 @@ FRAGMENTS = [
 KEYS = ("text", "title", "doc.text", "source", "名前")
 FORMATS = ("jsonl", "jsonl", "jsonl", "parquet", "arrow", "csv", "tsv")
 MOST_CHUNKS = 40  # of a case, about: each takes some milliseconds
-COMPRESSIONS = ("", "", "gzip", "zstd", "bz2", "xz")
+COMPRESSIONS = ("", "", *COMPRESS)
 
 
 def random_case(seed: int, number: int) -> Case:
@@ -327,24 +325,13 @@ def write_inputs(case: Case, folder: Path) -> list[Path]:
     spelling = random.Random(case.spelling_seed)
     paths = []
     for number, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        documents = case.documents[start:stop]
-        data = WRITERS[case.file_format](documents, case.keys, spelling)
-        suffix = {"gzip": ".gz", "zstd": ".zst", "bz2": ".bz2", "xz": ".xz"}
-        name = f"input{number}.{case.file_format}{suffix.get(case.compression, '')}"
-        paths.append(folder / name)
-        paths[-1].write_bytes(compress(data, case.compression))
+        data = WRITERS[case.file_format](case.documents[start:stop], case.keys, spelling)
+        suffix = {"": "", "gzip": ".gz", "zstd": ".zst"}.get(
+            case.compression, f".{case.compression}"
+        )
+        paths.append(folder / f"input{number}.{case.file_format}{suffix}")
+        paths[-1].write_bytes(COMPRESS.get(case.compression, bytes)(data))
     return paths
-
-
-def compress(data: bytes, compression: str) -> bytes:
-    if compression == "zstd":
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd
-        return zstd.compress(data)
-    functions = {"": bytes, "gzip": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
-    return functions[compression](data)
 
 
 def jsonl(documents: Documents, keys: Sequence[str], spelling: random.Random) -> bytes:

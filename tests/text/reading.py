@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bz2
+import gzip
+import lzma
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,18 @@ from millrace.text import (
     pieces_of,
     read_documents,
 )
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "zstd": zstd.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+}
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Every format: whole, in parts and in pieces."""
 
-import bz2
 import csv
 import gzip
 import io
@@ -9,7 +8,6 @@ import lzma
 import sys
 import tracemalloc
 import uuid
-from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -22,23 +20,12 @@ from pyarrow import parquet
 
 from millrace import ConfigError, TextError
 from millrace.text import find_inputs, parts_of, pieces_of
-from tests.text.reading import Reading, read_file, read_in_parts, read_in_pieces
-
-if sys.version_info >= (3, 14):
-    from compression import zstd
-else:
-    from backports import zstd
+from tests.text.reading import COMPRESS, Reading, read_file, read_in_parts, read_in_pieces, zstd
 
 TEXTS = ["the water", "", "turns\nthe mill", "水車 🌊", '"quoted", and\r\nmore', "a" * 300]
 DATA = b"".join(
     json.dumps({"text": text, "id": i}).encode() + b"\n" for i, text in enumerate(TEXTS * 3)
 )
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "gzip": gzip.compress,
-    "zstd": zstd.compress,
-    "bz2": bz2.compress,
-    "xz": lzma.compress,
-}
 EMPTY_FRAME = b"\x5a\x2a\x4d\x18\x03\x00\x00\x00abc"  # zstd's skippable frame
 
 
