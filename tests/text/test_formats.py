@@ -56,8 +56,10 @@ def test_compressed_files_of_any_name(tmp_path: Path, compression: str, block_si
     assert reading.byte_offsets == expected.byte_offsets
     assert reading.num_bytes == path.stat().st_size
     for size in (1, 100, 10000):
-        pieces = read_in_pieces(path, tmp_path / f"pieces{size}", size)
-        assert pieces == reading
+        assert read_in_pieces(path, tmp_path / f"pieces{size}", size) == reading
+        pieces = [b"".join(piece.chunks) for piece in pieces_of(file, size)]
+        assert b"".join(pieces) == DATA
+        assert all(len(piece) < size + 1000 for piece in pieces)
 
 
 def test_padding_and_frames_without_text(tmp_path: Path, gzip_library: str) -> None:

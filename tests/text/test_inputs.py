@@ -41,54 +41,38 @@ def test_folders_are_read_with_all_their_documents(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
     os.symlink(tmp_path / "b.jsonl", tmp_path / "link.jsonl")
     os.symlink(tmp_path, tmp_path / "a" / "loop")
-    os.makedirs(tmp_path.parent / "other", exist_ok=True)
     expected = ["a/y.JSON", "a/z.jsonl.gz", "b.jsonl", "c.ndjson.zst", "link.jsonl", "notes.md"]
     assert names(tmp_path, [tmp_path]) == expected
 
 
-def test_a_folder_of_plain_text_has_its_readme(tmp_path: Path) -> None:
-    for name in ("README.md", "a.txt"):
+FILES = "b.jsonl a.jsonl c.txt x/d.jsonl x/y/e.jsonl [1].jsonl x.tmp t/README.md t/a.txt"
+KILLED = """
+    k/b.jsonl k/out.journal/0123456789ab/files/000000/0123456789ab.rejects.jsonl k/out.journal.lock
+    k/out_text_document.tmp.lock k/out_text_document.bin k/out_text_document.idx.new
+    k/out_text_document.origins.parquet.new
+"""
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ("?.jsonl", "a.jsonl b.jsonl"),
+        ("**/[de].*", "x/d.jsonl x/y/e.jsonl"),
+        ("x/**", "x/d.jsonl x/y/e.jsonl"),
+        ("[a-c]*", "a.jsonl b.jsonl c.txt"),
+        ("[x]*", "x/d.jsonl x/y/e.jsonl"),
+        ("[1].jsonl", "[1].jsonl"),  # a file of that name comes before the pattern
+        ("t", "t/README.md t/a.txt"),  # notes are documents beside plain text
+        # What a killed job has left is none.
+        *((f"k/{pattern}", "k/b.jsonl") for pattern in ("*", "**", "**/*")),
+        # The order is the caller's, and files may come twice.
+        ("b.jsonl x a* b.jsonl", "b.jsonl x/d.jsonl x/y/e.jsonl a.jsonl b.jsonl"),
+    ],
+)
+def test_patterns(tmp_path: Path, inputs: str, expected: str) -> None:
+    for name in (FILES + KILLED).split():
         write(tmp_path / name)
-    assert names(tmp_path, [tmp_path]) == ["README.md", "a.txt"]
-    assert [file.format.name for file in find_inputs([tmp_path])] == ["text", "text"]
-
-
-def test_patterns(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.jsonl", "c.txt", "x/d.jsonl", "x/y/e.jsonl", "[1].jsonl", "x.tmp"):
-        write(tmp_path / name)
-    assert names(tmp_path, [f"{tmp_path}/?.jsonl"]) == ["a.jsonl", "b.jsonl"]
-    assert names(tmp_path, [f"{tmp_path}/**/[de].*"]) == ["x/d.jsonl", "x/y/e.jsonl"]
-    assert names(tmp_path, [f"{tmp_path}/x/**"]) == ["x/d.jsonl", "x/y/e.jsonl"]
-    assert names(tmp_path, [f"{tmp_path}/[a-x]*"]) == [
-        "a.jsonl", "b.jsonl", "c.txt", "x/d.jsonl", "x/y/e.jsonl",
-    ]  # fmt: skip
-    # A file of that name comes before the pattern.
-    assert names(tmp_path, [f"{tmp_path}/[1].jsonl"]) == ["[1].jsonl"]
-    with pytest.raises(TextError, match="no file matches the pattern"):
-        find_inputs([f"{tmp_path}/*.csv"])
-
-
-def test_patterns_leave_out_what_a_killed_job_has_left(tmp_path: Path) -> None:
-    for name in (
-        "nature.journal/b.jsonl",
-        "nature.journal/out.journal/0123456789ab/files/000000/0123456789ab.rejects.jsonl",
-        "nature.journal/out.journal.lock",
-        "nature.journal/out_text_document.tmp.lock",
-        "nature.journal/out_text_document.bin",
-        "nature.journal/out_text_document.idx.new",
-        "nature.journal/out_text_document.origins.parquet.new",
-    ):
-        write(tmp_path / name)
-    for pattern in ("*", "**", "**/*"):
-        inputs = [f"{tmp_path}/nature.journal/{pattern}"]
-        assert names(tmp_path, inputs) == ["nature.journal/b.jsonl"]
-
-
-def test_the_order_is_the_callers_and_files_may_come_twice(tmp_path: Path) -> None:
-    for name in ("b.jsonl", "a.jsonl", "x/c.jsonl"):
-        write(tmp_path / name)
-    inputs = [tmp_path / "b.jsonl", tmp_path / "x", f"{tmp_path}/a*", tmp_path / "b.jsonl"]
-    assert names(tmp_path, inputs) == ["b.jsonl", "x/c.jsonl", "a.jsonl", "b.jsonl"]
+    assert names(tmp_path, [f"{tmp_path}/{path}" for path in inputs.split()]) == expected.split()
 
 
 @pytest.mark.parametrize(
@@ -125,6 +109,7 @@ def test_missing_and_unreadable_inputs(tmp_path: Path) -> None:
         ([], "there are no inputs"),
         ("a.jsonl", "not one path"),
         ([tmp_path / "missing.jsonl"], r"missing.jsonl cannot be read: No such file"),
+        ([tmp_path / "*.csv"], "no file matches the pattern"),
         ([tmp_path / "empty"], "has no documents: no file in it has a known ending"),
         ([tmp_path / "broken"], r"a.jsonl cannot be read: No such file"),
         ([packed], "gzip-compressed parquet file. Decompress it"),
@@ -201,13 +186,15 @@ def test_pipes_are_refused_twice(pipe: Path) -> None:
 
 
 def test_standard_input(tmp_path: Path) -> None:
+    """No library is loaded before it is needed."""
     code = (
+        "import sys\n"
         "from millrace.text import *\n"
         "[file] = find_inputs(['-'])\n"
         "def reject(*problem): raise SystemExit(problem)\n"
         "[part] = parts_of(file, 1)\n"
         "query = Query(keys=('text',), reject=reject)\n"
-        "print([b.texts for b in read_documents(part, query) if b.ids])"
+        "print([b.texts for b in read_documents(part, query) if b.ids], 'pyarrow' in sys.modules)"
     )
     path = write(tmp_path / "a.gz", gzip.compress(LINE))
     for stdin in (f"cat {path} |", f"<{path}"):
@@ -216,7 +203,7 @@ def test_standard_input(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
         )
-        assert result.stdout.strip() == "[[['a']]]", result.stderr
+        assert result.stdout.strip() == "[[['a']]] False", result.stderr
 
 
 @pytest.mark.parametrize("change", ["grow", "shrink", "rewrite", "remove"])
@@ -262,30 +249,6 @@ def test_files_that_change_are_refused(tmp_path: Path, change: str, when: str, n
         return
     with pytest.raises(TextError, match=str(path)):
         read()
-
-
-def test_pieces_have_whole_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl.gz", gzip.compress(LINE * 100))
-    [file] = find_inputs([path])
-    pieces = [(piece.part, b"".join(piece.chunks)) for piece in pieces_of(file, 50)]
-    assert [part.byte_offset for part, _ in pieces[:2]] == [0, 98]
-    assert all(data.endswith(b"}\n") and len(data) <= 100 for _, data in pieces)
-    assert b"".join(data for _, data in pieces) == LINE * 100
-
-
-def test_the_text_room_loads_its_libraries_when_they_are_needed(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl")
-    code = (
-        "import sys\n"
-        "from millrace.text import *\n"
-        f"parts = parts_of(find_inputs([{str(path)!r}])[0], 10)\n"
-        "def reject(*problem): raise SystemExit(problem)\n"
-        "list(read_documents(parts[0], Query(keys=('text',), reject=reject)))\n"
-        "print([n for n in ('pyarrow', 'csv', 'bz2', 'lzma', 'zlib', 'torch') if n in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert "pyarrow" not in result.stdout
 
 
 def test_the_former_place_of_the_tokenizer_still_works() -> None:
