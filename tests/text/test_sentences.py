@@ -70,6 +70,7 @@ def test_punkt_gives_the_sentences_of_nltk(punkt_data: Any, lang: str) -> None:
     @settings(max_examples=60, deadline=None)
     @example(TRAINING)
     @example("One.\n\nTwo.  Three.\n")
+    @example("\nDr. Smith met him.\n\nThey talked. \n Is it?\n")
     @example("")
     @example("\n \n")
     @given(texts)
@@ -78,13 +79,6 @@ def test_punkt_gives_the_sentences_of_nltk(punkt_data: Any, lang: str) -> None:
         assert kept.split(text) == kept_reference.tokenize(text)
 
     check()
-
-
-def test_newlines_stay_with_the_sentence_before(punkt_data: Any) -> None:
-    text = "\nDr. Smith met him.\n\nThey talked. \n Is it?\n"
-    kept = ["\nDr. Smith met him.\n\n", "They talked. \n ", "Is it?"]
-    assert SentenceSplitter("english", keep_newlines=True).split(text) == kept
-    assert SentenceSplitter("english").split(text) == [sentence.rstrip() for sentence in kept]
 
 
 def test_a_splitter_works_without_the_data_once_it_is_pickled(
