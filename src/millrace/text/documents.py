@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import checks
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, TextError
 from millrace.text.json_values import BadDocumentError, Text, is_unicode
 from millrace.text.streams import BLOCK_SIZE, ByteStream
 
@@ -137,6 +137,15 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
         if "\0" in name or not is_unicode(name):
             raise ConfigError(f"the key {name!r} cannot be part of a file name; rename it")
     return names
+
+
+def no_column(source: str, key: str, columns: list[str], kind: str = "") -> TextError:
+    """The error of a table that has not one column of texts, or lists of texts, under a key."""
+    names = ", ".join(columns[:10]) or "none"
+    return TextError(
+        f'{source} has not one column "{key}" of texts{kind}; its columns are: {names}. '
+        "Name the text's column with --json-keys"
+    )
 
 
 def read_records(

@@ -80,11 +80,9 @@ def _check_text(value: Any, key: str) -> Text:
             f'the value of "{key}" is a {_type_name(value)}, not a string or a list of strings. '
             "Name the text's key with --json-keys"
         )
-    for item in value:
-        if not isinstance(item, str):
-            raise BadDocumentError(
-                f'the list under "{key}" has a {_type_name(item)}, not only strings'
-            )
+    if others := [item for item in value if not isinstance(item, str)]:
+        problem = f'the list under "{key}" has a {_type_name(others[0])}, not only strings'
+        raise BadDocumentError(problem)
     return value
 
 

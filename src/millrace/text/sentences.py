@@ -81,13 +81,6 @@ class SentenceSplitter:
                 return list(_punkt_tokenizer(self._punkt, self.keep_newlines).tokenize(text))
             except TimeoutError as error:  # later versions of NLTK stop a search that takes long
                 raise _failure("Punkt", text, error, "sentencex") from None
-        pieces = self._segments(text)
-        if self.keep_newlines:
-            return _with_whitespace(pieces)
-        return [*filter(None, map(str.strip, pieces))]
-
-    def _segments(self, text: str) -> list[str]:
-        """The pieces of a text by sentencex."""
         # sentencex 1.0 panics at a wide space before a period: it is split as a plain space there.
         safe = text if text.isascii() else _UNSAFE.sub(" .", text)
         try:
@@ -102,7 +95,10 @@ class SentenceSplitter:
                 raise
             raise _failure("sentencex", text, error, "Punkt") from None
         ends = itertools.accumulate(map(len, pieces), initial=0)
-        return [text[start:stop] for start, stop in itertools.pairwise(ends)]
+        pieces = [text[start:stop] for start, stop in itertools.pairwise(ends)]
+        if self.keep_newlines:
+            return _with_whitespace(pieces)
+        return [*filter(None, map(str.strip, pieces))]
 
 
 def _failure(library: str, text: str, error: BaseException, other: str) -> TextError:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from millrace.errors import TextError
-from millrace.text.documents import Batch, Documents, Query
+from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
 from millrace.text.streams import readable
@@ -69,9 +69,7 @@ class _Table(Format):
         """Values of each key, ids, and the share of the part that has been read."""
         with _table_errors(part.source):
             for group, share in self._groups(part, query):
-                # In slices of about 1 MB.
-                step = group.num_rows * _BATCH_SIZE // max(group.nbytes, 1)
-                step = min(max(step, 1), _MOST_ROWS)
+                step = _num_rows(group.num_rows, group.nbytes)
                 for start in range(0, group.num_rows, step):
                     rows = group.slice(start, step)
                     columns = [_values(_column(rows, key)) for key in query.keys]
@@ -89,23 +87,21 @@ class Parquet(_Table):
     _magic = b"PAR1"
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
-        with _parquet_file(path) as file:
-            groups = _row_groups(file)
-        rows = itertools.accumulate((int(group.num_rows) for group in groups), initial=0)
-        return [int(group.total_byte_size) for group in groups] if groups[1:] else None, [*rows]
+        with _parquet_file(path) as (_, groups):
+            sizes = [group.total_byte_size for group in groups]
+            rows = itertools.accumulate((group.num_rows for group in groups), initial=0)
+            return sizes if sizes[1:] else None, list(rows)
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
-        with _parquet_file(part.path) as file:
+        with _parquet_file(part.path) as (file, groups):
             names = _text_columns(file.schema_arrow, query, part.source)
-            numbers = range(file.num_row_groups)[part.start : part.stop]
-            groups = _row_groups(file)[part.start : part.stop]
-            num_rows = sum(group.num_rows for group in groups)
-            num_bytes = sum(group.total_byte_size for group in groups)
-            batch_size = num_rows * _BATCH_SIZE // max(num_bytes, 1)
+            chosen = slice(part.start, part.stop)
+            num_rows = sum(group.num_rows for group in groups[chosen])
+            num_bytes = sum(group.total_byte_size for group in groups[chosen])
             row = 0
             for batch in file.iter_batches(
-                batch_size=min(max(batch_size, 1), _MOST_ROWS),
-                row_groups=[*numbers],
+                batch_size=_num_rows(num_rows, num_bytes),
+                row_groups=[*range(len(groups))[chosen]],
                 columns=names,
                 use_threads=False,
             ):
@@ -171,15 +167,19 @@ def _table_errors(source: str) -> Iterator[None]:
         ) from None
 
 
-def _parquet_file(path: str) -> Any:
+def _num_rows(num_rows: int, num_bytes: int) -> int:
+    """The number of rows in about 1 MB, if so many take so many bytes."""
+    return min(max(num_rows * _BATCH_SIZE // max(num_bytes, 1), 1), _MOST_ROWS)
+
+
+@contextlib.contextmanager
+def _parquet_file(path: str) -> Iterator[tuple[Any, list[Any]]]:
+    """A file, and what it says of its row groups."""
     import pyarrow.parquet
 
     # A buffer: a column of a large row group is read bit by bit.
-    return pyarrow.parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False)
-
-
-def _row_groups(file: Any) -> list[Any]:
-    return [*map(file.metadata.row_group, range(file.metadata.num_row_groups))]
+    with pyarrow.parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False) as file:
+        yield file, [*map(file.metadata.row_group, range(file.num_row_groups))]
 
 
 @contextlib.contextmanager
@@ -229,17 +229,9 @@ def _escaped(value: Any) -> str:
 def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
     """The names and paths of the columns that hold the texts and the ids, each once."""
     for key in query.keys:
-        if schema.names.count(key) > 1:
-            raise TextError(f'{source} has {schema.names.count(key)} columns "{key}"')
         type_ = _type_of(schema, key)
-        if type_ is None:
-            names = ", ".join(schema.names[:10]) or "none"
-            problem = f' has no column "{key}"; its columns are: {names}'
-        elif not _is_text(type_):
-            problem = f': column "{key}" is {type_}, not a text or a list of texts'
-        else:
-            continue
-        raise TextError(f"{source}{problem}. Name the text's column with --json-keys")
+        if type_ is None or not _is_text(type_):
+            raise no_column(source, key, schema.names, "" if type_ is None else f", but of {type_}")
     has_ids = _type_of(schema, query.id_key) is not None
     return [*dict.fromkeys([*query.keys, *[query.id_key] * has_ids])]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from millrace.errors import TextError
-from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, read_size
+from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, no_column, read_size
 from millrace.text.json_values import BadDocumentError, decode_text
 from millrace.text.parts import Format, InputFile, Part, Piece, Span, cut_pieces, open_part
 from millrace.text.streams import BLOCK_SIZE, ByteStream
@@ -38,7 +38,10 @@ class Csv(Format):
             rows = _rows(stream, self._delimiter, query.max_size, query.block_size)
             columns, number, _ = _read_header(rows, part.source)
             if columns:  # an empty file needs none
-                places = [_place_of(columns, key, part.source) for key in query.keys]
+                for key in query.keys:
+                    if columns.count(key) != 1:
+                        raise no_column(part.source, key, columns)
+                places = [*map(columns.index, query.keys)]
                 id_place = columns.index(query.id_key) if query.id_key in columns else -1
             for row in rows:
                 try:
@@ -51,8 +54,8 @@ class Csv(Format):
                             f"{len(columns)}. Quote fields with separators or line breaks in them"
                         )
                     elif row.fields:
-                        texts = [decode_text(row.field(place)) for place in places]
-                        id_ = row.field(id_place).decode(errors="replace")
+                        texts = [decode_text(row.fields[place]) for place in places]
+                        id_ = row.fields[id_place].decode(errors="replace")
                         batch.add(texts, number, id_=id_ if id_place >= 0 else None)
                 except BadDocumentError as error:
                     query.reject(number, -1, str(error), row.data)
@@ -78,13 +81,10 @@ class Csv(Format):
 class _Row(NamedTuple):
     """A row; without fields if it is blank."""
 
-    fields: list[str]  # a character stands for each byte (Latin-1)
+    fields: list[bytes]
     data: bytes  # with the line break; none of a row that is too long
     is_long: bool
     problem: str  # what else is wrong with it
-
-    def field(self, place: int) -> bytes:
-        return self.fields[place].encode("latin-1")
 
 
 def _spans(rows: Iterator[_Row], max_size: int) -> Iterator[Span]:
@@ -106,7 +106,7 @@ def _read_header(rows: Iterator[_Row], source: str) -> tuple[list[str], int, byt
         if problem:
             raise TextError(f"{source}, row {number}, the header: {problem}")
         try:
-            columns = [row.field(place).decode() for place in range(len(row.fields))]
+            columns = [field.decode() for field in row.fields]
         except UnicodeDecodeError:
             raise TextError(
                 f"{source}, row {number}: the header is not UTF-8. Convert the file to UTF-8"
@@ -114,16 +114,6 @@ def _read_header(rows: Iterator[_Row], source: str) -> tuple[list[str], int, byt
         if columns:
             return columns, number, row.data
     return [], number, b""
-
-
-def _place_of(columns: list[str], key: str, source: str) -> int:
-    if columns.count(key) != 1:
-        names = ", ".join(columns[:10]) or "none"
-        raise TextError(
-            f'{source} has {columns.count(key)} columns "{key}"; its columns are: {names}. '
-            "Name the text's column with --json-keys"
-        )
-    return columns.index(key)
 
 
 def _rows(stream: ByteStream, delimiter: str, max_size: int, block_size: int) -> Iterator[_Row]:
@@ -165,7 +155,7 @@ def _rows(stream: ByteStream, delimiter: str, max_size: int, block_size: int) ->
     while True:
         data, size, problem = bytearray(), 0, ""
         try:
-            fields = next(reader)
+            fields = [field.encode("latin-1") for field in next(reader)]
         except StopIteration:
             return
         except csv.Error as error:  # before Python 3.11, of a zero byte
