@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace import BlendedDataset, ConfigError, GPTDataset, IndexedDataset
-from millrace.feed import BatchForm, SampleOptions, TokenBatch, TokenDataset
-from millrace.order import Spans
+from millrace.feed import BatchForm, SampleOptions, TokenBatch
 from millrace.samples.fields import ALL_FIELDS
 from millrace.samples.rows import rows
 from millrace.samples.tokens import concatenate
@@ -236,48 +235,13 @@ def test_arrays_that_do_not_fit_each_other_are_refused(wrong: Any, message: str)
         replace(a_batch(), **wrong)
 
 
-def test_spans_may_be_ranges_of_the_stored_stream(prefixes: list[str]) -> None:
-    class Windows:
-        def __len__(self) -> int:
-            return 20
-
-        def spans(self, sample_numbers: Any) -> Spans:
-            bounds = np.arange(len(sample_numbers) + 1)
-            return Spans(None, 8 * sample_numbers, np.full(len(sample_numbers), 9), bounds)
-
-        def fingerprint(self) -> dict[str, Any]:
-            return {"kind": "windows"}
-
-    stored = np.fromfile(prefixes[0] + ".bin", np.uint16)
-    for access in ("mmap", "file"):
-        data = IndexedDataset(prefixes[0], access=access)  # type: ignore[arg-type]
-        dataset = GPTDataset(data, sequence_length=8, order=Windows())
-        assert dataset.batch([3, 0])["tokens"].tolist() == [
-            stored[24:32].tolist(),
-            stored[:8].tolist(),
-        ]
-        with pytest.raises(ConfigError, match="document_numbers are not known"):
-            dataset.batch([0], BatchForm(fields=("document_numbers",)))
-
-
-def test_a_source_of_ones_own_may_lack_parts() -> None:
-    class Plain:
-        def __len__(self) -> int:
-            return 3
-
-        def tokens(self, sample_numbers: Any) -> TokenBatch:
-            rows = np.tile([5, 0, 6, 7], (len(sample_numbers), 1))
-            return TokenBatch(rows.reshape(-1), 4 * np.arange(1, len(rows) + 1))
-
-        def fingerprint(self) -> dict[str, Any]:
-            return {}
-
+@pytest.mark.parametrize("boundaries", ["eod", "documents"])
+def test_a_source_of_ones_own_may_lack_parts(boundaries: str) -> None:
+    tokens = TokenBatch(np.array([5, 0, 6, 7] * 2), np.array([4, 8]))
     form = BatchForm(fields=("cu_seqlens",))
-    by_eod = TokenDataset(Plain(), SampleOptions(sequence_length=4, eod_token=0))
-    assert by_eod.batch([0, 1], form)["cu_seqlens"].tolist() == [0, 2, 4, 6, 8]
-    for options in (
-        SampleOptions(sequence_length=4),
-        SampleOptions(sequence_length=4, boundaries="documents"),
-    ):
-        with pytest.raises(ConfigError, match="parts of the samples are not known"):
-            TokenDataset(Plain(), options).batch([0], form)
+    options = SampleOptions(sequence_length=4, boundaries=boundaries)
+    with pytest.raises(ConfigError, match="parts of the samples are not known"):
+        rows(tokens, options, form)
+    if boundaries == "eod":
+        by_eod = rows(tokens, replace(options, eod_token=0), form)
+        assert by_eod["cu_seqlens"].tolist() == [0, 2, 4, 6, 8]

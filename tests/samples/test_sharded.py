@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +41,7 @@ from tests.shard_folders import (
     write_like_the_script,
     write_sequences,
 )
+from tests.store.pairs import output_of
 
 ACCESS = ("mmap", "file")
 
@@ -261,11 +260,8 @@ def test_many_shards_are_read_with_few_descriptors(tmp_path: Path, access: str) 
     sequences = make_sequences(300, 8)
     write_sequences(tmp_path / "out", sequences, num_shards=150)
     sequences.astype(np.int64).tofile(tmp_path / "expected")
-    command = [sys.executable, "-c", _FEW_DESCRIPTORS, tmp_path / "out", access]
-    result = subprocess.run(
-        [*command, tmp_path / "expected"], capture_output=True, text=True, timeout=60
-    )
-    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr
+    arguments = tmp_path / "out", access, tmp_path / "expected"
+    assert output_of(_FEW_DESCRIPTORS, *arguments) == "True\n"
 
 
 # ---- a full citizen ----
