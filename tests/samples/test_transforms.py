@@ -34,6 +34,7 @@ from millrace.options import SampleOptions
 from millrace.samples import TokenBatch
 from millrace.samples.fields import BatchForm
 from millrace.samples.transforms import MaskedTokens
+from millrace.store import RawTokens
 from tests.conftest import write_documents
 from tests.kernels import reference
 from tests.store.pairs import output_of
@@ -622,6 +623,7 @@ FILL = FillInMiddle(**FIM, eod_token=0, pad_token=0)  # which may be one token
         (lambda of, _: transform(transform(of, FILL), RepeatGuard()), "all transforms in one list"),
         (lambda of, _: transform([], FILL), "a list has no method `tokens`"),
         (lambda of, _: LossRanges([]), "a list does not say which tokens"),
+        (lambda of, _: LossRanges(raw(of)), "a GPTDataset does not say which tokens"),
         (lambda of, other: transform(BlendedDataset([of, other]), FILL), "same for all samples"),
     ],
 )
@@ -630,6 +632,12 @@ def test_wrong_transforms_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         use(gpt(two_files[0]), gpt(two_files[1], reset_position_ids=True))
+
+
+def raw(dataset: GPTDataset) -> GPTDataset:
+    """The same tokens without an index."""
+    tokens = RawTokens(dataset.prefix + ".bin", np.int32)
+    return GPTDataset(tokens, sequence_length=24, order=dataset.order)
 
 
 def transform(dataset: Any, *transforms: Any) -> Any:

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace.checks import check_int, check_ints, shown
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.options import SampleOptions
-from millrace.samples.fields import Batch, BatchForm, check_form
+from millrace.samples.fields import Batch, BatchForm
 from millrace.samples.rows import mask_losses, rows
 from millrace.samples.stored import Leaves, StoredTokens, documents_of, gather
 from millrace.samples.tokens import (
@@ -113,7 +113,8 @@ class TokenDataset:
             DataError: An index entry that points outside the token file, or a token id that does
                 not fit the vocabulary or dtype of the form; the message names file and sample.
         """
-        check_form(form)
+        if form is not None and not isinstance(form, BatchForm):
+            raise ConfigError(f"form is {shown(form)}; give a BatchForm, or None for all fields")
         batch: Batch = self._named(self._batch, sample_numbers, form)
         return batch
 
@@ -158,7 +159,13 @@ class TokenDataset:
             documents = documents_of(self.stores, sources, sequences)
             batch = batch.with_field("document_numbers", "part", documents)
         if form.token_dtype == "file" and self.file_dtype is not None:
-            batch = batch.with_arrays(tokens=_narrowed(batch.tokens, self.file_dtype))
+            tokens, limits = batch.tokens, np.iinfo(self.file_dtype)
+            if np.any((tokens < limits.min) | (tokens > limits.max)):
+                raise ConfigError(
+                    f"the transformed tokens go from {tokens.min()} to {tokens.max()}; the file's "
+                    f"dtype is {self.file_dtype}. Pass token_dtype='int32' or 'int64'"
+                )
+            batch = batch.with_arrays(tokens=tokens.astype(self.file_dtype, copy=False))
         return batch
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
@@ -343,15 +350,3 @@ def check_numbers(sample_numbers: ArrayLike, limit: int) -> Numbers:
         asked = f"from {numbers.min()} to {numbers.max()}"
         raise IndexError(f"sample numbers {asked} were asked for; the dataset has 0 to {limit - 1}")
     return numbers
-
-
-def _narrowed(tokens: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Tokens in the dtype of the token file."""
-    narrow = tokens.astype(dtype, copy=False)
-    if not np.array_equal(narrow, tokens):
-        limits = np.iinfo(dtype)
-        raise ConfigError(
-            f"the transformed tokens go from {tokens.min()} to {tokens.max()}; the file's dtype is "
-            f"{dtype}, {limits.min} to {limits.max}. Pass token_dtype='int32' or 'int64'"
-        )
-    return narrow

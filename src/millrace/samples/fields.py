@@ -105,12 +105,6 @@ def _check_fields(fields: Any) -> tuple[str, ...]:
     return names
 
 
-def check_form(form: Any) -> None:
-    """Raises ConfigError for what is neither a form nor None."""
-    if form is not None and not isinstance(form, BatchForm):
-        raise ConfigError(f"form is {shown(form)}; give a BatchForm, or None for all fields")
-
-
 @lru_cache(maxsize=256)
 def row_form(form: BatchForm | None) -> _native.RowForm | None:
     """A form for the core; objects of the core cannot be pickled, so no form holds one."""
@@ -126,7 +120,6 @@ def row_form(form: BatchForm | None) -> _native.RowForm | None:
     )
 
 
-@lru_cache(maxsize=256)
 def needs_parts(form: BatchForm | None) -> bool:
     """Whether a field of the form needs the parts of the samples."""
     return form is not None and any(name in PART_FIELDS for name in form.fields)

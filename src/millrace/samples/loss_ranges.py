@@ -20,7 +20,7 @@ from millrace.files import checksum
 from millrace.samples.dataset import Dataset, TokenDataset
 from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import Numbers, TokenBatch
-from millrace.store import IndexedDataset
+from millrace.store import IndexedDataset, RawTokens
 
 _KIND = "loss_ranges"
 _ARRAY = "ranges"
@@ -89,7 +89,7 @@ class LossRanges:
         self.only = check_bool("only", only)
         self._ranges: dict[str, _Ranges] = {}
         stores: Any = dataset.stores if isinstance(dataset, TokenDataset) else (None,)
-        if None in stores:
+        if any(store is None or isinstance(store._file, RawTokens) for store in stores):
             raise ConfigError(
                 f"a {type(dataset).__name__} does not say which tokens of a token file it takes: "
                 "ranges need a GPTDataset, or a blend of these; else write a transform of your own"
@@ -141,7 +141,7 @@ class _Ranges(NamedTuple):
 def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
     """Ranges in memory, or those published at a path prefix, which must be of the token file."""
     if ranges is not None and not isinstance(ranges, (str, bytes, os.PathLike)):
-        rows = _checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[attr-defined]
+        rows = _checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[union-attr]
         return _Ranges({_ARRAY: rows}, _checksum(rows))
     folder, name = _place(stored.prefix if ranges is None else check_path("ranges", ranges))
     array_set = arrays.load(folder, name)
@@ -149,14 +149,14 @@ def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
     key = None if array_set is None else array_set.key
     if array_set is None or not isinstance(key, dict) or key.get("kind") != _KIND:
         raise DataError(
-            f"{path} is missing, damaged or of another version. Write the ranges of "
-            f"{stored.prefix} with write_loss_ranges; an empty list if it has none"
+            f"{path} is missing, damaged or of another version: write the ranges with "
+            "write_loss_ranges, an empty list if it has none"
         )
     data = stored.fingerprint()
     if (key["content"], key["lengths"]) != (data["content"], data["lengths"]):
         raise DataError(
-            f"{path} holds ranges of other data: {stored.prefix} was written again since, or the "
-            "ranges belong to another token file. Write them again with write_loss_ranges"
+            f"{path} holds ranges of other data than {stored.prefix}: write them again with "
+            "write_loss_ranges"
         )
     array_set[_ARRAY]  # maps it: damage shows now, not in mid-training
     return _Ranges(array_set, key["ranges"], array_set.path(_ARRAY))

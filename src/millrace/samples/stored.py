@@ -1,7 +1,7 @@
 """Stored tokens in an order: the source of most samples, and its path through the core."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,35 +13,15 @@ from millrace.order.spans import checked_spans
 from millrace.samples.fields import FIELDS, Batch, BatchForm, needs_parts, row_form
 from millrace.samples.rows import core_errors, find_parts, finish, of_parts
 from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
-from millrace.store import BinReader
+from millrace.shards.shard_reader import Shards
+from millrace.store import IndexedDataset, RawTokens
 from millrace.store.token_file import TokenFile
 
 _OUTSIDE = "an index points outside its data: {}. Write it again"
 
 
-class TokenStore(Protocol):
-    """Stored tokens: an `IndexedDataset`, the `Shards` of a folder, or `RawTokens`."""
-
-    prefix: str  # the store's name in messages
-    dtype: np.dtype[Any]
-
-    @property
-    def reader(self) -> BinReader:
-        """The bytes of the token file, or of several as if they were one."""
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the content."""
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether all tokens are in memory."""
-
-    def token_source(self) -> _native.TokenSource:
-        """The tokens for the core."""
-
-    def documents_of(self, sequences: Numbers) -> Numbers:
-        """The documents that sequences belong to: int64 [sequences]."""
+TokenStore = IndexedDataset | RawTokens | Shards
+"""Stored tokens: a token file, raw tokens, or the shards of a folder."""
 
 
 class StoredTokens:
@@ -115,10 +95,8 @@ class StoredTokens:
         is_outside = (offsets < 0) | (counts < 0) | (counts > num_tokens - offsets)
         if is_outside.any():
             place = int(is_outside.argmax())
-            raise ValueError(
-                f"a span has {counts[place]} tokens from token {offsets[place]} on; the store has "
-                f"{num_tokens}"
-            )
+            span = f"{counts[place]} tokens from token {offsets[place]} on"
+            raise ValueError(f"a span has {span}; the store has {num_tokens}")
         return offsets * size, counts * size
 
     @property
