@@ -74,6 +74,12 @@ def make_arrays(
     }
 
 
+def one_sample(first: tuple[int, int], last: tuple[int, int]) -> Arrays:
+    """The index of one sample between two (document, offset)."""
+    samples = np.array([first, last], np.int32)
+    return {"sample_index": samples, "shuffle_index": np.zeros(1, np.uint32)}
+
+
 def options_of(**options: Any) -> Any:
     """Options that are not checked, such as EOD switches without EOD: kernel and twin take them."""
     return SimpleNamespace(**(DEFAULTS | options))
@@ -173,12 +179,24 @@ def assert_refused(
                 pieces_of(module, roomy[0], sample_numbers, **options)
 
 
-def any_sources(data: st.DataObject, length: int, extra: bool, dtype: Any = None) -> list[Arrays]:
+ANY_OPTIONS = st.fixed_dictionaries(
+    {
+        "sequence_length": st.integers(1, 70),
+        "add_extra_token": st.booleans(),
+        "pad_token": st.sampled_from([None, -1, 0, 5, 11, 99, 2**40]),
+        "eod_token": st.sampled_from([None, -1, 0, 5, 10, 99, 2**40]),
+        "reset_position_ids": st.booleans(),
+        "eod_mask_loss": st.booleans(),
+    }
+)
+
+
+def any_sources(data: st.DataObject, options: dict[str, Any], dtype: Any = None) -> list[Arrays]:
     return [
         make_arrays(
             data.draw(st.integers(0, 10**6)),
-            length,
-            extra=extra,
+            options["sequence_length"],
+            extra=options["add_extra_token"],
             partial=data.draw(st.booleans()),
             dtype=dtype or data.draw(st.sampled_from(TOKEN_DTYPES)),
             index_dtypes=(
@@ -206,18 +224,9 @@ def any_batch(data: st.DataObject, arrays: list[Arrays]) -> tuple[np.ndarray, np
 @given(data=st.data())
 @settings(deadline=None, derandomize=True, max_examples=200)
 def test_equals_its_twin_for_any_batch(data: st.DataObject) -> None:
-    sequence_length, extra = data.draw(st.integers(1, 40)), data.draw(st.booleans())
-    arrays = any_sources(data, sequence_length, extra)
-    assert_twin(
-        arrays,
-        *any_batch(data, arrays),
-        sequence_length=sequence_length,
-        add_extra_token=extra,
-        pad_token=data.draw(st.sampled_from([None, -1, 0, 5, 11])),
-        eod_token=data.draw(st.sampled_from([-1, 0, 5, 10])),
-        reset_position_ids=data.draw(st.booleans()),
-        eod_mask_loss=data.draw(st.booleans()),
-    )
+    options = data.draw(ANY_OPTIONS)
+    arrays = any_sources(data, options)
+    assert_twin(arrays, *any_batch(data, arrays), **options)
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2] + [2**k + d for k in (3, 7, 12) for d in (-1, 0, 1)])
@@ -239,9 +248,8 @@ def test_no_samples_need_no_sources() -> None:
 
 def test_a_sample_without_tokens_is_all_padding() -> None:
     arrays = make_arrays(0, 8, extra=False)
-    end = [[17, arrays["sequence_lengths"][arrays["document_index"][17]]]]
-    arrays["sample_index"] = np.array(end * 2, np.int32)
-    arrays["shuffle_index"] = np.array([0], np.uint32)
+    end = 17, arrays["sequence_lengths"][arrays["document_index"][17]]
+    arrays |= one_sample(end, end)
     for pad_token in (None, -1, 0, 7):
         assert_twin([arrays], [0], [0], add_extra_token=False, pad_token=pad_token)
 
@@ -349,8 +357,7 @@ def test_refuses_rows_that_do_not_bound_a_sample(
     arrays = make_arrays(0, 8, extra=True, dtype=dtype)
     arrays["sequence_lengths"][:] = 20
     arrays["tokens"] = np.zeros(2000, dtype)
-    arrays["sample_index"] = np.array([first, last], np.int32)
-    arrays["shuffle_index"] = np.array([0], np.uint32)
+    arrays |= one_sample(first, last)
     assert_refused([arrays], [0], [0])
 
 
@@ -374,8 +381,7 @@ def test_refuses_sequences_outside_the_token_file(dtype: Any) -> None:
     arrays = make_arrays(0, 8, extra=True, dtype=dtype, num_sequences=1, max_length=9)
     arrays["tokens"] = np.arange(9).astype(dtype)
     arrays["sequence_lengths"][:] = 9
-    arrays["sample_index"] = np.array([[0, 0], [0, 8]], np.int32)
-    arrays["shuffle_index"] = np.array([0], np.uint32)
+    arrays |= one_sample((0, 0), (0, 8))
     arrays["sequence_pointers"] = np.array([0])
     assert_twin([arrays], [0], [0])  # to the very last byte
     nbytes = 9 * width
@@ -386,7 +392,7 @@ def test_refuses_sequences_outside_the_token_file(dtype: Any) -> None:
     for tokens in (arrays["tokens"][:-1], arrays["tokens"][:0]):
         assert_refused([arrays | {"tokens": tokens}], [0], [0])
     arrays["sequence_lengths"][:] = 2**31 - 1
-    arrays["sample_index"] = np.array([[0, 2**31 - 10], [0, 2**31 - 2]], np.int32)
+    arrays |= one_sample((0, 2**31 - 10), (0, 2**31 - 2))
     assert_refused([arrays], [0], [0])
 
 
@@ -584,16 +590,9 @@ def assert_same_rows(actual: Any, expected: Any, form: dict[str, Any], **options
 @given(data=st.data())
 @settings(deadline=None, derandomize=True, max_examples=250)
 def test_any_form_equals_its_twin(data: st.DataObject) -> None:
-    options: dict[str, Any] = {
-        "sequence_length": data.draw(st.integers(1, 70)),
-        "add_extra_token": data.draw(st.booleans()),
-        "pad_token": data.draw(st.sampled_from([None, -1, 0, 5, 11, 99, 2**40])),
-        "eod_token": data.draw(st.sampled_from([None, -1, 0, 5, 10, 99, 2**40])),
-        "reset_position_ids": data.draw(st.booleans()),
-        "eod_mask_loss": data.draw(st.booleans()),
-    }
+    options = data.draw(ANY_OPTIONS)
     one_dtype = data.draw(st.one_of(st.none(), st.sampled_from(TOKEN_DTYPES)))
-    arrays = any_sources(data, options["sequence_length"], options["add_extra_token"], one_dtype)
+    arrays = any_sources(data, options, one_dtype)
     if data.draw(st.booleans()):
         for source in arrays:
             tokens = source["tokens"]

@@ -149,8 +149,6 @@ def test_a_folder_of_the_common_script(tmp_path: Path, sequences: NDArray[Any]) 
     write_like_the_script(tmp_path / "out", sequences, num_shards=5)
     assert_equal(ShardedDataset(tmp_path / "out").batch(np.arange(23)), rows_of(sequences))
     write_like_the_script(tmp_path / "narrow", sequences.astype(np.uint16))
-    with pytest.raises(DataError, match=r"has 128 bytes; 8 sequences of 8 tokens \(uint32\)"):
-        ShardedDataset(tmp_path / "narrow")
     dataset = ShardedDataset(tmp_path / "narrow", dtype="uint16")
     assert_equal(dataset.batch(np.arange(23)), rows_of(sequences))
 
@@ -186,16 +184,10 @@ def test_a_folder_of_documents_is_refused(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "out/shard_0001")[0].tolist() == [5, 6]
 
 
-def test_missing_folders_shards_and_sequences_are_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match="the folder does not exist"):
-        ShardedDataset(folder / "nothing")
-    (folder / "shard_0002.bin").unlink()
-    message = r"shard_0002\.bin is missing: restore it, or shuffle again"
-    with pytest.raises(DataError, match=message):
-        ShardedDataset(folder)
-    write_sequences(folder / "empty", make_sequences(0, 8))
+def test_a_folder_without_sequences_is_refused(tmp_path: Path) -> None:
+    write_sequences(tmp_path / "empty", make_sequences(0, 8))
     with pytest.raises(DataError, match="has no sequences"):
-        ShardedDataset(folder / "empty")
+        ShardedDataset(tmp_path / "empty")
 
 
 # ---- files that change ----
