@@ -120,8 +120,8 @@ class Generator:
     def integer(self, low: int, high: int) -> int:
         return int(self.random.integers(low, high))
 
-    def case(self) -> Case:
-        is_mock = self.chance(0.06)
+    def case(self, mock_share: float = 0.06) -> Case:
+        is_mock = self.chance(mock_share)
         # Most careless cases have a split without tokens or samples, and only raise.
         self.is_careful = self.chance(0.75)
         # Mostly few datasets; sometimes many small ones.
@@ -293,30 +293,30 @@ def write_files(case: Case, folder: Path) -> dict[str, tuple[int, int]]:
     """Writes the token files; returns the counts of sequences and of document entries."""
     random = np.random.default_rng(case.data_seed)
     counts = {}
+    (folder / "data").mkdir()
     for name, lengths in case.lengths.items():
-        prefix = folder / name
-        prefix.parent.mkdir(exist_ok=True)
-        tokens = random.integers(*case.vocabulary, sum(lengths)).astype(case.dtype)
-        place = start = 0
-        with millrace.IndexedDatasetBuilder(prefix, case.dtype) as builder:
-            while place < len(lengths):
-                run = lengths[place : place + int(random.integers(1, 9))]
-                builder.add_document(tokens[start : start + sum(run)], run)
-                place, start = place + len(run), start + sum(run)
-            counts[str(prefix)] = len(lengths), builder.num_documents + 1
+        what = folder / name, lengths, random, case.dtype, case.vocabulary
+        prefix = str(oracle.write_sequences(*what))
+        counts[prefix] = len(lengths), len(millrace.IndexedDataset(prefix).document_indices)
     return counts
 
 
-def with_folder(blend: Any, folder: Path) -> Any:
-    return None if blend is None else ([str(folder / name) for name in blend[0]], blend[1])
+def with_folder(options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The options with prefixes in a folder."""
+
+    def moved(blend: Any) -> Any:
+        return None if blend is None else ([str(folder / name) for name in blend[0]], blend[1])
+
+    options = dict(options)
+    if "blend" in options:
+        options["blend"] = moved(options["blend"])
+    if "blend_per_split" in options:
+        options["blend_per_split"] = [moved(blend) for blend in options["blend_per_split"]]
+    return options
 
 
 def arguments_of(case: Case, folder: Path, counts: dict[str, Any]) -> dict[str, Any]:
-    options = dict(case.options)
-    if "blend" in options:
-        options["blend"] = with_folder(options["blend"], folder)
-    if "blend_per_split" in options:
-        options["blend_per_split"] = [with_folder(b, folder) for b in options["blend_per_split"]]
+    options = with_folder(case.options, folder)
     if "sequences_per_dataset" in options:
         options["sequences_per_dataset"] = counts
     caches = {"own": str(folder / "cache" / "deep"), "beside": None, "none": "",
@@ -449,13 +449,6 @@ def same_tree(mine: Any, their: Any, where: str) -> None:
         same_tree(mine.datasets, their.datasets, f"{where}.datasets")
 
 
-def parts_of(dataset: Any) -> list[Any]:
-    """The datasets of token files below a dataset."""
-    if isinstance(dataset, list):
-        return [part for each in dataset for part in parts_of(each)]
-    return [] if dataset is None else list(getattr(dataset, "datasets", [dataset]))
-
-
 def fresh(dataset: Any, number: Any) -> Callable[[], Any]:
     """A function that reads a sample as if it were the first.
 
@@ -464,7 +457,7 @@ def fresh(dataset: Any, number: Any) -> Callable[[], Any]:
     """
 
     def read() -> Any:
-        for part in parts_of(dataset):
+        for part in oracle.parts_of(dataset):
             part.masks_and_position_ids_are_cached = False
         return dataset[number]
 
@@ -614,7 +607,9 @@ def compare(case: Case, generator: Generator, folder: Path) -> str:
     require(found.keys() == contents.keys(), f"cache: {found.keys() ^ contents.keys()}")
     for name, content in contents.items():
         require(found[name] == content, f"the bytes of {name}")
-    require(bool(found) == (is_cached and len(parts_of(their.datasets)) > 0), "there is a cache")
+    require(
+        bool(found) == (is_cached and len(oracle.parts_of(their.datasets)) > 0), "there is a cache"
+    )
     require(
         Counter(mine.build_lines()) == Counter(their.build_lines()),
         f"built: {mine.build_lines()} and {their.build_lines()}",
@@ -660,7 +655,7 @@ def reopen(case: Case, arguments: dict[str, Any], generator: Generator, how: str
     mine = build(Ours, case, arguments, **more)
     same_error(mine.error, their.error, how)
     if their.error is None:
-        lengths = outcome(lambda: [len(part) for part in parts_of(their.datasets)])
+        lengths = outcome(lambda: [len(part) for part in oracle.parts_of(their.datasets)])
         if lengths[1] is not None:
             return  # the same
         same_tree(mine.datasets, their.datasets, how)

@@ -172,7 +172,7 @@ def write_sequences(
     with millrace.IndexedDatasetBuilder(prefix, dtype) as builder:
         place = start = 0
         while place < len(lengths):
-            run = [int(length) for length in lengths[place : place + random.integers(1, 200)]]
+            run = [int(length) for length in lengths[place : place + random.integers(1, 20)]]
             builder.add_document(tokens[start : start + sum(run)], run)
             place, start = place + len(run), start + sum(run)
     return prefix
@@ -183,6 +183,31 @@ def assert_same_indices(ours: millrace.GPTDataset, theirs: GPTDataset) -> None:
     for name in ("document_index", "sample_index", "shuffle_index"):
         mine, their = getattr(ours.indices, name), getattr(theirs, name)
         np.testing.assert_array_equal(mine, their, err_msg=name, strict=True)
+
+
+def assert_same_datasets(ours: Any, theirs: Any, place: str = "") -> None:
+    """Of datasets, blends, lists of them or None: all indices, and some samples."""
+    assert type(ours).__name__ == type(theirs).__name__, place
+    if isinstance(theirs, list):
+        for number, pair in enumerate(zip(ours, theirs, strict=True)):
+            assert_same_datasets(*pair, f"{place}[{number}]")
+    elif theirs is not None:
+        assert len(ours) == len(theirs), place
+        for name in ("dataset_index", "dataset_sample_index"):
+            if isinstance(theirs, BlendedDataset):
+                left, right = getattr(ours, name), getattr(theirs, name)
+                np.testing.assert_array_equal(left, right, f"{place} {name}", strict=True)
+        for pair in zip(parts_of(ours), parts_of(theirs), strict=True):
+            assert_same_indices(*pair)
+        numbers = np.random.default_rng(len(ours)).integers(0, len(ours), 9)
+        assert_same_samples(ours, theirs, [0, len(ours) - 1, *numbers.tolist()], place)
+
+
+def parts_of(dataset: Any) -> list[Any]:
+    """The datasets of token files below a dataset, or below a list of them."""
+    if isinstance(dataset, list):
+        return [part for each in dataset for part in parts_of(each)]
+    return [] if dataset is None else list(getattr(dataset, "datasets", [dataset]))
 
 
 def fresh_sample(dataset: GPTDataset, number: int) -> dict[str, NDArray[Any]]:

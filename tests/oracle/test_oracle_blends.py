@@ -196,16 +196,6 @@ def our_blend(
     return millrace.BlendedDataset(datasets, normalized, sum(target for target, _ in counts))
 
 
-def assert_same_blend(ours: millrace.BlendedDataset, theirs: megatron.BlendedDataset) -> None:
-    assert len(ours) == len(theirs)
-    for left, right in zip(ours.datasets, theirs.datasets, strict=True):
-        megatron.assert_same_indices(left, right)
-    for name in ("dataset_index", "dataset_sample_index"):
-        assert_equal([getattr(ours, name)], [getattr(theirs, name)])
-    numbers = np.random.default_rng(0).integers(0, len(ours), 25)
-    megatron.assert_same_samples(ours, theirs, numbers.tolist())
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_blend_by_weight_is_the_builders(seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng([23, seed])
@@ -219,7 +209,9 @@ def test_a_blend_by_weight_is_the_builders(seed: int, tmp_path: Path) -> None:
         if theirs is None:
             assert split == "0.6,0.4"
         else:
-            assert_same_blend(our_blend(prefixes, weights, sizes[place], split, place), theirs)
+            megatron.assert_same_datasets(
+                our_blend(prefixes, weights, sizes[place], split, place), theirs
+            )
 
 
 def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
@@ -231,7 +223,7 @@ def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
     assert blend(once, size)[0].tolist() != blend(weights, size)[0].tolist()
     config = config_of(blend=(list(map(str, prefixes)), weights), split="1")
     theirs = megatron.build(config, [size, 1, 1])[0]
-    assert_same_blend(our_blend(prefixes, weights, size), theirs)
+    megatron.assert_same_datasets(our_blend(prefixes, weights, size), theirs)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -245,7 +237,7 @@ def test_a_blend_without_weights_is_the_builders(sized: bool, seed: int, tmp_pat
     assert splits[2] is None
     for place in (0, 1):
         ours = our_blend(prefixes, None, sizes[place], "5,4", place)
-        assert_same_blend(ours, splits[place])
+        megatron.assert_same_datasets(ours, splits[place])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -256,11 +248,10 @@ def test_a_separate_blend_for_each_split_is_the_builders(seed: int, tmp_path: Pa
     weights = (random.random(3) + 0.1).tolist()
     blends = [(names[:3], weights), (names[2:5], None), (names[5:], None)]
     train, valid, test = megatron.build(config_of(blend_per_split=blends), [500, None, 50])
-    assert_same_blend(our_blend(prefixes[:3], weights, 500), train)
-    assert_same_blend(our_blend(prefixes[2:5], None, None), valid)
+    megatron.assert_same_datasets(our_blend(prefixes[:3], weights, 500), train)
+    megatron.assert_same_datasets(our_blend(prefixes[2:5], None, None), valid)
     (single,) = our_datasets(prefixes[5:], "1", 0, [50])  # one prefix is not blended
-    megatron.assert_same_indices(single, test)
-    megatron.assert_same_samples(single, test, range(len(single)))
+    megatron.assert_same_datasets(single, test)
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -275,7 +266,7 @@ def test_a_blend_of_datasets_built_one_by_one_is_equal(seed: int, tmp_path: Path
         for prefix in prefixes
     ]
     ours = our_datasets(prefixes, "1", 0, [size] * count)
-    assert_same_blend(
+    megatron.assert_same_datasets(
         millrace.BlendedDataset(ours, weights, size),
         megatron.BlendedDataset(theirs, weights, size, config),
     )

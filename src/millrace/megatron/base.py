@@ -195,8 +195,6 @@ class CachedIndices(ABC):
 
     def _log_load(self) -> None:
         log_on_first_rank(f"Load the {self._description}")
-        for name in self._INDICES:
-            log_on_first_rank(f"\tLoad the {name.replace('_', ' ')} from {self._files.path(name)}")
 
     def __getstate__(self) -> dict[str, Any]:
         paths = {

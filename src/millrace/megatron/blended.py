@@ -58,8 +58,6 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
 
     def __post_init__(self) -> None:
         _check_blend(self.datasets, self.weights, self.size)
-        if len(self.datasets) == 1:
-            log_on_first_rank("A BlendedDataset of one dataset mixes nothing", is_warning=True)
         self.split = self.datasets[0].index_split
         self.weights = self.weights if self.size is None else normalize(self.weights)
         self.unique_description, self.unique_description_hash = cache.describe(
@@ -122,24 +120,19 @@ def _check_blend(datasets: Sequence[Any], weights: Sequence[float], size: int | 
         len(datasets) == len(weights),
         f"there are {len(datasets)} datasets and {len(weights)} weights: give one for each",
     )
-    kinds = [(type(dataset), getattr(dataset, "index_split", None)) for dataset in datasets]
-    for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True)):
+    pairs = list(zip(datasets, weights, strict=True))
+    kinds = [(type(data), getattr(data, "index_split", None), type(w)) for data, w in pairs]
+    for number, (dataset, weight) in enumerate(pairs):
         require(
             kinds[number] == kinds[0],
-            f"dataset {number} has the class and split {kinds[number]}, dataset 0 {kinds[0]}: "
-            "blend datasets of one class and split",
+            f"dataset {number} has the class, split and type of weight {kinds[number]}, dataset 0 "
+            f"{kinds[0]}: blend datasets of one class and split by weights of one type",
         )
         require(
-            weight > 0,
+            weight > 0 and (size is not None or weight % 1 == 0),
             f"the weight of dataset {number} ({getattr(dataset, 'dataset_path', None)}) is "
-            f"{weight}; it must be above 0. Leave the dataset out (without weights, the weight is "
-            "its number of samples)",
-        )
-        kind, first = type(weight).__name__, type(weights[0]).__name__
-        require(kind == first, f"weight {number} is a {kind}, weight 0 a {first}")
-        require(
-            size is not None or not isinstance(weight, float) or weight == int(weight),
-            f"without a size, weights are numbers of samples: weight {number} is {weight}",
+            f"{weight}; it must be above 0 and, without a size, a number of samples. Leave the "
+            "dataset out (without weights, the weight is its number of samples)",
         )
 
 

@@ -61,6 +61,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
     ) -> None:
         what = indexed_dataset, dataset_path, indexed_indices, num_samples
         super().__init__(*what, index_split, config)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._source: tuple[tuple[Any, ...], StoredTokens] | None = None
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
@@ -270,9 +273,6 @@ class GPTDataset(CachedIndices, MegatronDataset):
     def _build(self) -> cache.Arrays:
         plan, lengths, seed = self._plan, self.dataset.sequence_lengths, self.config.random_seed
         indices = np.arange(len(lengths)) if self.indices is None else self.indices
-        log_on_first_rank(f"> total number of epochs: {plan.num_epochs}")
-        dtype = lengths.dtype
-        require(dtype == np.int32, f"the sequence lengths are {dtype}; int32 is needed")
         try:
             return build_gpt_indices_of(lengths, indices, plan, seed)._asdict()
         except ConfigError as error:
@@ -354,17 +354,12 @@ class MockGPTLowLevelDataset:
 class MockGPTDataset(GPTDataset):
     """A GPT dataset of made-up tokens, for a configuration without a blend."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        dataset_path: str | None,
-        indices: NDArray[np.int32],
-        num_samples: int | None,
-        index_split: Split,
-        config: GPTDatasetConfig,
-    ) -> None:
-        require(config.mock, "MockGPTDataset needs a configuration without a blend (mock is False)")
-        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+    __init__ = MegatronDataset.__init__
+
+    def __post_init__(self) -> None:
+        mock = self.config.mock
+        require(mock, "MockGPTDataset needs a configuration without a blend (mock is False)")
+        super().__post_init__()
 
     @staticmethod
     def build_low_level_dataset(  # type: ignore[override]

@@ -127,14 +127,11 @@ class BlendedMegatronDatasetConfig:
             return
         if self.blend is None:
             self.mock, self.split = True, "1,1,1"
-            log_on_first_rank("Let mock = True: there is no blend")
         else:
             _check_weights("blend", self.blend)
             require(self.split is not None, 'a blend needs a split: give split="969,30,1"')
-        assert self.split is not None
-        vector = parse_and_normalize_split(self.split)
+        vector = parse_and_normalize_split(self.split or "")
         self.split_matrix = convert_split_vector_to_split_matrix(vector)
-        log_on_first_rank(f"Let split_matrix = {self.split_matrix}")
 
     def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
         require(self.blend is None, "blend and blend_per_split exclude each other: give one")
@@ -145,9 +142,7 @@ class BlendedMegatronDatasetConfig:
             "and test, a blend or None",
         )
         for split, blend in zip(Split, blends, strict=True):
-            if blend is None:
-                log_on_first_rank(f"no blend for the {split.name} split")
-            else:
+            if blend is not None:
                 _check_weights(f"blend_per_split[{split.value}]", blend)
 
 
