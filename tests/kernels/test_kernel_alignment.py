@@ -3,6 +3,7 @@
 On most machines a misaligned load works by itself; `make sanitize` is where these tests can fail.
 """
 
+import itertools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.kernels.test_kernel_gather import OPTIONS, gpt_order, make_arrays, token_source
+from tests.kernels.twins import assert_same
 
 from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, _native
 
@@ -40,51 +42,29 @@ def test_samples(dtype: Any, index_dtypes: tuple[Any, Any]) -> None:
     samples = _native.gather_samples(
         (other,), (moved_order,), moved(zeros), moved(numbers), OPTIONS
     )
-    assert all(map(np.array_equal, samples, expected))
+    assert_same(samples, expected)
     spans = _native.spans(order, numbers)
     moved_spans = _native.spans(moved_order, moved(numbers))
-    assert all(map(np.array_equal, moved_spans, spans))
+    assert_same(moved_spans, spans)
     pieces = _native.locate_spans(source, *spans[:3])
     moved_pieces = _native.locate_spans(other, *map(moved, moved_spans[:3]))
-    assert all(map(np.array_equal, moved_pieces, pieces))
-    tokens, ends = np.arange(40).astype(dtype), np.array([9, 9, 12, 21])
-    rows = _native.fill_rows(tokens, ends, OPTIONS)
-    assert all(map(np.array_equal, _native.fill_rows(moved(tokens), moved(ends), OPTIONS), rows))
-    draws = np.arange(9, dtype=np.int16), np.arange(9), np.array([8, 0])
-    moved_draws = _native.look_up_draws(*map(moved, draws))
-    assert all(map(np.array_equal, moved_draws, _native.look_up_draws(*draws)))
+    assert_same(moved_pieces, pieces)
 
 
-def test_index_columns() -> None:
-    lengths = np.array([3, 0, 5, 2], np.int32)
-    pointers = np.array([0, 6, 6, 16])
-    entries = np.array([0, 2, 4])
-    documents = np.array([2, 0, 3, 1], np.int32)
-    data = np.arange(20, dtype=np.uint8)
-    ids = np.array([2, -1, 0])
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-        (_native.first_bad_sequence, (lengths, pointers, 2, 0)),
-        (_native.first_bad_document, (entries, 4)),
-        (_native.sample_index, (lengths, documents, 2, 4)),
-        (_native.copy_sequences, (data, pointers, lengths, ids, 2)),
-        (_native.copy_pieces, (data, pointers[:2], np.array([4, 2]))),
-    ]
-    for function, arguments in calls:
-        there = [moved(a) if isinstance(a, np.ndarray) else a for a in arguments]
-        results = [function(*there), function(*arguments)]
-        left, right = (r if isinstance(r, tuple) else (r,) for r in results)
-        assert all(map(np.array_equal, left, right)), function.__name__
+Calls = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
-def test_arrays_of_other_shapes_steps_and_dtypes_are_refused() -> None:
-    """They would be read beyond their ends. For blends and orders, see their own tests."""
+def calls() -> tuple[Calls, Calls]:
+    """The kernels that read columns of mapped files, and those that take other arrays, each with
+    arguments. For orders, see their own tests."""
     arrays = make_arrays(3, 8, extra=True, dtype=np.uint16)
     source, order = token_source(_native, arrays), gpt_order(_native, arrays)
     two, ends, sizes = np.zeros(2, np.int64), np.array([2, 4]), np.array([4, 2], np.int32)
     places, data, masks = np.array([0, 1]), np.zeros(20, np.uint8), np.ones((2, 3), np.float32)
     numbers, batch = np.array([0, 1], np.int16), ((source, source), (order, order), two, places)
+    lengths = np.array([3, 0, 5, 2], np.int32)
     fim = dict.fromkeys(("prefix_token", "middle_token", "suffix_token", "seed"), 0)
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    of_files: Calls = [
         (_native.copy_pieces, (data, places, ends)),
         (_native.prefetch_mapped, (data, places, ends)),
         (_native.prefetch_file, (0, 20, places, ends)),
@@ -99,9 +79,16 @@ def test_arrays_of_other_shapes_steps_and_dtypes_are_refused() -> None:
         (_native.spans, (order, places)),
         (_native.gather_samples, (*batch, OPTIONS)),
         (_native.gather_tokens, batch),
-        (partial(_native.fill_rows, np.arange(4, dtype=np.uint16)), (ends, OPTIONS)),
+        (partial(_native.fill_rows, moved(np.arange(4, dtype=np.uint16))), (ends, OPTIONS)),
         (_native.swap_or_not, (places, 9, 1, False)),
         (_native.sample_index, (sizes, numbers.astype(np.int32), 2, 2)),
+        (_native.sample_index, (lengths, np.array([2, 0, 3, 1], np.int32), 2, 4)),
+        (_native.first_bad_sequence, (lengths, np.array([0, 6, 6, 16]), 2, 0)),
+        (_native.copy_sequences, (data, np.array([0, 6, 6, 16]), lengths, np.array([2, -1, 0]), 2)),
+    ]
+    of_others: Calls = [
+        (_native.blend_by_weights, (np.array([0.5, 0.5]), 4)),
+        (_native.blend_by_sizes, (ends,)),
         (_native.mark_repeats, (np.arange(4), ends, 1, 2, False)),
         (_native.mark_ranges, (np.zeros((2, 3), np.int32), two, two, two)),
         (partial(_native.mask_losses, masks), (data[:4], ends)),
@@ -110,19 +97,30 @@ def test_arrays_of_other_shapes_steps_and_dtypes_are_refused() -> None:
             (np.arange(4), ends, places),
         ),
     ]
-    for function, arguments in calls:
-        function(*arguments)
+    return of_files, of_others
+
+
+def test_arrays_at_odd_addresses_give_the_same_or_are_refused() -> None:
+    of_files, of_others = calls()
+    for place, (function, arguments) in enumerate(of_files + of_others):
+        there = [moved(a) if isinstance(a, np.ndarray) else a for a in arguments]
+        expected = function(*arguments)
+        if place < len(of_files):
+            assert_same(function(*there), expected)
+        else:
+            with pytest.raises(ValueError, match="not aligned"):
+                function(*there)
+
+
+def test_arrays_of_other_shapes_steps_and_dtypes_are_refused() -> None:
+    """They would be read beyond their ends."""
+    for function, arguments in itertools.chain(*calls()):
         for place, array in enumerate(arguments):
             if isinstance(array, np.ndarray):
                 tall = array if array.ndim == 2 else array[:, None]
                 for wrong in (np.repeat(array, 2, axis=0)[::2], tall[None], array.astype("f2")):
-                    with pytest.raises((TypeError, ValueError), match=r"incompatible|dtype"):
+                    with pytest.raises((TypeError, ValueError), match=r"incompat|dtype|operand"):
                         function(*arguments[:place], wrong, *arguments[place + 1 :])
-
-
-def test_blends_refuse_what_they_cannot_read() -> None:
-    with pytest.raises(ValueError, match="not aligned"):
-        _native.blend_by_weights(moved(np.array([0.5, 0.5])), 4)
 
 
 def test_views_and_samples_of_a_mapped_file(tmp_path: Path) -> None:

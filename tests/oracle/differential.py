@@ -46,10 +46,15 @@ import millrace.megatron as ours
 # After a failed opening it raises at some later time.
 indexed_dataset.IndexedDataset.__del__ = lambda self: None
 
-GPT_VALUES = ("num_samples", "dataset_path", "_pad_token_id", "index_split.name")
-GPT_ARRAYS = ("indices", "document_index", "sample_index", "shuffle_index")
-BLEND_VALUES = ("weights", "size", "split.name")
-BLEND_ARRAYS = ("dataset_index", "dataset_sample_index")
+NAMES_OF_ALL = ("unique_description", "unique_description_hash")
+GPT_NAMES = (
+    *(*NAMES_OF_ALL, "num_samples", "dataset_path", "_pad_token_id", "index_split.name"),
+    *("indices", "document_index", "sample_index", "shuffle_index"),
+)
+BLEND_NAMES = (
+    *(*NAMES_OF_ALL, "weights", "size", "split.name"),
+    *("dataset_index", "dataset_sample_index"),
+)
 SPLIT_NAMES = ("train", "valid", "test")
 
 
@@ -412,13 +417,6 @@ def require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def same_array(left: Any, right: Any, where: str) -> None:
-    if left is None or right is None:
-        require(left is right, f"{where}: {left} and {right}")
-        return
-    np.testing.assert_array_equal(left, right, err_msg=where, strict=True)
-
-
 def same_error(mine: BaseException | None, their: BaseException | None, where: str) -> None:
     kind: Any = AssertionError if isinstance(their, LooksForeverError) else type(their)
     require(
@@ -429,24 +427,19 @@ def same_error(mine: BaseException | None, their: BaseException | None, where: s
 
 def same_tree(mine: Any, their: Any, where: str) -> None:
     """Compares datasets, lists of them or None, down to the indices."""
-    if their is None or isinstance(their, list):
-        require(type(mine) is type(their), f"{where}: {type(mine)} and {type(their)}")
-        if their is not None:
-            require(len(mine) == len(their), f"{where}: {len(mine)} and {len(their)} datasets")
-            for number, pair in enumerate(zip(mine, their, strict=True)):
-                same_tree(*pair, f"{where}[{number}]")
-        return
-    require(type(mine).__name__ == type(their).__name__, f"{where}: {mine} and {their}")
-    require(len(mine) == len(their), f"{where}: lengths {len(mine)} and {len(their)}")
-    is_blend = type(their).__name__ == "BlendedDataset"
-    values, arrays = (BLEND_VALUES, BLEND_ARRAYS) if is_blend else (GPT_VALUES, GPT_ARRAYS)
-    for name in ("unique_description", "unique_description_hash", *values):
-        one, other = operator.attrgetter(name)(mine), operator.attrgetter(name)(their)
-        require(one == other, f"{where}.{name}:\n{one!r}\n{other!r}")
-    for name in arrays:
-        same_array(getattr(mine, name), getattr(their, name), f"{where}.{name}")
-    if is_blend:
-        same_tree(mine.datasets, their.datasets, f"{where}.datasets")
+    oracle.assert_alike(tree(mine), tree(their), where)
+
+
+def tree(dataset: Any) -> Any:
+    if dataset is None or isinstance(dataset, list):
+        return dataset and [tree(each) for each in dataset]
+    names = BLEND_NAMES if hasattr(dataset, "datasets") else GPT_NAMES
+    return {
+        "class": type(dataset).__name__,
+        "length": len(dataset),
+        **{name: operator.attrgetter(name)(dataset) for name in names},
+        "datasets": tree(list(getattr(dataset, "datasets", []))),
+    }
 
 
 def fresh(dataset: Any, number: Any) -> Callable[[], Any]:
@@ -476,15 +469,7 @@ def same_sample(mine: Any, their: Any, number: Any, where: str) -> None:
     left, my_error = outcome(lambda: mine[number])
     right, their_error = outcome(fresh(their, number))
     same_error(my_error, their_error, where)
-    if right is None:
-        return
-    require(list(left) == list(right), f"{where}: {list(left)} and {list(right)}")
-    for key, value in right.items():
-        if isinstance(value, torch.Tensor):
-            require(left[key].dtype == value.dtype, f"{where} {key}: {left[key].dtype}")
-            require(torch.equal(left[key], value), f"{where} {key}:\n{left[key]}\n{value}")
-        else:
-            require(type(left[key]) is type(value) and left[key] == value, f"{where} {key}")
+    oracle.assert_alike(left, right, where)
 
 
 def same_query(mine: Any, their: Any, number: Any, where: str) -> None:
@@ -493,8 +478,7 @@ def same_query(mine: Any, their: Any, number: Any, where: str) -> None:
     left, my_error = outcome(lambda: mine._query_document_sample_shuffle_indices(number))
     right, their_error = outcome(lambda: their._query_document_sample_shuffle_indices(number))
     same_error(my_error, their_error, where)
-    for pair in zip(left or (), right or (), strict=True):
-        same_array(*pair, where)
+    oracle.assert_alike(left, right, where)
 
 
 def same_samples(mine: Any, their: Any, random: Generator, where: str) -> None:

@@ -134,6 +134,57 @@ def gpt_dataset(
     return GPTDataset(IndexedDataset(str(prefix)), str(prefix), indices, num_samples, split, config)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """The inputs of a dataset on both sides."""
+
+    prefix: Path
+    sequences: tuple[int, int]
+    split: Split = Split.train
+    num_samples: int | None = None
+    sequence_length: int
+    seed: int = 0
+    add_extra_token: bool = True
+    drop_last: bool = True
+    eod: int = 0
+    pad: int | None = None
+    reset_position_ids: bool = False
+    eod_mask_loss: bool = False
+    has_attention_mask: bool = False
+
+    def ours(self) -> millrace.GPTDataset:
+        return millrace.GPTDataset(
+            millrace.IndexedDataset(self.prefix),
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+            num_samples=self.num_samples,
+            sequences=self.sequences,
+            add_extra_token=self.add_extra_token,
+            # Megatron-LM has this option only for the validation split.
+            drop_last_partial_sequence=self.drop_last or self.split is not Split.valid,
+            eod_token=self.eod,
+            # By Megatron-LM's rule, a pad that equals another special token becomes -1.
+            pad_token=-1 if self.pad in (None, self.eod) else self.pad,
+            reset_position_ids=self.reset_position_ids,
+            eod_mask_loss=self.eod_mask_loss,
+        )
+
+    def theirs(self, cache: Path) -> GPTDataset:
+        config = config_of(
+            cache,
+            sequence_length=self.sequence_length,
+            random_seed=self.seed,
+            tokenizer=Tokenizer(eod=self.eod, pad_id=self.pad),
+            add_extra_token_to_sequence=self.add_extra_token,
+            drop_last_partial_validation_sequence=self.drop_last,
+            reset_position_ids=self.reset_position_ids,
+            eod_mask_loss=self.eod_mask_loss,
+            reset_attention_mask=self.has_attention_mask,
+            create_attention_mask=self.has_attention_mask,
+        )
+        return gpt_dataset(self.prefix, config, self.sequences, self.num_samples, self.split)
+
+
 def random_lengths(random: np.random.Generator, max_sequences: int = 10_000) -> NDArray[np.int32]:
     """Lengths of 1 to `max_sequences` sequences, mostly few, some of them empty."""
     count = int(np.exp(random.uniform(0, np.log(max_sequences + 1))))
@@ -178,6 +229,25 @@ def write_sequences(
     return prefix
 
 
+def assert_alike(left: Any, right: Any, where: str = "") -> None:
+    """Checks values and dtypes, through lists, tuples and mappings."""
+    if isinstance(right, dict):
+        assert list(left) == list(right), where
+        for key, value in right.items():
+            assert_alike(left[key], value, f"{where} {key}")
+    elif isinstance(right, (list, tuple)):
+        assert len(left) == len(right), where
+        for number, pair in enumerate(zip(left, right, strict=True)):
+            assert_alike(*pair, f"{where}[{number}]")
+    elif isinstance(right, torch.Tensor):
+        assert left.dtype == right.dtype, where
+        assert torch.equal(left, right), f"{where}:\n{left}\n{right}"
+    elif isinstance(right, (np.ndarray, np.generic)):
+        np.testing.assert_array_equal(left, right, where, strict=True)
+    else:
+        assert left == right, f"{where}:\n{left!r}\n{right!r}"
+
+
 def assert_same_indices(ours: millrace.GPTDataset, theirs: GPTDataset) -> None:
     assert len(ours) == len(theirs)
     for name in ("document_index", "sample_index", "shuffle_index"):
@@ -199,8 +269,9 @@ def assert_same_datasets(ours: Any, theirs: Any, place: str = "") -> None:
                 np.testing.assert_array_equal(left, right, f"{place} {name}", strict=True)
         for pair in zip(parts_of(ours), parts_of(theirs), strict=True):
             assert_same_indices(*pair)
-        numbers = np.random.default_rng(len(ours)).integers(0, len(ours), 9)
-        assert_same_samples(ours, theirs, [0, len(ours) - 1, *numbers.tolist()], place)
+        if len(ours) > 0:
+            numbers = np.random.default_rng(len(ours)).integers(0, len(ours), 9)
+            assert_same_samples(ours, theirs, [0, len(ours) - 1, *numbers.tolist()], place)
 
 
 def parts_of(dataset: Any) -> list[Any]:

@@ -237,6 +237,10 @@ blends = (
 @example(blend=[30, 40])
 @example(blend=[None, "a"])
 @example(blend=[1, "a", 2])
+@example(blend=None)
+@example(blend=["0.3", " a ", "7e-1", "b"])
+@example(blend=["0.5", "a", "x", "b"])
+@example(blend=["1", "2"])
 def test_blends_of_numbers_and_words_are_read_as_by_megatron(blend: Any) -> None:
     mine = outcome(lambda: ours.get_blend_from_list(blend))
     theirs = outcome(lambda: their_get_blend_from_list(blend))

@@ -186,27 +186,6 @@ def test_readers_of_object_stores_refuse(kind: str, tmp_path: Path) -> None:
         ours.IndexedDataset(str(tmp_path / "data"), mmap=False, s3_config=config)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_separate_index_functions_are_alike(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    documents = random.integers(0, 1000, random.integers(0, 30)).astype(np.int32)
-    num_epochs, separate = int(random.integers(1, 5)), bool(random.integers(2))
-    total = int(random.integers(0, 50))
-    first = int(random.integers(0, total + 1))
-
-    def draw(side: Any) -> list[Any]:
-        state = np.random.RandomState(seed)
-        return [
-            side._build_document_index(documents, num_epochs, state, separate),
-            side._build_shuffle_index(first, total, state),
-            np.array(state.randint(1 << 30)),
-        ]
-
-    both = draw(ours), draw(oracle.module_of_megatron("gpt_dataset"))
-    for mine, theirs in zip(*both, strict=True):
-        np.testing.assert_array_equal(mine, theirs, strict=True)
-
-
 def test_there_is_nothing_to_compile() -> None:
     assert ours.compile_helpers() is None
 

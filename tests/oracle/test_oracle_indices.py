@@ -1,7 +1,6 @@
 """The order law: splits, and the document, sample and shuffle index of each, are Megatron-LM's."""
 
 import os
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,44 +13,7 @@ from tests.kernels import reference
 import millrace
 from millrace.order import build_gpt_indices, plan_gpt
 
-Split = megatron.Split
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """The inputs of an order."""
-
-    prefix: Path
-    sequences: tuple[int, int]
-    split: Split = Split.train
-    num_samples: int | None
-    sequence_length: int
-    seed: int
-    add_extra_token: bool
-    drop_last: bool = True
-
-    def ours(self) -> millrace.GPTDataset:
-        return millrace.GPTDataset(
-            millrace.IndexedDataset(self.prefix),
-            sequence_length=self.sequence_length,
-            seed=self.seed,
-            num_samples=self.num_samples,
-            sequences=self.sequences,
-            add_extra_token=self.add_extra_token,
-            # Megatron-LM has this option only for the validation split.
-            drop_last_partial_sequence=self.drop_last or self.split is not Split.valid,
-        )
-
-    def theirs(self, cache: Path) -> megatron.GPTDataset:
-        config = megatron.config_of(
-            cache,
-            sequence_length=self.sequence_length,
-            random_seed=self.seed,
-            add_extra_token_to_sequence=self.add_extra_token,
-            drop_last_partial_validation_sequence=self.drop_last,
-        )
-        what = self.sequences, self.num_samples, self.split
-        return megatron.gpt_dataset(self.prefix, config, *what)
+Case, Split = megatron.Case, megatron.Split
 
 
 def check(case: Case, cache: Path) -> str:

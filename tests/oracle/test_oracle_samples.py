@@ -24,45 +24,10 @@ INTEGER_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
 
 
 def both(
-    prefix: Path,
-    cache: Path,
-    *,
-    sequences: tuple[int, int],
-    seed: int = 0,
-    num_samples: int | None = None,
-    split: Split = Split.train,
-    eod: int = 0,
-    pad: int | None = None,
-    add_extra_token: bool = True,
-    drop_last: bool = True,
-    has_attention_mask: bool = False,
-    **same: Any,
+    prefix: Path, cache: Path, **options: Any
 ) -> tuple[millrace.GPTDataset, megatron.GPTDataset]:
-    """A dataset of each side; `same` are options that both sides call alike."""
-    config = megatron.config_of(
-        cache,
-        random_seed=seed,
-        tokenizer=megatron.Tokenizer(eod=eod, pad_id=pad),
-        add_extra_token_to_sequence=add_extra_token,
-        drop_last_partial_validation_sequence=drop_last,
-        reset_attention_mask=has_attention_mask,
-        create_attention_mask=has_attention_mask,
-        **same,
-    )
-    theirs = megatron.gpt_dataset(prefix, config, sequences, num_samples, split)
-    ours = millrace.GPTDataset(
-        millrace.IndexedDataset(prefix),
-        seed=seed,
-        num_samples=num_samples,
-        sequences=sequences,
-        eod_token=eod,
-        # By Megatron-LM's rule, a pad that equals another special token becomes -1.
-        pad_token=-1 if pad in (None, eod) else pad,
-        drop_last_partial_sequence=drop_last or split is not Split.valid,
-        add_extra_token=add_extra_token,
-        **same,
-    )
-    return ours, theirs
+    case = megatron.Case(prefix=prefix, **options)
+    return case.ours(), case.theirs(cache)
 
 
 def test_a_file_may_hold_minus_one(tmp_path: Path) -> None:
