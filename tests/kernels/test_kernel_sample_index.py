@@ -140,19 +140,6 @@ def test_refuses_entries_outside_the_sequences_and_negative_lengths(partial: boo
         assert_refused("negative", wrong, documents, 3, 4, allow_partial=partial)
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "extra", "partial"),
-    [(5, False, False), (4, True, False), (6, False, True), (5, True, True), (100, True, True)],
-)
-def test_refuses_more_samples_than_the_tokens_give(
-    num_samples: int, extra: bool, partial: bool
-) -> None:
-    lengths, documents = int32([4, 0, 4]), int32([0, 1, 2])  # 8 tokens
-    options = {"add_extra_token": extra, "allow_partial": partial}
-    assert_twin(lengths, documents, 2, num_samples - 1 if num_samples < 100 else 4, **options)
-    assert_refused("too few", lengths, documents, 2, num_samples, **options)
-
-
 def test_refuses_a_sample_count_that_no_documents_can_meet() -> None:
     """Before memory is asked for: 2**50 rows would take 8 PiB."""
     with pytest.raises(ValueError, match=r"too few|num_samples"):

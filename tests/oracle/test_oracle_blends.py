@@ -12,8 +12,8 @@ import millrace
 from millrace import _native
 from millrace.order import blend, blend_exhaustively
 
-S = 8  # the sequence length
-SEED = 77
+OPTIONS: dict[str, Any] = {"sequence_length": 8, "seed": 77, "eod": 3, "pad": 4}
+RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
 
 
 def random_weights(random: np.random.Generator) -> list[float]:
@@ -27,11 +27,6 @@ def random_weights(random: np.random.Generator) -> list[float]:
     if kind == 2:
         return (10.0 ** random.uniform(-12, 12, count)).tolist()
     return [1.0] * count
-
-
-def assert_equal(actual: Any, expected: Any) -> None:
-    for left, right in zip(actual, expected, strict=True):
-        np.testing.assert_array_equal(left, right, strict=True)
 
 
 def theirs_by_weights(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -53,7 +48,9 @@ def test_random_blends_by_weight_are_equal(seed: int) -> None:
 
 
 def assert_by_weights(weights: list[float], size: int) -> None:
-    assert_equal(blend(weights, size), theirs_by_weights(megatron.normalize(weights), size))
+    megatron.assert_alike(
+        blend(weights, size), theirs_by_weights(megatron.normalize(weights), size)
+    )
 
 
 @pytest.mark.parametrize("kind", WEIGHTS_OF)
@@ -73,7 +70,7 @@ def test_blends_by_weights_that_are_not_normalised_are_equal(scale: float) -> No
         weights = random.random(count)
         weights *= scale / weights.sum()
         ours = _native.blend_by_weights(weights, 30_000)
-        assert_equal(ours, theirs_by_weights(weights, 30_000))
+        megatron.assert_alike(ours, theirs_by_weights(weights, 30_000))
 
 
 @pytest.mark.parametrize("kind", WEIGHTS_OF)
@@ -84,7 +81,7 @@ def test_exhaustive_blends_of_many_datasets_are_equal(count: int, kind: str) -> 
     # Megatron-LM looks at every dataset for every sample.
     size = min(150_000, 80_000_000 // count)
     sizes = np.ceil(weights / weights.sum() * size).astype(int).tolist()
-    assert_equal(blend_exhaustively(sizes), theirs_by_sizes(sizes))
+    megatron.assert_alike(blend_exhaustively(sizes), theirs_by_sizes(sizes))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +109,7 @@ def test_random_exhaustive_blends_are_equal(seed: int) -> None:
     sizes = (random.geometric(1 / random.choice([2, 50, 500]), random.integers(1, 61))).tolist()
     if seed % 5 == 0:
         sizes[0] = 20_000  # one dataset outlasts all others
-    assert_equal(blend_exhaustively(sizes), theirs_by_sizes(sizes))
+    megatron.assert_alike(blend_exhaustively(sizes), theirs_by_sizes(sizes))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -144,37 +141,23 @@ def write_datasets(random: np.random.Generator, folder: Path, count: int) -> lis
 def our_datasets(
     prefixes: list[Path], split: str, place: int, num_samples: list[int | None]
 ) -> list[millrace.GPTDataset]:
-    datasets = []
-    for prefix, count in zip(prefixes, num_samples, strict=True):
-        dataset = millrace.IndexedDataset(prefix)
-        sequences = millrace.split_ranges(len(dataset), split)[place]
-        datasets.append(
-            millrace.GPTDataset(
-                dataset,
-                sequence_length=S,
-                seed=SEED,
-                num_samples=count,
-                sequences=sequences,
-                eod_token=3,
-                pad_token=4,
-                reset_position_ids=True,
-                eod_mask_loss=True,
-            )
-        )
-    return datasets
+    ranges = [
+        millrace.split_ranges(len(millrace.IndexedDataset(prefix)), split)[place]
+        for prefix in prefixes
+    ]
+    return [
+        megatron.Case(
+            prefix=prefix, sequences=sequences, num_samples=count, **OPTIONS, **RESETS
+        ).ours()
+        for prefix, sequences, count in zip(prefixes, ranges, num_samples, strict=True)
+    ]
 
 
 def config_of(**options: Any) -> Any:
     """Indices are cached below each prefix: a cached blend would need torch.distributed."""
-    return megatron.config_of(
-        None,
-        sequence_length=S,
-        random_seed=SEED,
-        tokenizer=megatron.Tokenizer(eod=3, pad_id=4),
-        reset_position_ids=True,
-        eod_mask_loss=True,
-        **options,
-    )
+    tokenizer = megatron.Tokenizer(eod=3, pad_id=4)
+    options |= {"random_seed": 77, "tokenizer": tokenizer, "sequence_length": 8}
+    return megatron.config_of(None, **RESETS, **options)
 
 
 def our_blend(

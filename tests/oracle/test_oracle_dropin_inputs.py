@@ -256,4 +256,4 @@ def test_blends_of_numbers_and_words_are_read_as_by_megatron(blend: Any) -> None
         assert blend[0] is None  # a TypeError in Megatron-LM; not a number here
     else:
         assert mine == theirs
-        assert isinstance(mine, tuple)
+        assert blend is None or isinstance(mine, tuple)

@@ -146,7 +146,7 @@ def test_each_way_of_reading_has_its_own_class(tmp_path: Path, mapped: bool) -> 
         with pytest.raises(errors.DataAssertionError, match=r"data\.bin has 144 bytes"):
             reader.read(np.int32, 8, 29 * 4)
     index = ours._IndexReader(f"{prefix}.idx", False)
-    assert (index.sequence_count, index.document_count) == (9, 2)
+    assert (index.sequence_count, index.document_count) == (9, 4)
     np.testing.assert_array_equal(index.sequence_lengths, np.arange(9))
 
 

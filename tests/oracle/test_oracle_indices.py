@@ -249,28 +249,6 @@ def test_the_last_partial_sample_is_megatrons_up_to_2_to_the_24(
     np.testing.assert_array_equal(ours, theirs, strict=True)
 
 
-def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
-    """Megatron-LM adds empty epochs for ever."""
-    random = np.random.default_rng(0)
-    prefix = megatron.write_sequences(tmp_path / "data", [4, 5, 0, 0], random)
-    dataset = millrace.IndexedDataset(prefix)
-    for sequences in ((2, 4), (1, 1), (4, 4)):
-        options = {"sequence_length": 2, "seed": 0, "num_samples": 1, "sequences": sequences}
-        with pytest.raises(millrace.ConfigError, match="0 tokens"):
-            millrace.GPTDataset(dataset, **options)
-
-
-def test_the_end_of_a_partial_sample_is_named_before_trailing_empty_documents() -> None:
-    """Megatron-LM names it (last document, -1) there, and fails."""
-    lengths, documents = np.array([5, 0, 4], np.int32), np.array([2, 0, 1, 1], np.int32)
-    with pytest.raises(AssertionError):
-        megatron.helpers.build_sample_idx(lengths, documents, 3, 1, 9, False, True)
-    plan = plan_gpt(9, None, 3, drop_last_partial_sequence=False)
-    assert plan.num_samples == 3
-    ours = reference.sample_index(lengths, documents, 3, 3, allow_partial=True)
-    assert ours.tolist() == [[0, 0], [0, 3], [1, 2], [1, 4]]
-
-
 # ---- splits: shares, book-ends and rounding ----
 
 SPLITS = (

@@ -41,31 +41,28 @@ def random_documents(random: np.random.Generator, dtype: Any, count: int) -> lis
     return documents
 
 
-def write_ours(
-    prefix: Path, documents: list[Document], dtype: Any, *, multimodal: bool, whole: bool
-) -> None:
+def write_ours(prefix: Path, documents: list[Document], dtype: Any, **how: bool) -> None:
+    multimodal = how["multimodal"]
     with millrace.IndexedDatasetBuilder(prefix, dtype, multimodal=multimodal) as builder:
-        for tokens, lengths, modes in documents:
-            if whole:
-                builder.add_document(tokens, lengths, modes if multimodal else None)
-            else:
-                for part, mode in zip(parts_of(tokens, lengths), modes, strict=True):
-                    builder.add_sequence(part, mode)
-                builder.end_document()
+        add_all(builder, builder.add_sequence, np.asarray, documents, **how)
 
 
-def write_theirs(
-    prefix: Path, documents: list[Document], dtype: Any, *, multimodal: bool, whole: bool
+def write_theirs(prefix: Path, documents: list[Document], dtype: Any, **how: bool) -> None:
+    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype, how["multimodal"])
+    add_all(builder, builder.add_item, torch.from_numpy, documents, **how)
+    builder.finalize(f"{prefix}.idx")
+
+
+def add_all(
+    builder: Any, add: Any, convert: Any, documents: list[Document], multimodal: bool, whole: bool
 ) -> None:
-    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal)
     for tokens, lengths, modes in documents:
         if whole:
-            builder.add_document(torch.from_numpy(tokens), lengths, modes if multimodal else None)
+            builder.add_document(convert(tokens), lengths, modes if multimodal else None)
         else:
             for part, mode in zip(parts_of(tokens, lengths), modes, strict=True):
-                builder.add_item(torch.from_numpy(part), mode)
+                add(convert(part), mode)
             builder.end_document()
-    builder.finalize(f"{prefix}.idx")
 
 
 def parts_of(tokens: np.ndarray, lengths: list[int]) -> list[np.ndarray]:

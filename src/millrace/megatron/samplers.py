@@ -44,12 +44,10 @@ class MegatronPretrainingSampler:
     def __post_init__(self) -> None:
         _check_numbers(self)
         self.micro_batch_times_data_parallel_size = self.micro_batch_size * self.data_parallel_size
-        consumed = f"consumed_samples is {self.consumed_samples}"
-        require(self.consumed_samples >= 0, f"{consumed}; 0 is the least")
         require(
-            self.consumed_samples < self.total_samples,
-            f"{consumed}; the dataset has {self.total_samples} samples, so that none are left. "
-            "Build it with a larger size to train on",
+            0 <= self.consumed_samples < self.total_samples,
+            f"consumed_samples is {self.consumed_samples}; 0 is the least, and the dataset has "
+            f"{self.total_samples} samples. Build it with a larger size to train on",
         )
 
     def __len__(self) -> int:
@@ -157,15 +155,9 @@ class MegatronPretrainingRandomSampler:
     data_sharding: bool
 
     def __post_init__(self) -> None:
-        size = self.micro_batch_size * self.data_parallel_size
-        self.micro_batch_times_data_parallel_size = size
-        if size == 0:
-            raise EmptyStepError(
-                f"micro_batch_size is {self.micro_batch_size} and data_parallel_size is "
-                f"{self.data_parallel_size}; both must be above 0"
-            )
-        self.last_batch_size = self.total_samples % size
         _check_numbers(self)
+        self.micro_batch_times_data_parallel_size = self.micro_batch_size * self.data_parallel_size
+        self.last_batch_size = self.total_samples % self.micro_batch_times_data_parallel_size
 
     def __len__(self) -> int:
         return self.total_samples
@@ -295,8 +287,8 @@ def _sampler(
 
 def _check_numbers(sampler: Any) -> None:
     for name in ("total_samples", "micro_batch_size", "data_parallel_size"):
-        value = getattr(sampler, name)
-        require(value > 0, f"{name} is {value}; at least 1 is needed")
+        if (value := getattr(sampler, name)) <= 0:
+            raise EmptyStepError(f"{name} is {value}; at least 1 is needed")
     rank, size = sampler.data_parallel_rank, sampler.data_parallel_size
     require(0 <= rank < size, f"data_parallel_rank is {rank}; 0 to {size - 1} is possible")
 
