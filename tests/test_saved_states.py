@@ -87,37 +87,35 @@ def batches_from(consumed: int) -> Any:
     return ({"tokens": np.arange(n, n + 4)} for n in range(consumed, 400, 4))
 
 
-LOADERS: dict[str, Callable[[Path], Loader]] = {
-    "gpt": lambda folder: Loader(gpt(folder), micro_batch_size=4),
-    "gpt_options": lambda folder: Loader(
-        gpt(folder, reset_position_ids=True, eod_mask_loss=True, add_extra_token=False),
-        sampler=GlobalBatchSampler(
-            300, micro_batch_size=2, global_batch_size=RampUp(4, 4, 40, 12), data_parallel_size=2
-        ),
+DATASETS: dict[str, Callable[[Path], Any]] = {
+    **dict.fromkeys(("gpt", "cyclic", "full_validation"), gpt),
+    "gpt_options": lambda folder: gpt(
+        folder, reset_position_ids=True, eod_mask_loss=True, add_extra_token=False
     ),
-    "blend": lambda folder: Loader(
-        BlendedDataset([gpt(folder), gpt(folder, "b")], [0.25, 0.75], 300), micro_batch_size=4
-    ),
-    "blend_of_lengths": lambda folder: Loader(
-        BlendedDataset([gpt(folder), gpt(folder, "b")]), micro_batch_size=4
-    ),
-    "configured": lambda folder: Loader(configured(folder), micro_batch_size=4),
-    "cached": lambda folder: Loader(
-        configured(folder, cache=str(folder / "cache")), micro_batch_size=4
-    ),
-    "cyclic": lambda folder: Loader(
-        gpt(folder), sampler=CyclicSampler(300, micro_batch_size=4, data_sharding=False)
-    ),
-    "full_validation": lambda folder: Loader(
-        gpt(folder), sampler=FullValidationSampler(300, data_parallel_size=2)
-    ),
-    "sharded": lambda folder: Loader(sharded(folder), micro_batch_size=4),
-    "transformed": lambda folder: Loader(
-        TransformedDataset(gpt(folder), [FILL]), micro_batch_size=4
-    ),
-    "masked": lambda folder: Loader(masked(gpt(folder)), micro_batch_size=4),
-    "external": lambda folder: Loader(ExternalBatches(batches_from, samples_per_step=4)),
+    "blend": lambda folder: BlendedDataset([gpt(folder), gpt(folder, "b")], [0.25, 0.75], 300),
+    "blend_of_lengths": lambda folder: BlendedDataset([gpt(folder), gpt(folder, "b")]),
+    "configured": configured,
+    "cached": lambda folder: configured(folder, cache=str(folder / "cache")),
+    "sharded": sharded,
+    "transformed": lambda folder: TransformedDataset(gpt(folder), [FILL]),
+    "masked": lambda folder: masked(gpt(folder)),
+    "external": lambda _: ExternalBatches(batches_from, samples_per_step=4),
 }
+RAMP_UP = RampUp(4, 4, 40, 12)
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "gpt_options": lambda: GlobalBatchSampler(
+        300, micro_batch_size=2, global_batch_size=RAMP_UP, data_parallel_size=2
+    ),
+    "cyclic": lambda: CyclicSampler(300, micro_batch_size=4, data_sharding=False),
+    "full_validation": lambda: FullValidationSampler(300, data_parallel_size=2),
+}
+
+
+def loader_of(name: str, folder: Path) -> Loader:
+    dataset = DATASETS[name](folder)
+    if name in SAMPLERS:
+        return Loader(dataset, sampler=SAMPLERS[name]())
+    return Loader(dataset, micro_batch_size=None if name == "external" else 4)
 
 
 def checksums(batch: dict[str, Any]) -> dict[str, int]:
@@ -130,14 +128,14 @@ def saved(loader: Loader) -> dict[str, Any]:
     return {"state": loader.state_dict(), "next": checksums(next(loader))}
 
 
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("name", DATASETS)
 def test_a_state_of_an_earlier_version_resumes(name: str, tmp_path: Path) -> None:
     write_data(tmp_path)
     entry = json.loads(STATES.read_text())[name]
-    with LOADERS[name](tmp_path) as loader:
+    with loader_of(name, tmp_path) as loader:
         loader.load_state_dict(entry["state"])
         assert checksums(next(loader)) == entry["next"]
-    with LOADERS[name](tmp_path) as loader:
+    with loader_of(name, tmp_path) as loader:
         assert saved(loader) == entry  # and the states of today are the same
 
 
@@ -147,8 +145,8 @@ def main() -> None:
     states = {}
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
-        for name, make in LOADERS.items():
-            with make(Path(folder)) as loader:
+        for name in DATASETS:
+            with loader_of(name, Path(folder)) as loader:
                 states[name] = saved(loader)
     STATES.write_text(json.dumps(states, indent=1) + "\n")
 

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -123,36 +123,8 @@ def test_an_error_of_the_builder_leaves_nothing(tmp_path: Path) -> None:
 # ---- damage and foreign files ----
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
-    "missing": lambda data: None,
-    "empty": lambda data: b"",
-    "half": lambda data: data[: len(data) // 2],
-    "too long": lambda data: data + b"\0",
-    "garbage": lambda data: np.random.default_rng(0).bytes(len(data)),
-    "a pickle": lambda data: pickle.dumps([1, 2, 3]),
-    "an array of objects": lambda data: b"\x93NUMPY\x01\0\x06\0{'a'}\n" + data[:100],
-    "JSON of another kind": lambda data: b"[1, 2]",
-    "nested JSON": lambda data: b"[" * 100_000,
-}
-
-
 def flip(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ (1 << at % 8)]) + data[at + 1 :]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", [0, 1, 2])
-def test_a_damaged_set_is_built_again(tmp_path: Path, file: int, damage: str) -> None:
-    load_or_build(tmp_path)
-    path = files_of(tmp_path)[file]
-    damaged = DAMAGES[damage](path.read_bytes())
-    path.unlink()
-    if damaged is not None:
-        path.write_bytes(damaged)
-    array_set, is_built = load_or_build(tmp_path)
-    assert is_built
-    assert_holds(array_set)
-    assert not load_or_build(tmp_path)[1]
 
 
 def test_any_damaged_byte_of_a_record_is_detected(tmp_path: Path) -> None:

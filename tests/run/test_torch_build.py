@@ -22,15 +22,9 @@ def config_of(folder: Path, **options: Any) -> DatasetConfig:
         with IndexedDatasetBuilder(prefix, np.uint16) as builder:
             for length in range(1, 60):
                 builder.add_document(np.arange(length))
-    given: dict[str, Any] = {
-        "sequence_length": 16,
-        "seed": 5,
-        "num_samples": (300, 20, None),
-        "blend": ([str(prefix)], None),
-        "split": "8,2,0",
-        "cache": str(folder / "cache"),
-    }
-    return DatasetConfig(**{**given, **options})
+    given = {"blend": ([str(prefix)], None), "cache": str(folder / "cache"), **options}
+    counts = (300, 20, None)
+    return DatasetConfig(sequence_length=16, seed=5, num_samples=counts, split="8,2,0", **given)
 
 
 Case = tuple[DatasetConfig, dict[str, Any]]
@@ -78,10 +72,10 @@ def test_ranks_get_the_same_datasets_and_the_same_errors(tmp_path: Path) -> None
     expected = alone.batch(np.arange(300))["tokens"].tolist()
     by_case = [[result for number, _, result in found if number == n] for n in range(len(cases))]
     assert by_case[0] == by_case[1] == [expected] * RANKS
-    assert {text.partition(",")[0] for text in by_case[2]} == {
-        "CacheError: the indices must be built"
-    }
-    assert {text.partition(":")[0] for text in by_case[3]} == {"DataError"}
+    for texts, start in zip(
+        by_case[2:], ("CacheError: the indices must", "DataError"), strict=True
+    ):
+        assert all(text.startswith(start) for text in texts)
 
 
 def test_without_a_process_group_it_is_the_same(tmp_path: Path) -> None:
@@ -127,22 +121,10 @@ STOPS = {
 
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_rank_that_is_stopped_stops_the_others(stop: str, tmp_path: Path) -> None:
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                STOPPED,
-                str(rank),
-                tmp_path / "meeting",
-                *map(str, STOPS[stop]),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    place = [tmp_path / "meeting", *map(str, STOPS[stop])]
+    commands = [[sys.executable, "-c", STOPPED, str(rank), *place] for rank in range(RANKS)]
+    processes = [subprocess.Popen(command, **pipes) for command in commands]
     timer = threading.Timer(120, lambda: [process.kill() for process in processes])
     timer.start()
     try:
