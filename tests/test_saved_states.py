@@ -13,26 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import (
-    BlendedDataset,
-    CyclicSampler,
-    DatasetConfig,
-    ExternalBatches,
-    FillInMiddle,
-    FullValidationSampler,
-    GlobalBatchSampler,
-    GPTDataset,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    Loader,
-    LossRanges,
-    RampUp,
-    RepeatGuard,
-    ShardedDataset,
-    TransformedDataset,
-    build_datasets,
-    write_loss_ranges,
-)
+import millrace
 from millrace.jobs import shuffle
 
 STATES = Path(__file__).with_name("saved_states.json")
@@ -42,28 +23,30 @@ EOD = 1
 def write_data(folder: Path) -> None:
     random = np.random.default_rng(7)
     for name in ("a", "b"):
-        with IndexedDatasetBuilder(folder / name, np.uint16) as builder:
+        with millrace.IndexedDatasetBuilder(folder / name, np.uint16) as builder:
             for length in random.integers(1, 90, 60).tolist():
                 builder.add_document(np.append(random.integers(2, 500, length), EOD))
-    write_loss_ranges(folder / "a", [(0, 0, 1), (3, 1, 2)])
+    millrace.write_loss_ranges(folder / "a", [(0, 0, 1), (3, 1, 2)])
 
 
-def gpt(folder: Path, name: str = "a", **options: Any) -> GPTDataset:
-    data = IndexedDataset(folder / name)
-    return GPTDataset(data, sequence_length=16, seed=5, num_samples=300, eod_token=EOD, **options)
+def gpt(folder: Path, name: str = "a", **options: Any) -> millrace.GPTDataset:
+    data = millrace.IndexedDataset(folder / name)
+    return millrace.GPTDataset(
+        data, sequence_length=16, seed=5, num_samples=300, eod_token=EOD, **options
+    )
 
 
-def sharded(folder: Path) -> ShardedDataset:
+def sharded(folder: Path) -> millrace.ShardedDataset:
     if not (folder / "shuffled").exists():
         inputs = [(1.0, folder / "a.bin"), (1.5, folder / "b.bin")]
         shuffle(
             None, folder / "shuffled", input_list=inputs, seq_len=16, num_shards=3, dtype="uint16"
         )
-    return ShardedDataset(folder / "shuffled", eod_token=EOD, reset_position_ids=True)
+    return millrace.ShardedDataset(folder / "shuffled", eod_token=EOD, reset_position_ids=True)
 
 
 def configured(folder: Path, **options: Any) -> Any:
-    config = DatasetConfig(
+    config = millrace.DatasetConfig(
         sequence_length=16,
         seed=9,
         num_samples=(200, 20, 0),
@@ -71,16 +54,18 @@ def configured(folder: Path, **options: Any) -> Any:
         split="90,10,0",
         **options,
     )
-    return build_datasets(config).train
+    return millrace.build_datasets(config).train
 
 
-FILL = FillInMiddle(
+FILL = millrace.FillInMiddle(
     rate=0.5, prefix_token=501, middle_token=502, suffix_token=503, eod_token=EOD, seed=11
 )
 
 
-def masked(dataset: GPTDataset) -> TransformedDataset:
-    return TransformedDataset(dataset, [LossRanges(dataset), RepeatGuard(max_period=2)])
+def masked(dataset: millrace.GPTDataset) -> millrace.TransformedDataset:
+    return millrace.TransformedDataset(
+        dataset, [millrace.LossRanges(dataset), millrace.RepeatGuard(max_period=2)]
+    )
 
 
 def batches_from(consumed: int) -> Any:
@@ -92,37 +77,39 @@ DATASETS: dict[str, Callable[[Path], Any]] = {
     "gpt_options": lambda folder: gpt(
         folder, reset_position_ids=True, eod_mask_loss=True, add_extra_token=False
     ),
-    "blend": lambda folder: BlendedDataset([gpt(folder), gpt(folder, "b")], [0.25, 0.75], 300),
-    "blend_of_lengths": lambda folder: BlendedDataset([gpt(folder), gpt(folder, "b")]),
+    "blend": lambda folder: millrace.BlendedDataset(
+        [gpt(folder), gpt(folder, "b")], [0.25, 0.75], 300
+    ),
+    "blend_of_lengths": lambda folder: millrace.BlendedDataset([gpt(folder), gpt(folder, "b")]),
     "configured": configured,
     "cached": lambda folder: configured(folder, cache=str(folder / "cache")),
     "sharded": sharded,
-    "transformed": lambda folder: TransformedDataset(gpt(folder), [FILL]),
+    "transformed": lambda folder: millrace.TransformedDataset(gpt(folder), [FILL]),
     "masked": lambda folder: masked(gpt(folder)),
-    "external": lambda _: ExternalBatches(batches_from, samples_per_step=4),
+    "external": lambda _: millrace.ExternalBatches(batches_from, samples_per_step=4),
 }
-RAMP_UP = RampUp(4, 4, 40, 12)
+RAMP_UP = millrace.RampUp(4, 4, 40, 12)
 SAMPLERS: dict[str, Callable[[], Any]] = {
-    "gpt_options": lambda: GlobalBatchSampler(
+    "gpt_options": lambda: millrace.GlobalBatchSampler(
         300, micro_batch_size=2, global_batch_size=RAMP_UP, data_parallel_size=2
     ),
-    "cyclic": lambda: CyclicSampler(300, micro_batch_size=4, data_sharding=False),
-    "full_validation": lambda: FullValidationSampler(300, data_parallel_size=2),
+    "cyclic": lambda: millrace.CyclicSampler(300, micro_batch_size=4, data_sharding=False),
+    "full_validation": lambda: millrace.FullValidationSampler(300, data_parallel_size=2),
 }
 
 
-def loader_of(name: str, folder: Path) -> Loader:
+def loader_of(name: str, folder: Path) -> millrace.Loader:
     dataset = DATASETS[name](folder)
     if name in SAMPLERS:
-        return Loader(dataset, sampler=SAMPLERS[name]())
-    return Loader(dataset, micro_batch_size=None if name == "external" else 4)
+        return millrace.Loader(dataset, sampler=SAMPLERS[name]())
+    return millrace.Loader(dataset, micro_batch_size=None if name == "external" else 4)
 
 
 def checksums(batch: dict[str, Any]) -> dict[str, int]:
     return {name: zlib.crc32(np.ascontiguousarray(array)) for name, array in batch.items()}
 
 
-def saved(loader: Loader) -> dict[str, Any]:
+def saved(loader: millrace.Loader) -> dict[str, Any]:
     for _ in range(5):
         next(loader)
     return {"state": loader.state_dict(), "next": checksums(next(loader))}

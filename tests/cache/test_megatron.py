@@ -58,7 +58,7 @@ def test_the_description_is_json_and_describes_the_set(tmp_path: Path) -> None:
     files, arrays, check = make(tmp_path / "deep" / "cache")
     cache.save(files, arrays)
     assert files.stem.endswith("-GPTDataset-valid")
-    text = Path(files.description_path).read_text()
+    text = Path(files.path("description")).read_text()
     assert text.startswith('{\n    "class": "GPTDataset",\n    "dataset_path": "data",\n')
     assert '"split_matrix": [\n        [\n            0,\n            0.9\n        ],' in text
     assert len(list((tmp_path / "deep" / "cache").iterdir())) == 4
@@ -76,7 +76,7 @@ def test_a_damaged_set_is_built_again(name: str, damage: str, tmp_path: Path) ->
     files, arrays, check = make(tmp_path)
     cache.save(files, arrays)
     whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    path = Path(files.description_path if name == "description" else files.path(name))
+    path = Path(files.path(name))
     damaged = DAMAGES[damage](path.read_bytes())
     path.unlink()
     if damaged is not None:
@@ -210,7 +210,7 @@ def test_processes_that_build_the_same_set_all_load_it(has_locks: bool, tmp_path
 
 def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:
     files, arrays, check = make(tmp_path)
-    for path in (files.path("sample_index"), files.description_path):
+    for path in (files.path("sample_index"), files.path("description")):
         Path(temporary_name(path)).touch()
         Path(path + TMP).touch()
     other = Path(temporary_name(files.path("other_index")))

@@ -9,14 +9,8 @@ import pytest
 
 from millrace import ConfigError
 from millrace.order import GPTPlan
-from millrace.run.arguments import (
-    LEGACY_SPLIT,
-    config_from,
-    parse_blend,
-    read_arguments,
-    read_identifiers,
-    unknown_arguments,
-)
+from millrace.run import arguments as run_arguments
+from millrace.run.arguments import config_from, parse_blend, read_arguments
 
 REST: dict[str, Any] = {"seq_length": 8, "num_samples": [10, 5, 5]}
 ARGUMENTS: dict[str, Any] = {**REST, "data_path": ["a"]}
@@ -107,9 +101,9 @@ def test_wrong_types_in_a_file_of_data(tmp_path: Path) -> None:
 
 
 def test_model_arguments_are_listed_and_misspelt_names_are_refused() -> None:
-    assert unknown_arguments({"seed": 1, "num_layers": 2}) == ["num_layers"]
+    assert run_arguments.unknown_arguments({"seed": 1, "num_layers": 2}) == ["num_layers"]
     with pytest.raises(ConfigError, match="did you mean seq_length"):
-        unknown_arguments({"seq_lenght": 1})
+        run_arguments.unknown_arguments({"seq_lenght": 1})
 
 
 @pytest.mark.parametrize(
@@ -167,7 +161,7 @@ OWN = {**INTERVALS, "eval_global_batch_size": 5}
 )
 def test_numbers_of_samples_follow_from_iterations(arguments: dict[str, Any], counts: Any) -> None:
     config = config_from(arguments)
-    assert (config.num_samples, config.split) == (counts, LEGACY_SPLIT)
+    assert (config.num_samples, config.split) == (counts, run_arguments.LEGACY_SPLIT)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +180,7 @@ def test_schedules_that_decide_the_counts_are_refused_without_num_samples(
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps({**arguments, name: value}))
     values = read_arguments(path)
-    assert unknown_arguments(values) == []
+    assert run_arguments.unknown_arguments(values) == []
     with pytest.raises(ConfigError, match=rf"{name} .*num_samples"):
         config_from(values)
     config = config_from({**values, "num_samples": [3000, 5, 7]})
@@ -229,9 +223,9 @@ def test_contradictory_arguments_are_refused(change: dict[str, Any], message: st
 def test_identifiers_are_json_a_file_or_a_description(tmp_path: Path) -> None:
     identifiers = {"class": "GPT2BPETokenizer", "vocab_file": "v"}
     dataset = {"class": "GPTDataset", "index_split": "train", "tokenizer": identifiers}
-    assert read_identifiers(json.dumps(identifiers)) == identifiers
+    assert run_arguments.read_identifiers(json.dumps(identifiers)) == identifiers
     for number, content in enumerate((identifiers, dataset, {"datasets": [dataset, {}]})):
         (tmp_path / str(number)).write_text(json.dumps(content))
-        assert read_identifiers(str(tmp_path / str(number))) == identifiers
+        assert run_arguments.read_identifiers(str(tmp_path / str(number))) == identifiers
     with pytest.raises(ConfigError, match="neither a file nor JSON"):
-        read_identifiers("GPT2")
+        run_arguments.read_identifiers("GPT2")

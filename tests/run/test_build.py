@@ -20,20 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace import (
-    BlendedDataset,
-    CacheError,
-    ConfigError,
-    DataError,
-    DatasetConfig,
-    DuplicateDataWarning,
-    GPTDataset,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    Loader,
-    ResumeError,
-    build_datasets,
-)
+import millrace
+from millrace import CacheError, ConfigError, DataError, DatasetConfig, GPTDataset, build_datasets
 from millrace.files import file_lock
 from millrace.order import OrderInputs, plan_gpt
 from millrace.run.build import build_run
@@ -47,7 +35,7 @@ Prefixes = list[str]
 def write(prefix: Path, lengths: Sequence[int], seed: int = 0) -> str:
     """Writes a token file with random documents of these lengths; returns its prefix."""
     random = np.random.default_rng(seed)
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+    with millrace.IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for length in lengths:
             builder.add_document(random.integers(0, 100, length))
     return str(prefix)
@@ -94,9 +82,11 @@ def test_the_same_data_twice_in_a_blend_warns(prefixes: Prefixes, tmp_path: Path
         shutil.copy(a + suffix, tmp_path / f"copy{suffix}")
     copy = str(tmp_path / "copy")
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):  # also when nothing is built
-        with pytest.warns(DuplicateDataWarning, match=f"blend has the data of {a} twice"):
+        with pytest.warns(millrace.DuplicateDataWarning, match=f"blend has the data of {a} twice"):
             build(blend=([a, b, a], [1, 2, 1]), cache=cache)
-        with pytest.warns(DuplicateDataWarning, match=rf"{copy} twice \(also as {a}\)") as w:
+        with pytest.warns(
+            millrace.DuplicateDataWarning, match=rf"{copy} twice \(also as {a}\)"
+        ) as w:
             build(blend=([a, b, copy], None), num_samples=(None,) * 3, cache=cache)
         assert {warning.filename for warning in w} == {__file__}
     # The same data in two splits or validation sets do not warn.
@@ -108,7 +98,7 @@ def test_the_same_data_twice_in_a_blend_warns(prefixes: Prefixes, tmp_path: Path
 
 def test_parts_of_a_file_are_datasets_of_their_documents(tmp_path: Path) -> None:
     prefix = str(tmp_path / "data")
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+    with millrace.IndexedDatasetBuilder(prefix, np.uint16) as builder:
         for number in range(10):  # of three sequences each
             builder.add_document(np.full(S * 3 * (1 + number), number), [S * (1 + number)] * 3)
     parts: list[Any] = [{"prefix": prefix, "part": part} for part in ((0, 0.6), [0.6, 1])]
@@ -116,7 +106,7 @@ def test_parts_of_a_file_are_datasets_of_their_documents(tmp_path: Path) -> None
     whole = build(blend=([prefix], None), split="1", **options)
     for _ in range(2):  # built, then from the cache; the same file twice does not warn
         train = build(blend=(parts, None), split="1", **options).train
-        assert isinstance(train, BlendedDataset)
+        assert isinstance(train, millrace.BlendedDataset)
         drawn = [np.unique(part.batch(np.arange(len(part)))["tokens"]) for part in train.datasets]
         assert [numbers.tolist() for numbers in drawn] == [[*range(6)], [*range(6, 10)]]
         assert train.fingerprint() != whole.train.fingerprint()
@@ -124,7 +114,7 @@ def test_parts_of_a_file_are_datasets_of_their_documents(tmp_path: Path) -> None
     assert isinstance(valid, GPTDataset)
     assert train.fingerprint()["sequences"] == [0, 9]  # a part is split by sequence, as a file is
     assert valid.fingerprint()["sequences"] == [9, 18]
-    with pytest.warns(DuplicateDataWarning, match=f"{prefix} twice"):
+    with pytest.warns(millrace.DuplicateDataWarning, match=f"{prefix} twice"):
         build(blend=([prefix, parts[1]], None), split="1", **options)
 
 
@@ -285,7 +275,7 @@ def contents(dataset: Any) -> Any:
     if dataset is None or isinstance(dataset, list | tuple):
         return [contents(one) for one in dataset or ()]
     arrays = dict(dataset.batch(np.arange(min(len(dataset), 20))))
-    is_blend = isinstance(dataset, BlendedDataset)
+    is_blend = isinstance(dataset, millrace.BlendedDataset)
     arrays |= (dataset.order if is_blend else dataset).indices._asdict()
     values = {name: (str(array.dtype), array.tolist()) for name, array in arrays.items()}
     parts = [dataset.weights, contents(list(dataset.datasets))] if is_blend else []
@@ -338,7 +328,7 @@ def test_caches_and_threads_change_nothing(form: str, prefixes: Prefixes, tmp_pa
     trusted = build(**options, trust_cache=True)
     for left, right in zip(trusted, memory, strict=True):
         assert [len(part) for part in parts_of(left)] == [len(part) for part in parts_of(right)]
-    loader = Loader(trusted.train, micro_batch_size=4)
+    loader = millrace.Loader(trusted.train, micro_batch_size=4)
     state = loader.state_dict()
     with pytest.raises(DataError, match="not found"):
         next(loader)
@@ -361,7 +351,7 @@ def test_progress_counts_the_datasets(prefixes: Prefixes, tmp_path: Path) -> Non
 
 def other_lengths(prefix: str, *, seed: int = 99) -> list[int]:
     """The document lengths in another order: file sizes, counts and the number of tokens stay."""
-    lengths = IndexedDataset(prefix).document_lengths
+    lengths = millrace.IndexedDataset(prefix).document_lengths
     return np.random.default_rng(seed).permutation(lengths).tolist()
 
 
@@ -416,7 +406,7 @@ def test_data_that_changes_after_the_start_is_refused_at_the_first_sample(
 
 def swap_two_lengths(prefix: str) -> None:
     """Swaps two neighbours at a place that the fingerprint of the content does not sample."""
-    before = IndexedDataset(prefix)
+    before = millrace.IndexedDataset(prefix)
     content, fingerprint = Path(prefix + ".idx").read_bytes(), before.fingerprint
     header = before.header
     for place in range(len(before) // 2, len(before) - 1):
@@ -426,7 +416,7 @@ def swap_two_lengths(prefix: str) -> None:
         lengths[[place, place + 1]] = lengths[[place + 1, place]]
         pointers[place + 1] = pointers[place] + 2 * lengths[place]
         Path(prefix + ".idx").write_bytes(index)
-        if IndexedDataset(prefix).fingerprint == fingerprint:
+        if millrace.IndexedDataset(prefix).fingerprint == fingerprint:
             return
     raise AssertionError("the fingerprint samples every place")
 
@@ -447,14 +437,16 @@ def test_a_change_of_the_lengths_only_is_detected(tmp_path: Path) -> None:
     memory: Options = {"blend": ([prefix], None)}
     options = {**memory, "cache": tmp_path / "cache"}
     both = (build(**options).train, build(**memory).train)
-    states = [Loader(dataset, micro_batch_size=4).state_dict() for dataset in both]
+    states = [millrace.Loader(dataset, micro_batch_size=4).state_dict() for dataset in both]
     assert states[0] == states[1]
     swap_two_lengths(prefix)
     with pytest.raises(DataError, match="but for other ones"):
         build(**options, trust_cache=True).train.batch([0])
     for dataset in (build(**memory).train, build(**options).train):
-        with pytest.raises(ResumeError, match=r"order:\n  lengths: saved '[0-9a-f]{16}', now"):
-            Loader(dataset, micro_batch_size=4).load_state_dict(states[0])
+        with pytest.raises(
+            millrace.ResumeError, match=r"order:\n  lengths: saved '[0-9a-f]{16}', now"
+        ):
+            millrace.Loader(dataset, micro_batch_size=4).load_state_dict(states[0])
 
 
 def test_indices_do_not_depend_on_tokens(prefixes: Prefixes, options: Options) -> None:
@@ -462,7 +454,9 @@ def test_indices_do_not_depend_on_tokens(prefixes: Prefixes, options: Options) -
     build(**options)
     times = times_of(prefixes[0])
     for later, seed in ((0, 5), (1, 6)):
-        write(Path(prefixes[0]), IndexedDataset(prefixes[0]).document_lengths.tolist(), seed)
+        write(
+            Path(prefixes[0]), millrace.IndexedDataset(prefixes[0]).document_lengths.tolist(), seed
+        )
         set_times(prefixes[0], times, later)
         assert num_built(**options) == 0
     # The times showed the second change, so the manifest now has the new content.
@@ -739,7 +733,7 @@ def test_the_order_law(case: tuple[list[list[int]], Options]) -> None:
     """
     files, options = case
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DuplicateDataWarning)
+        warnings.simplefilter("ignore", millrace.DuplicateDataWarning)
         prefixes = [write(Path(name) / f"{place}", lengths) for place, lengths in enumerate(files)]
         arguments = {**options, "blend": (prefixes, options["weights"])}
         del arguments["weights"]
@@ -764,7 +758,7 @@ def single_dataset(prefix: str, inputs: OrderInputs) -> GPTDataset:
     names = ("sequence_length", "seed", "num_samples", "sequences", "add_extra_token")
     options = {name: getattr(inputs, name) for name in names}
     drops_partial = inputs.drop_last_partial_sequence
-    dataset = IndexedDataset(prefix)
+    dataset = millrace.IndexedDataset(prefix)
     return GPTDataset(dataset, **options, drop_last_partial_sequence=drops_partial)
 
 

@@ -87,12 +87,10 @@ class CacheSet:
         stem = f"{digest}-{identifiers['class']}-{split}"
         return cls(folder=folder, stem=stem, description=text, arrays=arrays)
 
-    def path(self, name: str, ending: str = ".npy") -> str:
+    def path(self, name: str) -> str:
+        """The path of an array, of the "description", or of the "lock"."""
+        ending = {"description": ".txt", "lock": ""}.get(name, ".npy")
         return os.path.join(self.folder, f"{self.stem}-{name}{ending}")
-
-    @property
-    def description_path(self) -> str:
-        return self.path("description", ".txt")
 
 
 def load(files: CacheSet, check: Check) -> Arrays:
@@ -101,9 +99,9 @@ def load(files: CacheSet, check: Check) -> Arrays:
     FileNotFoundError if one is missing; DataError if one is truncated, not an array, or another
     dataset's, which `check` finds.
     """
-    with open(files.description_path, encoding="utf-8", errors="replace") as file:
+    with open(files.path("description"), encoding="utf-8", errors="replace") as file:
         if file.read() != files.description:
-            raise DataError(f"{files.description_path} is not the description of this dataset")
+            raise DataError(f"{file.name} is not the description of this dataset")
     arrays = {name: load_array(files.path(name)) for name in files.arrays}
     check(arrays)
     return arrays
@@ -139,12 +137,12 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
     os.makedirs(files.folder, exist_ok=True)
     # An old description must not stand beside new arrays, not even after a power cut.
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(files.description_path)
-        fsync_folder(files.description_path)
+        os.unlink(files.path("description"))
+        fsync_folder(files.path("description"))
     for name in files.arrays:
         with atomic_file(files.path(name)) as file:
             np.save(file, arrays[name], allow_pickle=False)
-    with atomic_file(files.description_path) as file:
+    with atomic_file(files.path("description")) as file:
         file.write(files.description.encode())
 
 
@@ -164,8 +162,8 @@ def load_or_build(
     with contextlib.suppress(*_UNUSABLE):
         return load(files, check), False
     os.makedirs(files.folder, exist_ok=True)
-    paths = [files.description_path, *map(files.path, files.arrays)]
-    with writers_lock(files.path("lock", ""), *paths, limit=limit):
+    paths = [*map(files.path, ("description", *files.arrays))]
+    with writers_lock(files.path("lock"), *paths, limit=limit):
         try:
             return load(files, check), False
         except _UNUSABLE as error:

@@ -7,20 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace import checks
+from millrace import checks, text
 from millrace.encoding.tokenizer import Tokenizer
 from millrace.encoding.vocabulary import package
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
-from millrace.text import (
-    Part,
-    Query,
-    check_keys,
-    find_inputs,
-    first_line_of,
-    parts_of,
-    read_documents,
-)
 
 _NUM_BYTES = 256
 _PART_SIZE, _MOST_PARTS = 1 << 24, 1000
@@ -67,7 +58,7 @@ def train_tokenizer(
         ConfigError: An argument of a wrong type, or a vocabulary that is too small.
     """
     output = checks.check_path("output", output)
-    keys = check_keys(json_keys)
+    keys = text.check_keys(json_keys)
     special = _special_tokens(special_tokens)
     size = checks.check_int("vocabulary_size", vocabulary_size, _NUM_BYTES + len(special))
     if max_bytes is not None:
@@ -78,9 +69,9 @@ def train_tokenizer(
         problem = f"{output} is a folder" if os.path.isdir(output) else f"{folder} is not a folder"
         raise ConfigError(f"{problem}: give output the path of a file in a folder that exists")
     start = time.monotonic()
-    files = find_inputs(inputs, separator=separator)
+    files = text.find_inputs(inputs, separator=separator)
     part_size = max(_PART_SIZE, sum(file.size or 0 for file in files) // _MOST_PARTS)
-    parts = [part for file in files for part in parts_of(file, part_size)]
+    parts = [part for file in files for part in text.parts_of(file, part_size)]
     texts = _Texts(parts, keys, max_bytes)
 
     tokenizers = package("tokenizers")
@@ -119,7 +110,9 @@ def _special_tokens(tokens: Any) -> list[str]:
 class _Texts:
     """Batches of texts, of each part in proportion to its size; counts what it has given."""
 
-    def __init__(self, parts: Sequence[Part], keys: tuple[str, ...], max_bytes: int | None) -> None:
+    def __init__(
+        self, parts: Sequence[text.Part], keys: tuple[str, ...], max_bytes: int | None
+    ) -> None:
         self._parts, self._keys, self._max_bytes = parts, keys, max_bytes
         self.num_texts = self.num_bytes = 0
 
@@ -133,19 +126,19 @@ class _Texts:
             yield from self._texts_of(part, most)
             weight -= part.size
 
-    def _texts_of(self, part: Part, most: int | None) -> Iterator[list[str]]:
+    def _texts_of(self, part: text.Part, most: int | None) -> Iterator[list[str]]:
         """The texts of a part, up to `most` bytes; the last one may be cut."""
 
         def refuse(line: int, byte_offset: int, reason: str, data: bytes) -> None:
-            place = f"{part.unit} {first_line_of(part) + line}"
+            place = f"{part.unit} {text.first_line_of(part) + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 
-        query = Query(keys=self._keys, reject=refuse)
-        for documents in read_documents(part, query) if most != 0 else ():
+        query = text.Query(keys=self._keys, reject=refuse)
+        for documents in text.read_documents(part, query) if most != 0 else ():
             texts: list[str] = []
             for document in itertools.chain.from_iterable(documents.texts):
                 texts += [document] if isinstance(document, str) else document
-            size = sum(len(text.encode()) for text in texts)
+            size = sum(len(one.encode()) for one in texts)
             if most is not None and size >= most:
                 texts, size = list(_first_bytes(texts, most)), most
             self.num_bytes += size
@@ -159,8 +152,8 @@ class _Texts:
 
 def _first_bytes(texts: Iterable[str], most: int) -> Iterator[str]:
     """Texts of `most` bytes in all; the last one is cut between characters."""
-    for text in texts:
-        data = text.encode()
+    for one in texts:
+        data = one.encode()
         yield data[:most].decode(errors="ignore")
         most -= len(data)
         if most < 0:

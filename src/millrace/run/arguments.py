@@ -60,16 +60,13 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _load_yaml(text: str) -> Any:
     import yaml
 
-    def check(node: yaml.Node | None) -> None:
-        if isinstance(node, yaml.MappingNode):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             _refuse_twice([key.value for key, _ in node.value if isinstance(key.value, str)])
-        if isinstance(node, yaml.CollectionNode):
-            for child in node.value:
-                check(child[1] if isinstance(child, tuple) else child)
+            return super().construct_mapping(node, deep)
 
     try:
-        check(yaml.compose(text, yaml.SafeLoader))
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(error) from None
 

@@ -58,10 +58,6 @@ class SplitArrays(NamedTuple):
     blend: Deferred[BlendIndices] | None
 
 
-Run = tuple[RunPlan, Mapping[str, SplitArrays]]
-"""The plan of a run, and the arrays of its splits by their names."""
-
-
 def build_datasets(
     config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> Datasets:
@@ -128,18 +124,20 @@ def _warn_of_copies(plan: RunPlan) -> None:
             others.append(dataset)
 
 
-def _find(config: DatasetConfig) -> Run | None:
+def _find(config: DatasetConfig) -> tuple[RunPlan, Mapping[str, SplitArrays]] | None:
     """The run by its manifest, if there is one that fits the token files and its sets."""
     manifest = Manifest.find(config)
     plan = None if manifest is None else manifest.plan(config)
-    arrays = None if plan is None else _find_sets(_sets_of(plan), str(config.cache))
+    arrays = None if plan is None else _find_sets(plan, str(config.cache))
     if plan is None or arrays is None:
         return None
     has_changed = not config.trust_cache and any(file.record.change() for file in plan.files)
     return None if has_changed else (plan, arrays)
 
 
-def _build(config: DatasetConfig, progress: Progress | None, wait_limit: float | None) -> Run:
+def _build(
+    config: DatasetConfig, progress: Progress | None, wait_limit: float | None
+) -> tuple[RunPlan, Mapping[str, SplitArrays]]:
     if config.trust_cache:
         raise ConfigError(
             f"{config.cache} has no manifest for this configuration, or sets of arrays that it "
@@ -165,18 +163,18 @@ def _build(config: DatasetConfig, progress: Progress | None, wait_limit: float |
     with ThreadPoolExecutor(config.num_threads) as pool:
         if config.cache is not None:
             return plan, _load_or_build(plan, os.fspath(config.cache), for_each, wait_limit)
-        return plan, {split.name: _in_memory(split, for_each) for split in plan.present_splits}
-
-
-def _in_memory(split: SplitPlan, for_each: ForEach) -> SplitArrays:
-    blend = Deferred.of(build_blend(split)) if split.kind == "blend" else None
-    return SplitArrays(for_each(split, lambda _, arrays: Deferred.of(arrays)), blend)
+        arrays = {}
+        for split in plan.present_splits:
+            blend = Deferred.of(build_blend(split)) if split.kind == "blend" else None
+            datasets = for_each(split, lambda _, built: Deferred.of(built))
+            arrays[split.name] = SplitArrays(datasets, blend)
+        return plan, arrays
 
 
 def _load_or_build(
     plan: RunPlan, folder: str, for_each: ForEach, wait_limit: float | None
 ) -> Mapping[str, SplitArrays]:
-    sets = _sets_of(plan)
+    sets = {split.name: SplitSet(plan.config, split) for split in plan.present_splits}
     try:
         # First, so that `prune` in another process leaves this run what is built now.
         names = {name: one.name for name, one in sets.items()}
@@ -185,7 +183,7 @@ def _load_or_build(
             name: one.load_or_build(folder, for_each, wait_limit) for name, one in sets.items()
         }
     except OSError as error:
-        present = _find_sets(sets, folder)
+        present = _find_sets(plan, folder)
         if present is None:
             raise _cache_error(folder, error) from error
         arrays = present  # the manifest could not be written: the next start takes the long way
@@ -234,12 +232,9 @@ def set_key(config: DatasetConfig, split: SplitPlan) -> dict[str, Any]:
     return key
 
 
-def _sets_of(plan: RunPlan) -> dict[str, SplitSet]:
-    return {split.name: SplitSet(plan.config, split) for split in plan.present_splits}
-
-
-def _find_sets(sets: Mapping[str, SplitSet], folder: str) -> dict[str, SplitArrays] | None:
-    arrays = {name: one.find(folder) for name, one in sets.items()}
+def _find_sets(plan: RunPlan, folder: str) -> dict[str, SplitArrays] | None:
+    splits = plan.present_splits
+    arrays = {split.name: SplitSet(plan.config, split).find(folder) for split in splits}
     return None if None in arrays.values() else arrays  # type: ignore[return-value]
 
 

@@ -117,20 +117,16 @@ class DatasetConfig:
             split_ranges(0, split)
         if not isinstance(split, str | None):
             split = [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
-        self._set(
+        vars(self).update(
             blend=blends[0] if per_split is None else None,
             blend_per_split=None if per_split is None else blends,
             split=split,
             order=_checked_order(self.order, is_cached=self.cache is not None),
         )
 
-    def _set(self, **values: Any) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
     def _check_options(self) -> None:
         """Numbers and flags of any type become Python's, whose sums are exact."""
-        self._set(
+        vars(self).update(
             num_samples=tuple(
                 None if count is None else check_int(f"num_samples of {name}", count, 0)
                 for name, count in zip(SPLITS, self.num_samples, strict=True)
@@ -142,8 +138,8 @@ class DatasetConfig:
         )
         for field in dataclasses.fields(self):
             if field.type is bool:
-                self._set(**{field.name: check_bool(field.name, getattr(self, field.name))})
-        self._set(**dataclasses.asdict(self.sample_options))
+                vars(self)[field.name] = check_bool(field.name, getattr(self, field.name))
+        vars(self).update(vars(self.sample_options))
         if not isinstance(self.cache, str | os.PathLike | None):
             raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")
         if self.trust_cache and self.cache is None:
