@@ -37,12 +37,11 @@ def gpt(folder: Path, name: str = "a", **options: Any) -> millrace.GPTDataset:
 
 
 def sharded(folder: Path) -> millrace.ShardedDataset:
-    if not (folder / "shuffled").exists():
+    to = folder / "shuffled"
+    if not to.exists():
         inputs = [(1.0, folder / "a.bin"), (1.5, folder / "b.bin")]
-        shuffle(
-            None, folder / "shuffled", input_list=inputs, seq_len=16, num_shards=3, dtype="uint16"
-        )
-    return millrace.ShardedDataset(folder / "shuffled", eod_token=EOD, reset_position_ids=True)
+        shuffle(None, to, input_list=inputs, seq_len=16, num_shards=3, dtype="uint16")
+    return millrace.ShardedDataset(to, eod_token=EOD, reset_position_ids=True)
 
 
 def configured(folder: Path, **options: Any) -> Any:
@@ -77,9 +76,7 @@ DATASETS: dict[str, Callable[[Path], Any]] = {
     "gpt_options": lambda folder: gpt(
         folder, reset_position_ids=True, eod_mask_loss=True, add_extra_token=False
     ),
-    "blend": lambda folder: millrace.BlendedDataset(
-        [gpt(folder), gpt(folder, "b")], [0.25, 0.75], 300
-    ),
+    "blend": lambda at: millrace.BlendedDataset([gpt(at), gpt(at, "b")], [0.25, 0.75], 300),
     "blend_of_lengths": lambda folder: millrace.BlendedDataset([gpt(folder), gpt(folder, "b")]),
     "configured": configured,
     "cached": lambda folder: configured(folder, cache=str(folder / "cache")),

@@ -53,8 +53,8 @@ def with_water(text: str) -> list[int]:
          "from token 2 the ids are [97, 98] instead of [97, 98, 99], for the text 'abc'"),
         # What the reference cannot encode is left out.
         (with_water, letters, ["水", "a"],
-         "it cannot encode the text 'a' (with_water has a vocabulary_size of 300, and returned for "
-         "the text 'a': an id must be between 0 and 299, not 27700)"),
+         "it cannot encode the text 'a' (with_water (vocabulary_size 300) on the text 'a': an id "
+         "must be between 0 and 299, not 27700)"),
         (letters, with_water, ["水", "a"], None),
     ],
 )  # fmt: skip
@@ -154,9 +154,7 @@ def test_an_encoder_that_refuses_the_vocabulary_is_not_used(tmp_path: Path) -> N
     assert "UnicodeScripts" in message
 
 
-def test_the_texts_of_the_data_are_checked_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_of_the_data_are_checked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.encoding.encoder_check.edge_cases", lambda tokens: ["a"])
     monkeypatch.setattr("millrace.encoding.encoder_check._VERDICTS", {})
     splitter = sequence(split({"Regex": r"[^\s\p{L}]+|\s+(?!\S)|\s+"}), byte_level())

@@ -154,7 +154,7 @@ def test_truncation_and_padding_settings_are_ignored(edited: Edit, tokenizer: To
 
 def test_a_model_that_cannot_be_used_is_refused(edited: Edit, tokenizer_file: Path) -> None:
     model = json.loads(tokenizer_file.read_text())["model"]
-    with pytest.raises(TextError, match=r'dropout of 0\.1.*Set "dropout" to null'):
+    with pytest.raises(TextError, match=r'dropout of 0\.1: set "dropout" to null'):
         Tokenizer(edited(model={**model, "dropout": 0.1}))
     with pytest.raises(TextError, match=r"t\.json is not a tokenizer file"):  # the library panics
         Tokenizer(edited(model={**model, "continuing_subword_prefix": "##"}))
@@ -272,7 +272,7 @@ def test_a_damaged_list_of_tokens_is_an_error(edited: Edit, content: str) -> Non
 
 
 def test_a_folder_may_hold_a_sentencepiece_model(tmp_path: Path, sentencepiece_file: Path) -> None:
-    with pytest.raises(TextError, match=r"neither a tokenizer\.json.*save_pretrained"):
+    with pytest.raises(TextError, match=r"lacks tokenizer\.json.*save_pretrained"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file.read_bytes())
     assert Tokenizer(tmp_path).encode([TEXT]) == Tokenizer(sentencepiece_file).encode([TEXT])
@@ -352,7 +352,7 @@ def test_a_tiktoken_file_needs_a_pattern(tmp_path: Path) -> None:
     tokenizer = Tokenizer(path, tiktoken_pattern=r"\w+|\W+")
     assert tokenizer.decode(ids_of(tokenizer, TEXT)) == TEXT
     assert ids_of(tokenizer, "the the") == [257, 32, 257]
-    with pytest.raises(TextError, match="Name the token with --eod-token"):
+    with pytest.raises(TextError, match="give --eod-token one"):
         _ = tokenizer.eod
     with pytest.raises(ConfigError, match="pattern '\\(' cannot be used"):
         Tokenizer(path, tiktoken_pattern="(")
@@ -369,7 +369,7 @@ def test_ranks_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rank 50256, which gpt2 uses for '<\|endoftext\|>'"):
         Tokenizer(path, tiktoken_pattern="gpt2")
     path.write_text("\n".join(ranks[5:]))
-    with pytest.raises(TextError, match=r"no token for 5 of the 256 bytes \(the first is 0\)"):
+    with pytest.raises(TextError, match=r"lacks 5 of the 256 bytes"):
         Tokenizer(path, tiktoken_pattern="cl100k_base")
 
 
@@ -420,7 +420,7 @@ def test_any_function(tmp_path: Path) -> None:
 )
 def test_wrong_results_of_a_function_are_refused(result: Any, message: str) -> None:
     tokenizer = Tokenizer.from_function(lambda text: result, vocabulary_size=500, name="mine")
-    with pytest.raises(TextError, match=f"mine has a vocabulary_size of 500, .* 'a': {message}"):
+    with pytest.raises(TextError, match=rf"mine \(vocabulary_size 500\) on the text 'a': {message}"):
         tokenizer.encode_batch(["a"])
 
 
@@ -455,7 +455,7 @@ def test_what_no_library_can_encode_or_decode_is_refused(
         ({"eod_token": 0}, "eod_token .*, not 0"),
         ({"bos_token": b"a"}, "bos_token .*, not b'a'"),
         ({"tiktoken_pattern": 1}, "tiktoken_pattern .*, not 1"),
-        ({"tiktoken_pattern": "gpt2"}, "is not a file that takes it: leave it out"),
+        ({"tiktoken_pattern": "gpt2"}, "gpt2', which .* does not take: leave it out"),
         ({"add_special_tokens": 1}, "add_special_tokens must be True or False, not 1"),
         ({"special_tokens_in_text": "no"}, "special_tokens_in_text must be .* not 'no'"),
         ({"encoder": "fast"}, "encoder .* auto, fastokens, tokenizers, not 'fast'"),
@@ -463,15 +463,13 @@ def test_what_no_library_can_encode_or_decode_is_refused(
         ({"encoder": None}, "encoder .*, not None"),
     ],
 )
-def test_wrong_options_are_refused(
-    tokenizer_file: Path, options: dict[str, Any], message: str
-) -> None:
+def test_wrong_options_are_refused(tokenizer_file: Path, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Tokenizer(tokenizer_file, **options)
     for name in ("eod", "bos"):
         with pytest.raises(TextError, match=f"has no token '<x>'; give --{name}-token"):
             Tokenizer(tokenizer_file, **{f"{name}_token": "<x>"})
-    with pytest.raises(ConfigError, match="add_special_tokens is True, but bytes is not"):
+    with pytest.raises(ConfigError, match="add_special_tokens is True, which bytes does not"):
         Tokenizer("bytes", add_special_tokens=True)
 
 
@@ -487,9 +485,7 @@ def test_wrong_options_are_refused(
         ("t.bin", b"\x00\x01"),
     ],
 )
-def test_files_that_are_not_tokenizers_are_refused(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
+def test_files_without_tokenizers_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TextError, match=r"is not a (tokenizer|tiktoken) file"):
         Tokenizer(tmp_path / name, tiktoken_pattern="gpt2" if "tiktoken" in name else None)

@@ -84,9 +84,7 @@ def test_the_same_data_twice_in_a_blend_warns(prefixes: Prefixes, tmp_path: Path
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):  # also when nothing is built
         with pytest.warns(millrace.DuplicateDataWarning, match=f"blend has the data of {a} twice"):
             build(blend=([a, b, a], [1, 2, 1]), cache=cache)
-        with pytest.warns(
-            millrace.DuplicateDataWarning, match=rf"{copy} twice \(also as {a}\)"
-        ) as w:
+        with pytest.warns(millrace.DuplicateDataWarning, match=rf"{copy} twice \(also as") as w:
             build(blend=([a, b, copy], None), num_samples=(None,) * 3, cache=cache)
         assert {warning.filename for warning in w} == {__file__}
     # The same data in two splits or validation sets do not warn.
@@ -443,9 +441,7 @@ def test_a_change_of_the_lengths_only_is_detected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="but for other ones"):
         build(**options, trust_cache=True).train.batch([0])
     for dataset in (build(**memory).train, build(**options).train):
-        with pytest.raises(
-            millrace.ResumeError, match=r"order:\n  lengths: saved '[0-9a-f]{16}', now"
-        ):
+        with pytest.raises(millrace.ResumeError, match=r"order:\n  lengths: saved '\w{16}', now"):
             millrace.Loader(dataset, micro_batch_size=4).load_state_dict(states[0])
 
 
@@ -594,9 +590,7 @@ def test_a_folder_in_place_of_a_file(prefixes: Prefixes, tmp_path: Path) -> None
         assert_equal(build(**options, cache=cache), build(**options))
 
 
-def test_a_read_only_folder(
-    options: Options, mounted: Callable[[str], Path], prefixes: Prefixes
-) -> None:
+def test_a_read_only_folder(options: Options, mounted: Any, prefixes: Prefixes) -> None:
     disk = mounted("size=4m")
     options["cache"] = disk / "cache"
     build(**options)
@@ -662,9 +656,7 @@ def test_another_users_folder_is_a_clear_error_on_every_process(prefixes: Prefix
         config = config_of(blend=(data, None), cache=f"{name}/cache")
         outcomes = errors_of_processes(config, as_nobody=True)
         assert os.listdir(f"{name}/cache") == []
-    denied = (
-        "CacheError: the indices must be built, and .* cannot be written: Permission denied. Give"
-    )
+    denied = "CacheError: the indices must be built, and .* cannot be written: Permission denied"
     assert [line for line in outcomes if not re.match(denied, line)] == []
 
 

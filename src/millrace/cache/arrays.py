@@ -74,9 +74,7 @@ class ArrayWriter:
     def write(self, first_row: int, rows: NDArray[Any]) -> None:
         """Writes rows from `first_row` on; their dtype is converted to the array's."""
         if rows.shape[1:] != self.shape[1:] or not 0 <= first_row <= self.shape[0] - len(rows):
-            raise ValueError(
-                f"rows of shape {rows.shape} from row {first_row} on do not fit {self.shape}"
-            )
+            raise ValueError(f"rows {rows.shape} from row {first_row} on do not fit {self.shape}")
         data = memoryview(np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8).data)
         at = self._offset + first_row * self._row_size
         while len(data) > 0:  # one call writes 2 GiB at most

@@ -207,9 +207,7 @@ def check_gpt_arrays(
         _check_below("shuffle_index", shuffle[part], size)
     last, expected = tuple(samples[-1].tolist()), _last_row(documents, sequence_lengths, plan)
     if last != expected:
-        raise DataError(
-            f"the sample_index ends at {last}, not {expected}: it belongs to other data or options"
-        )
+        raise DataError(f"the sample_index ends at {last}, not {expected}: it is of other data")
 
 
 def check_blend_arrays(arrays: Arrays, size: int, num_datasets: int) -> None:
@@ -226,8 +224,7 @@ def check_blend_arrays(arrays: Arrays, size: int, num_datasets: int) -> None:
 def _check_form(name: str, array: NDArray[Any], dtype: Any, shape: tuple[int, ...]) -> None:
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise DataError(
-            f"the {name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} is "
-            "needed"
+            f"the {name} is {array.dtype} {list(array.shape)}, not {np.dtype(dtype)} {list(shape)}"
         )
 
 
@@ -250,9 +247,7 @@ def _check_rows(
         raise DataError("the sample_index has offsets outside the sequences: of other options")
 
 
-def _last_row(
-    documents: NDArray[Any], lengths: NDArray[np.int32], plan: GPTPlan
-) -> tuple[int, int]:
+def _last_row(documents: NDArray[Any], lengths: NDArray[Any], plan: GPTPlan) -> tuple[int, int]:
     """Where the last sample ends, found by counting tokens from the end."""
     if plan.num_samples == 0:
         return 0, 0

@@ -1,7 +1,7 @@
 """Whether an encoder gives the ids of the library that defines the vocabulary."""
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -92,9 +92,7 @@ def _texts_and_results(encode: EncodeBatch, batch: Iterable[str]) -> tuple[list[
     return texts, _results(encode, texts)
 
 
-def _difference(
-    texts: Sequence[str], results: Sequence[Result], expected: Sequence[Result]
-) -> str | None:
+def _difference(texts: list[str], results: list[Result], expected: list[Result]) -> str | None:
     for text, ids, reference_ids in zip(texts, results, expected, strict=True):
         if isinstance(reference_ids, str):
             continue

@@ -55,10 +55,8 @@ class FunctionVocabulary(Vocabulary):
                 for number in (ids.min(), ids.max()) if ids.size else ():
                     check_int("an id", number, 0, self.size - 1)
             except ConfigError as error:
-                raise TextError(
-                    f"{self.name} has a vocabulary_size of {self.size}, and returned for the text "
-                    f"{shown(text)}: {error}"
-                ) from None
+                place = f"{self.name} (vocabulary_size {self.size}) on the text {shown(text)}"
+                raise TextError(f"{place}: {error}") from None
             arrays.append(ids)
         return joined_ids(arrays)
 

@@ -39,9 +39,7 @@ class JsonVocabulary(Vocabulary):
         return content[:4096].lstrip()[:1] == b"{" or path.endswith(".json")
 
     @classmethod
-    def load(
-        cls, path: str, content: bytes, options: Options, **tokens: str | None
-    ) -> JsonVocabulary:
+    def load(cls, path: str, content: bytes, options: Options, **tokens: Any) -> JsonVocabulary:
         """`tokens` are the `eod_token` and `bos_token` that other files name."""
         try:
             vocabulary = cls(path, content.decode(), options, sha256(content), **tokens)
@@ -50,14 +48,9 @@ class JsonVocabulary(Vocabulary):
         except BaseException as error:  # such as panics of Rust
             if must_pass(error) or isinstance(error, TextError):
                 raise
-            raise TextError(
-                f"{path} is not a tokenizer file ({error}). Give a Hugging Face tokenizer.json"
-            ) from None
+            raise TextError(f"{path} is not a tokenizer file ({error}). Save it again") from None
         if dropout:
-            raise TextError(
-                f"{path} has a BPE dropout of {dropout}, which gives other ids each time. Set "
-                '"dropout" to null in a copy of the file'
-            )
+            raise TextError(f'{path} has a dropout of {dropout}: set "dropout" to null in a copy')
         return vocabulary
 
     @cached_property
@@ -164,9 +157,7 @@ def _read_object(folder: str, name: str) -> dict[str, Any]:
     try:
         return {**json.loads(read_file(path))}
     except (ValueError, TypeError, RecursionError) as error:
-        raise TextError(
-            f"{path} is not a JSON object ({error}). Save the tokenizer again"
-        ) from None
+        raise TextError(f"{path} is no JSON object ({error}). Save the tokenizer again") from None
 
 
 def _text_of_token(value: Any) -> str | None:
@@ -181,13 +172,10 @@ def _made_by_transformers(folder: str, token: str) -> bytes:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise TextError(
-            f"{folder} names the token {token!r}, which its tokenizer.json lacks: pip install "
-            "transformers, which knows its id, or give the path of a complete tokenizer.json"
+            f"{folder} lacks the token {token!r} in its tokenizer.json: pip install transformers"
         ) from None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return str(tokenizer.backend_tokenizer.to_str()).encode()
     except Exception as error:
-        raise TextError(
-            f"{folder} cannot be read by transformers ({error}). Save the tokenizer again"
-        ) from error
+        raise TextError(f"transformers cannot read {folder} ({error}). Save it again") from error

@@ -62,9 +62,7 @@ class SentencePieceVocabulary(Vocabulary):
             if processor.get_piece_size() < 1:
                 raise ValueError("it has no pieces")
         except (RuntimeError, ValueError, OSError) as error:
-            raise TextError(
-                f"{self.path} is not a tokenizer file ({error}). Give a sentencepiece model"
-            ) from None
+            raise TextError(f"{self.path} is not a tokenizer file: {error}. Copy it anew") from None
         return processor
 
     @cached_property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from millrace.checks import shown
+from millrace.checks import check_choice, shown
 from millrace.encoding.flat_ids import EncodeBatch, FlatIds, flat_ids, joined_ids
 from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
 from millrace.errors import ConfigError, TextError
@@ -80,19 +80,14 @@ class TiktokenVocabulary(Vocabulary):
     def __post_init__(self) -> None:
         missing = [byte for byte in range(256) if bytes([byte]) not in self.ranks]
         if missing:
-            raise TextError(
-                f"{self.path} has no token for {len(missing)} of the 256 bytes (the first is "
-                f"{missing[0]}), so it cannot encode every text. Copy or train it again"
-            )
+            raise TextError(f"{self.path} lacks {len(missing)} of the 256 bytes. Copy it again")
         ids = set(self.ranks.values())
         if len(ids) < len(self.ranks) or min(ids) < 0:
             raise TextError(f"{self.path} has ranks that are negative or used twice. Copy it again")
         for token, number in self.special_ids.items():
             if number in ids:
-                raise ConfigError(
-                    f"{self.path} has a token of rank {number}, which {self.pattern_name} uses for "
-                    f"{token!r}; give the tiktoken_pattern (--tiktoken-pattern) of this file"
-                )
+                what = f"a token of rank {number}, which {self.pattern_name} uses for {token!r}"
+                raise ConfigError(f"{self.path} has {what}: give the tiktoken_pattern of this file")
         _ = self.library  # fails here if the pattern is not a regular expression
 
     @classmethod
@@ -106,10 +101,9 @@ class TiktokenVocabulary(Vocabulary):
         if pattern is None:
             pattern = os.path.basename(path).removesuffix(".tiktoken")
             if pattern not in TIKTOKEN_PATTERNS:
+                names = ", ".join(TIKTOKEN_PATTERNS)
                 raise ConfigError(
-                    f"{path} holds ranks only: name its pattern with tiktoken_pattern "
-                    f"(--tiktoken-pattern), one of {', '.join(TIKTOKEN_PATTERNS)}, or a regular "
-                    "expression"
+                    f"{path} holds ranks only: give --tiktoken-pattern, {names} or an expression"
                 )
         options = replace(options, tiktoken_pattern=pattern)
         name = pattern if pattern in TIKTOKEN_PATTERNS else ""
@@ -120,8 +114,7 @@ class TiktokenVocabulary(Vocabulary):
                 ranks[base64.b64decode(token, validate=True)] = int(rank)
             except ValueError as error:
                 raise TextError(
-                    f"{path} is not a tiktoken file: line {number} is {shown(line)} ({error}), not "
-                    "a token in base64 and its rank"
+                    f"{path} is not a tiktoken file: line {number} is {shown(line)}: {error}"
                 ) from None
         pattern, special_ids = TIKTOKEN_PATTERNS.get(name, (pattern, {}))
         return cls(path, ranks, pattern, name, dict(special_ids), options, sha256(content))
@@ -138,9 +131,7 @@ class TiktokenVocabulary(Vocabulary):
                 special_tokens=self.special_ids,
             )
         except ValueError as error:
-            raise ConfigError(
-                f"the tiktoken pattern {shown(self.pattern)} cannot be used: {error}"
-            ) from None
+            raise ConfigError(f"pattern {shown(self.pattern)} cannot be used: {error}") from None
 
     @cached_property
     def size(self) -> int:
@@ -157,9 +148,6 @@ class TiktokenVocabulary(Vocabulary):
 
     def special_tokens(self) -> dict[str, int]:
         return dict(self.special_ids)
-
-    def added_tokens(self) -> list[str]:
-        return list(self.special_ids)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.library.decode(ids))
@@ -178,9 +166,7 @@ class TiktokenVocabulary(Vocabulary):
             file.write(_rank_lines(self.ranks))
             file.flush()
             path, options = f"/proc/self/fd/{number}", {"special_tokens": self.special_ids}
-            return self.fastokens(
-                lambda library: library.from_tiktoken(path, pattern=pattern, **options)
-            )
+            return self.fastokens(lambda kind: kind.from_tiktoken(path, pattern=pattern, **options))
 
 
 class MegatronRanks(TiktokenVocabulary):
@@ -192,23 +178,17 @@ class MegatronRanks(TiktokenVocabulary):
 
     @classmethod
     def load(cls, path: str, content: bytes, options: Options) -> TiktokenVocabulary:
-        name = options.tiktoken_pattern or "v2"
-        if name not in _MEGATRON_PATTERNS:
-            raise ConfigError(
-                f"tiktoken_pattern of a tiktoken file in JSON must be v1 or v2, not {name!r}"
-            )
+        names, given = tuple(_MEGATRON_PATTERNS), options.tiktoken_pattern or "v2"
+        name = check_choice("tiktoken_pattern of a tiktoken file in JSON", given, names)
         first = _NUM_MEGATRON_SPECIAL
         try:
             entries = json.loads(content)[: _MEGATRON_SIZE - first]
-            ranks = {
-                base64.b64decode(entry["token_bytes"]): entry["rank"] + first for entry in entries
-            }
+            ranks = {base64.b64decode(one["token_bytes"]): one["rank"] + first for one in entries}
             if [rank - first for rank in ranks.values()] != list(range(len(entries))):
                 raise ValueError("the ranks are not 0, 1, 2, ...")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise TextError(
-                f"{path} is not a tokenizer file ({error}). A JSON list must be Megatron-LM's list "
-                "of rank, token_bytes and token_str"
+                f"{path} is not a tokenizer file ({error}) with Megatron-LM's list of token_bytes"
             ) from None
         others = (f"<SPECIAL_{number}>" for number in range(len(_MEGATRON_SPECIAL), first))
         special = {token: number for number, token in enumerate((*_MEGATRON_SPECIAL, *others))}

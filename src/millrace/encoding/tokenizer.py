@@ -186,8 +186,7 @@ class Tokenizer:
             if len(usual) != 1:
                 what = f"several ({', '.join(usual)})" if usual else "none"
                 raise TextError(
-                    f"{self.path} has {what} of the usual end-of-document tokens "
-                    f"({', '.join(EOD_TOKENS)}). Name the token with --eod-token"
+                    f"{self.path} has {what} of {', '.join(EOD_TOKENS)}: give --eod-token one"
                 )
             token = self._eod_token = usual[0]
         return self._id_of(token, "eod_token")
@@ -323,7 +322,5 @@ def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TextError(
-            f"character {error.start + 1} is the lone surrogate "
-            f"U+{ord(text[error.start]):04X}, which is not valid Unicode. Repair or remove the text"
-        ) from None
+        what = f"the lone surrogate U+{ord(text[error.start]):04X}"
+        raise TextError(f"character {error.start + 1} is {what}: repair the text") from None

@@ -57,9 +57,7 @@ def load_vocabulary(path: str, options: Options) -> Vocabulary:
     for name in ("tiktoken_pattern", "add_special_tokens"):
         value = getattr(options, name)
         if value not in (None, False) and name not in vocabulary.option_names:
-            raise ConfigError(
-                f"{name} is {value!r}, but {path} is not a file that takes it: leave it out"
-            )
+            raise ConfigError(f"{name} is {value!r}, which {path} does not take: leave it out")
     return vocabulary
 
 
@@ -71,16 +69,9 @@ def _load(path: str, options: Options) -> Vocabulary:
             return load_folder(path, file, options)
         if os.path.isfile(file := os.path.join(path, "tokenizer.model")):
             return _load(file, options)
-        raise TextError(
-            f"{path} has neither a tokenizer.json nor a tokenizer.model. Save it with "
-            "`transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)`, "
-            "or give the path of a tokenizer file"
-        )
+        raise TextError(f"{path} lacks tokenizer.json and tokenizer.model: use `save_pretrained`")
     content = read_file(path)
     for kind in KINDS:
         if kind.matches(path, content):
             return kind.load(path, content, options)
-    raise TextError(
-        f"{path} is not a tokenizer file. Give a Hugging Face tokenizer.json, a transformers "
-        "folder, a sentencepiece .model or a .tiktoken file"
-    )
+    raise TextError(f"{path} is not a tokenizer file (.json, a folder, .model, .tiktoken)")

@@ -101,18 +101,14 @@ def _special_tokens(tokens: Any) -> list[str]:
     is_list = isinstance(tokens, Iterable) and not isinstance(tokens, str)
     names: list[Any] = list(tokens) if is_list else [None]
     if not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
-        raise ConfigError(
-            f"special_tokens are {checks.shown(tokens)}; give a list of texts, each once"
-        )
+        raise ConfigError(f"special_tokens are {checks.shown(tokens)}; give some texts, each once")
     return names
 
 
 class _Texts:
     """Batches of texts, of each part in proportion to its size; counts what it has given."""
 
-    def __init__(
-        self, parts: Sequence[text.Part], keys: tuple[str, ...], max_bytes: int | None
-    ) -> None:
+    def __init__(self, parts: list[text.Part], keys: Sequence[str], max_bytes: int | None) -> None:
         self._parts, self._keys, self._max_bytes = parts, keys, max_bytes
         self.num_texts = self.num_bytes = 0
 
@@ -133,7 +129,7 @@ class _Texts:
             place = f"{part.unit} {text.first_line_of(part) + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 
-        query = text.Query(keys=self._keys, reject=refuse)
+        query = text.Query(keys=tuple(self._keys), reject=refuse)
         for documents in text.read_documents(part, query) if most != 0 else ():
             texts: list[str] = []
             for document in itertools.chain.from_iterable(documents.texts):

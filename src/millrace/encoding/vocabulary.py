@@ -73,7 +73,7 @@ class Vocabulary(Protocol):
 
     def added_tokens(self) -> list[str]:
         """All tokens that are matched in texts as a whole, special or not."""
-        return []
+        return list(self.special_tokens())
 
     def decode(self, ids: list[int]) -> str:
         """The text of some ids, including special tokens."""
@@ -128,9 +128,7 @@ def package(name: str) -> Any:
         return __import__(name)
     except ImportError:
         extra = "encoders" if name in ("sentencepiece", "tiktoken") else "tokenizers"
-        raise TextError(
-            f"this tokenizer needs the {name} package: pip install 'millrace[{extra}]'"
-        ) from None
+        raise TextError(f"this needs the {name} package: pip install 'millrace[{extra}]'") from None
 
 
 def must_pass(error: BaseException) -> bool:

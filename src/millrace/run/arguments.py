@@ -191,9 +191,7 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     blend, per_split = _blends(arguments)
     split = arguments.get("split", None if blend is None else LEGACY_SPLIT)
     if blend is None and split is not None:
-        raise ConfigError(
-            f"split {split!r} goes with data_path; here each split has its own data: leave it out"
-        )
+        raise ConfigError(f"split {split!r} goes with data_path, not with such data: leave it out")
     is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
     renamed = {field: arguments[name] for name, field in _FIELDS.items() if name in arguments}
     return DatasetConfig(
@@ -211,9 +209,7 @@ def read_identifiers(text: str) -> Any:
     try:
         identifiers = _load_json(_read_text(text) if os.path.exists(text) else text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"the tokenizer's identifiers {text!r} are neither a file nor JSON: {error}"
-        ) from None
+        raise ConfigError(f"identifiers {text!r}: neither a file nor JSON ({error})") from None
     while isinstance(identifiers, dict) and identifiers.get("datasets"):
         identifiers = identifiers["datasets"][0]  # the description of a blend
     if isinstance(identifiers, dict) and {"index_split", "tokenizer"} <= identifiers.keys():
@@ -234,9 +230,7 @@ def parse_blend(items: Sequence[Any] | str, name: str = "the data") -> Blend:
     if not isinstance(parts, list | tuple) or any(
         isinstance(part, bool) or not isinstance(part, types) for part in parts
     ):
-        raise ConfigError(
-            f"{name} must be a list of prefixes, or of weights and prefixes, not {shown(items)}"
-        )
+        raise ConfigError(f"{name} must be a list of prefixes, or with weights, not {shown(items)}")
     parts = [part if isinstance(part, Mapping) else str(part).strip() for part in parts]
     weights = []
     for part in parts[::2]:
@@ -245,10 +239,7 @@ def parse_blend(items: Sequence[Any] | str, name: str = "the data") -> Blend:
     if len(parts) % 2 or not weights:
         return parts, None
     if len(weights) < len(parts) // 2:
-        raise ConfigError(
-            f"the data {' '.join(map(str, parts[:8]))} ... give weights for some prefixes only: "
-            "give one before each, or none"
-        )
+        raise ConfigError(f"{shown(parts)} has weights for some prefixes only: give all or none")
     return parts[1::2], weights
 
 
@@ -256,10 +247,7 @@ def _blends(arguments: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | No
     names = [name for name in _DATA if name in arguments]
     kinds = {"paths" if name in _PATHS else name for name in names}
     if len(kinds) != 1:
-        raise ConfigError(
-            f"{' and '.join(names) or 'no data'} given; give one of data_path, data_args_path, "
-            "per_split_data_args_path, or train_data_path and the like"
-        )
+        raise ConfigError(f"{' and '.join(names) or 'no data'} given; use {' or '.join(_DATA[:4])}")
     kind = kinds.pop()
     if kind == "paths":
         return None, [arguments.get(name) for name in _PATHS]
@@ -277,9 +265,7 @@ def _blends(arguments: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | No
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is not a JSON object with train, valid and test: {error}"
-        ) from None
+        raise ConfigError(f"{path} is not a JSON object of splits: {error}") from None
 
 
 def _read_text(path: str) -> str:
@@ -298,17 +284,12 @@ def _num_samples(
     if "num_samples" in arguments:
         return arguments["num_samples"]  # type: ignore[no-any-return]
     for name in filter(arguments.get, _UNKNOWN_COUNTS):
-        raise ConfigError(
-            f"{name} is {shown(arguments[name])}: the samples that follow from it are not worked "
-            f"out here. {_GIVE_COUNTS}"
-        )
+        raise ConfigError(f"{name} is {shown(arguments[name])}: it sets the counts. {_GIVE_COUNTS}")
     batch = arguments.get("global_batch_size", 0)
     train, all_iterations = _training(arguments, batch)
     eval_iters = arguments.get("eval_iters", DEFAULT_EVAL_ITERS)
     if not batch and eval_iters and (per_split is None or any(per_split[1:])):
-        raise ConfigError(
-            "validation and test take eval_iters batches: give global_batch_size, or num_samples"
-        )
+        raise ConfigError("validation needs batches: give global_batch_size, or num_samples")
     test = eval_iters * arguments.get("eval_global_batch_size", batch)
     if arguments.get("full_validation"):
         return train, None, test
@@ -330,16 +311,12 @@ def _training(arguments: Mapping[str, Any], batch: int) -> tuple[int, list[int]]
     """The samples to train on, and the iterations that they take: without a ramp-up, and with."""
     samples, iterations = arguments.get("train_samples"), arguments.get("train_iters")
     if samples is not None and iterations is not None:
-        raise ConfigError(
-            f"train_samples is {samples} and train_iters is {iterations}: Megatron-LM takes one of "
-            "them, so leave the other out"
-        )
+        raise ConfigError(f"train_samples is {samples}, train_iters {iterations}: leave one out")
     if samples is None and iterations is not None and batch:
         return iterations * batch, [iterations]
     if samples is None:
         raise ConfigError(
-            "the number of samples to train on is missing: give num_samples, train_samples, or "
-            "train_iters and global_batch_size"
+            "no number of samples to train on: give train_samples, or train_iters with a batch size"
         )
     all_iterations = [samples // batch if batch else 0]
     rampup: tuple[int, int, int] | None = arguments.get("rampup_batch_size")

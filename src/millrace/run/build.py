@@ -140,9 +140,8 @@ def _build(
 ) -> tuple[RunPlan, Mapping[str, SplitArrays]]:
     if config.trust_cache:
         raise ConfigError(
-            f"{config.cache} has no manifest for this configuration, or sets of arrays that it "
-            "needs are missing or damaged: build it ahead with `millrace index`, or leave "
-            "trust_cache out"
+            f"{config.cache} has no manifest of this configuration, or its arrays are damaged: run "
+            "`millrace index`, or leave trust_cache out"
         )
     plan = plan_run(config)
     numbers = itertools.count()
@@ -172,16 +171,14 @@ def _build(
 
 
 def _load_or_build(
-    plan: RunPlan, folder: str, for_each: ForEach, wait_limit: float | None
+    plan: RunPlan, folder: str, for_each: ForEach, limit: float | None
 ) -> Mapping[str, SplitArrays]:
     sets = {split.name: SplitSet(plan.config, split) for split in plan.present_splits}
     try:
         # First, so that `prune` in another process leaves this run what is built now.
         names = {name: one.name for name, one in sets.items()}
-        Manifest.of(plan, names).write(folder, limit=wait_limit)
-        arrays = {
-            name: one.load_or_build(folder, for_each, wait_limit) for name, one in sets.items()
-        }
+        Manifest.of(plan, names).write(folder, limit=limit)
+        arrays = {name: one.load_or_build(folder, for_each, limit) for name, one in sets.items()}
     except OSError as error:
         present = _find_sets(plan, folder)
         if present is None:
@@ -296,8 +293,7 @@ def _load(array_set: array_sets.ArraySet, places: Places) -> Arrays:
         return {name: array_set[name][place] for name, place in places.items()}
     except DataError as error:  # it was removed or damaged between the start and the first sample
         raise DataError(
-            f"{error}. It was whole when the run started: start it again, or run `millrace index`, "
-            "and it is built anew"
+            f"{error}. It was whole before: start it again, or run `millrace index`, to build it"
         ) from None
 
 

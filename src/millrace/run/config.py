@@ -98,16 +98,11 @@ class DatasetConfig:
         if (self.blend is None) == (per_split is None):
             raise ConfigError("give a blend and a split, or a blend_per_split: one of the two")
         if (self.blend is None) != (self.split is None):
-            raise ConfigError(
-                f"the split is {self.split}: a blend needs one, and with a blend_per_split there "
-                "is none"
-            )
+            raise ConfigError(f"split is {self.split}: a blend needs one, a blend_per_split none")
         for name in ["num_samples"] + ["blend_per_split"] * (per_split is not None):
             entries = getattr(self, name)
             if not _is_list(entries) or len(entries) != len(SPLITS):
-                raise ConfigError(
-                    f"{name} must have three entries, for {', '.join(SPLITS)}, not {shown(entries)}"
-                )
+                raise ConfigError(f"{name} must have three entries, not {shown(entries)}")
         self._check_options()
         blends = [self._checked_blend(number) for number in range(len(SPLITS))]
         if all(blend is None for blend in blends):
@@ -147,8 +142,7 @@ class DatasetConfig:
         size = self.num_samples[VALID]
         if self.full_validation and size is not None:
             raise ConfigError(
-                f"full_validation takes one epoch, and num_samples asks for {size} validation "
-                "samples: make that None"
+                f"full_validation: num_samples asks for {size} validation samples, and must be None"
             )
         if self.multiple_validation_sets and self.blend_per_split is None:
             raise ConfigError("multiple_validation_sets needs a blend_per_split")
@@ -160,8 +154,7 @@ class DatasetConfig:
             return None
         if not _is_list(blend) or len(blend) != 2 or not _is_list(blend[0]) or not len(blend[0]):
             raise ConfigError(
-                f"the {name} blend must be (prefixes, weights), where weights may be None, and "
-                f"prefixes not empty, not {shown(blend)}"
+                f"the {name} blend must be (some prefixes, weights or None), not {shown(blend)}"
             )
         sources = [_checked_source(name, source) for source in blend[0]]
         if blend[1] is None:
@@ -170,14 +163,11 @@ class DatasetConfig:
         if number == VALID and self.multiple_validation_sets:
             return sources, weights  # which are not used
         if len(weights) != len(sources):
-            raise ConfigError(
-                f"the {name} blend has {len(weights)} weights for {len(sources)} prefixes"
-            )
+            raise ConfigError(f"{name} blend: {len(weights)} weights for {len(sources)} prefixes")
         normalize(weights)
         if size is None and not (self.blend_per_split is not None and len(sources) == 1):
             raise ConfigError(
-                f"the {name} blend has weights, and num_samples is None: weights say how to "
-                "mix a number of samples. Give the number, or leave the weights out"
+                f"the {name} blend has weights, and num_samples is None: give a number, or none"
             )
         return sources, weights
 
@@ -212,15 +202,13 @@ def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
             order = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f'order {shown(order)} cannot be imported: {error}. Give "package.module:name" of '
-                "a module on Python's path (PYTHONPATH)"
+                f'order {shown(order)} cannot be imported as "package.module:name": {error}'
             ) from None
     if order is None:
         return None
     if not callable(order) or "<" in getattr(order, "__qualname__", "<"):
         raise ConfigError(
-            'order must be a class or function at the top of a module, or its name "package.module:'
-            f'name", not {shown(order)}'
+            f'order must be at the top of a module, or "package.module:name", not {shown(order)}'
         )
     needed = ("of", "arrays", "build", "load") if isinstance(order, type) else ()
     missing = [name for name in needed if not hasattr(order, name)]
@@ -228,8 +216,7 @@ def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
         raise ConfigError(f"order {name_of_order(order)} has no method {', '.join(missing)}")
     if is_cached and order.__module__ == "__main__":
         raise ConfigError(
-            f"order {name_of_order(order)} is of a script, and a cache folder must tell it from "
-            "those of other scripts: put it into a module, or leave the cache out"
+            f"order {name_of_order(order)} is of a script, which a cache cannot tell: use a module"
         )
     return order  # type: ignore[no-any-return]
 

@@ -99,9 +99,7 @@ def plan_run(config: DatasetConfig) -> RunPlan:
         files = [*pool.map(functools.partial(TokenFile.open, access=config.access), prefixes)]
         compares = len(files) > 1 and not config.any_tokenizer
         if compares and (conflict := tokenizer_conflict(pool.map(read_tokenizer, prefixes))):
-            raise ConfigError(
-                f"{conflict}. Tokenize one of them again, or take them all with any_tokenizer"
-            )
+            raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [
         None if blend is None else _plan_split(config, number, blend, by_prefix)
@@ -288,9 +286,7 @@ def _split_entry(plan: RunPlan, split: SplitPlan) -> dict[str, Any]:
     return {**vars(split), "datasets": datasets}
 
 
-def _split_plan(
-    config: DatasetConfig, entry: dict[str, Any], files: Sequence[TokenFile]
-) -> SplitPlan:
+def _split_plan(config: DatasetConfig, entry: Any, files: Sequence[TokenFile]) -> SplitPlan:
     number, datasets = SPLITS.index(entry["name"]), []
     for part in entry["datasets"]:
         file, sequences = files[part["file"]], tuple(part["sequences"])
