@@ -420,7 +420,7 @@ def test_any_function(tmp_path: Path) -> None:
 )
 def test_wrong_results_of_a_function_are_refused(result: Any, message: str) -> None:
     tokenizer = Tokenizer.from_function(lambda text: result, vocabulary_size=500, name="mine")
-    with pytest.raises(TextError, match=rf"mine \(vocabulary_size 500\) on the text 'a': {message}"):
+    with pytest.raises(TextError, match=f"mine .*500. on the text 'a': {message}"):
         tokenizer.encode_batch(["a"])
 
 
