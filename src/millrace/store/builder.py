@@ -19,7 +19,7 @@ from millrace.storage import storage_of
 from millrace.store.layout import dtype_code
 from millrace.store.publish import bin_path, files_of, origins_path, publish
 from millrace.store.reader import IndexedDataset
-from millrace.store.writer import CHUNK, NotIntegersError, PairWriter, blocks
+from millrace.store.writer import PairWriter, blocks
 
 _ENTRIES = 1 << 16  # documents whose entries are made at a time: they stay in a core's cache
 
@@ -245,15 +245,7 @@ class IndexedDatasetBuilder:
 
     def _add(self, tokens: Any, lengths: Any, modes: Any, *, ends_document: bool) -> None:
         self._writer.turns.check_open()
-        if type(tokens) is list and len(tokens) <= CHUNK and self.dtype.kind != "f":
-            with contextlib.suppress(NotIntegersError):
-                return self._add_values(tokens, lengths, modes, ends_document)
         values = _as_tokens(tokens, self.dtype)  # outside a turn: a token may be any object
-        return self._add_values(values, lengths, modes, ends_document)
-
-    def _add_values(
-        self, values: list[int] | NDArray[Any], lengths: Any, modes: Any, ends_document: bool
-    ) -> None:
         counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
         has_modes = self.multimodal and modes is not None
         mode_array = _as_modes(modes, len(counts)) if has_modes else None

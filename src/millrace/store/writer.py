@@ -27,16 +27,12 @@ from millrace.store.publish import bin_path, building, idx_path
 from millrace.store.reader import IndexedDataset
 
 _BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
-CHUNK = 1 << 19  # tokens of an array that are checked at a time
+_CHUNK = 1 << 19  # tokens of an array that are checked at a time
 LIMIT = 1 << 20  # entries of a column that are kept in memory
 _PIECE = 1 << 17  # entries that are read back at a time: they stay in a core's cache
 _COPY_SIZE = 64 << 20  # bytes that a merge lets the kernel copy at a time
 _READ_SIZE = 2 << 20  # bytes that a merge reads at a time if it must see them
 _LAST_WAIT = 5.0  # seconds that the end of a process waits for a thread that adds something
-
-
-class NotIntegersError(ConfigError):
-    """Tokens that only a conversion, which may run any code, can tell from integers."""
 
 
 class Turns:
@@ -174,30 +170,21 @@ class PairWriter:
             self._file.close()
         self.turns.leave_to_parent()
 
-    def append(self, values: list[int] | NDArray[Any]) -> None:
+    def append(self, values: NDArray[Any]) -> None:
         """Buffers tokens; a chunk is checked while the last one is written.
 
-        Raises:
-            ConfigError: A token that does not fit the dtype: none of its chunk is buffered.
-            NotIntegersError: A list that holds other objects than ints of 64 bits.
+        A ConfigError for a token that does not fit the dtype: none of its chunk is buffered.
         """
-        for start in range(0, len(values), CHUNK):
+        for start in range(0, len(values), _CHUNK):
             try:
-                self._append(values[start : start + CHUNK])
-            except ConfigError as error:
+                self.buffer.append(values[start : start + _CHUNK])
+            except ValueError as error:
+                problem = ConfigError(f"{error}; or write another dtype")
                 if start > 0:  # tokens before it are written: nothing can follow them
-                    self.turns.end(f"an addition failed: {error}")
-                raise
-            if start + CHUNK < len(values):
+                    self.turns.end(f"an addition failed: {problem}")
+                raise problem from None
+            if start + _CHUNK < len(values):
                 self.flush()
-
-    def _append(self, chunk: list[int] | NDArray[Any]) -> None:
-        try:
-            self.buffer.append(chunk)
-        except (TypeError, OverflowError) as error:
-            raise NotIntegersError(f"tokens are not integers: {error}") from None
-        except ValueError as error:
-            raise ConfigError(f"{error}; or write another dtype") from None
 
     def flush(self) -> None:
         """Starts to write the buffer, while more can be added."""
