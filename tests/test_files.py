@@ -90,12 +90,13 @@ for _ in range(60):
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_permissions_follow_the_umask(mask: int, tmp_path: Path) -> None:
+def test_permissions_follow_the_umask_but_for_locks(mask: int, tmp_path: Path) -> None:
     path = tmp_path / "x"
     before = os.umask(mask)
     try:
-        with atomic_file(str(path)) as file:
+        with atomic_file(str(path)) as file, file_lock(f"{path}.lock"):
             file.write(b"x")
+            assert stat.S_IMODE(os.stat(f"{path}.lock").st_mode) == 0o666
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
@@ -264,17 +265,6 @@ def test_two_threads_of_a_process_exclude_each_other(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     with file_lock(path), pytest.raises(BlockingIOError):
         file_lock(path, limit=0).__enter__()
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_others_may_open_a_lock_whatever_the_umask(mask: int, tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    before = os.umask(mask)
-    try:
-        with file_lock(str(path)):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o666
-    finally:
-        os.umask(before)
 
 
 @pytest.fixture

@@ -75,26 +75,29 @@ def size_limit(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def try_to_write(folder: Path, write: Callable[[Path], None], refusal: int) -> bool:
+    """Whether a write succeeds: then the new pair is whole, else the old one is what it was."""
+    old = pair_in(folder)
+    try:
+        write(folder)
+    except OSError as error:
+        if error.errno != refusal:
+            raise
+        assert pair_in(folder) == old
+        return False
+    check_new(folder)
+    return True
+
+
 def sweep_file_sizes(folder: Path, write: Callable[[Path], None]) -> tuple[int, int]:
     """Writes under many limits on a file's size; returns (refusals, successes)."""
-    old = build_old(folder)
-    refusals = successes = 0
+    build_old(folder)
+    outcomes = []
     for limit in [0, 1, 100, *range(2000, 140_000, 6000)]:
-        try:
-            with size_limit(limit):
-                write(folder)
-        except OSError as error:
-            if error.errno != errno.EFBIG:
-                raise
-            assert pair_in(folder) == old
-            refusals += 1
-        else:
-            check_new(folder)
-            successes += 1
-            old = pair_in(folder)
-    write(folder)
-    check_new(folder)
-    return refusals, successes
+        with size_limit(limit):
+            outcomes.append(try_to_write(folder, write, errno.EFBIG))
+    assert try_to_write(folder, write, errno.EFBIG)
+    return outcomes.count(False), outcomes.count(True)
 
 
 # ---- a full disk ----
@@ -115,28 +118,16 @@ def test_a_full_disk_leaves_the_old_pair(
     disk: Path, write: Callable[[Path], None], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With room for more and more pages, it fails in the tokens, the index, the sidecar."""
-    old = build_old(disk)
+    build_old(disk)
     monkeypatch.setattr(writer, "LIMIT", limit)
-    refusals = successes = 0
+    outcomes = []
     for pages in [*range(0, 60, 3), *range(60, 90, 10)]:
         fill(disk, pages * PAGE)
-        try:
-            write(disk)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            assert pair_in(disk) == old
-            refusals += 1
-        else:
-            check_new(disk)
-            successes += 1
-            old = pair_in(disk)
+        outcomes.append(try_to_write(disk, write, errno.ENOSPC))
         (disk / "ballast").unlink()
-        write(disk)  # with room again, it succeeds
-        check_new(disk)
-        old = pair_in(disk)
-    assert refusals >= 3
-    assert successes >= 1
+        assert try_to_write(disk, write, errno.ENOSPC)  # with room again
+    assert outcomes.count(False) >= 3
+    assert any(outcomes)
 
 
 def test_a_builder_whose_write_failed_publishes_nothing_wrong(disk: Path) -> None:

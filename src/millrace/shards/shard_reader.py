@@ -1,5 +1,6 @@
 """The shards of a folder as one token file, whose sequences all have one length."""
 
+import contextlib
 import os
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from millrace.checks import check_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
 from millrace.ragged import Numbers
-from millrace.shards.metadata import bin_paths, read_metadata, shard_prefix, shard_problem
+from millrace.shards.metadata import bin_paths, parse_metadata, shard_prefix, shard_problem
 from millrace.storage import Access, Bytes, Storage, StoredFile, storage_of
 from millrace.store.opened import JoinedFiles, OpenTokens
 
@@ -53,7 +54,7 @@ class Shards(OpenTokens):
     ) -> None:
         self.prefix = check_path("folder", folder)
         storage = storage_of(self.prefix, storage)
-        self.metadata = read_metadata(self.prefix, dtype=dtype, storage=storage)
+        self.metadata = parse_metadata(self.prefix, dtype, storage)
         if self.metadata.has_documents:
             raise ConfigError(
                 f"{self.prefix} holds {self.metadata.num_items} documents of different lengths "
@@ -65,16 +66,15 @@ class Shards(OpenTokens):
         self.dtype = self.metadata.token_dtype
         readers: list[StoredFile] = []
         for number, path in enumerate(bin_paths(self.prefix, self.metadata)):
-            try:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 readers.append(storage.open(path, access))
-            except FileNotFoundError:
-                raise DataError(f"{path} was removed while it was opened: restore it") from None
-            size = self.metadata.shard_sizes[number] * self.metadata.sequence_bytes
-            if readers[-1].size != size:  # replaced since the metadata were compared
-                raise DataError(
-                    shard_problem(self.prefix, self.metadata, number, storage)
-                    or f"{path} was replaced while it was opened: open the folder again"
-                )
+                expected = self.metadata.shard_sizes[number] * self.metadata.sequence_bytes
+                if readers[-1].size == expected:
+                    continue
+            raise DataError(
+                shard_problem(self.prefix, self.metadata, number, storage)
+                or f"{path} was replaced while it was opened: open the folder again"
+            )
         self.reader: JoinedFiles = JoinedFiles(readers)
         self.is_mapped = self.reader.is_mapped
         identities = [reader.identity for reader in readers]

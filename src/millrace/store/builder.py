@@ -275,7 +275,7 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
                 with naming(bin_path(writer.prefix)):
                     writer.write_files()
                 writer.turns.check_open()
-            pairs = [(writer.absolute_prefix, writer.temporaries) for writer in writers]
+            pairs = [(writer.place, writer.temporaries) for writer in writers]
             with interrupts_held():
                 publish(pairs, durable=any(writer.durable for writer in writers))
         finally:

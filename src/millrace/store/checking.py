@@ -22,7 +22,7 @@ from millrace.checks import check_int, check_paths
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
-from millrace.storage import StoredFile, storage_of
+from millrace.storage import LOCAL, StoredFile, exists, storage_of
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
 from millrace.store.layout import read_header
 from millrace.store.publish import bin_path, idx_path, open_pair, paths_to_read
@@ -167,28 +167,24 @@ def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
     return checks.report
 
 
-def _identity(prefix: str) -> list[tuple[str, Any]]:
+def _identity(prefix: str) -> list[Any] | None:
     """Paths and identities of the files that there are."""
-    identity: list[tuple[str, Any]] = []
     with contextlib.suppress(OSError, ValueError):  # a prefix that no file can have
-        storage = storage_of(prefix)
-        for path in paths_to_read(prefix, storage):
-            with contextlib.suppress(FileNotFoundError):
-                identity.append((path, storage.stat(path)))
-    return identity
+        paths = [path for path in paths_to_read(prefix) if exists(LOCAL, path)]
+        return [(path, LOCAL.stat(path)) for path in paths]
+    return None
 
 
 def _check_pair(prefix: str, checks: Checks) -> None:
     info = Info()
     with checks.errors_of():
-        info = read_info(prefix, storage_of(prefix)) or info
+        info = read_info(prefix) or info
     checks.report.has_checksums = info.bin is not None
     with checks.errors_of():
-        storage = storage_of(prefix)
-        data, index = open_pair(prefix, "file", storage=storage)
+        data, index = open_pair(prefix, "file", storage=storage_of(prefix))
         assert data is not None
         # Errors of the index are reported by the check of the structure.
-        opened = partial(IndexedDataset, prefix, access="file", storage=storage)
+        opened = partial(IndexedDataset, prefix, access="file")
         header = partial(read_header, index, idx_path(prefix))
         checks.blocks(idx_path(prefix), index, info.idx, lambda a, b: header().parts_in(a, b))
         checks.blocks(bin_path(prefix), data, info.bin, lambda a, b: _sequences_in(opened(), a, b))
@@ -207,11 +203,10 @@ def _sequences_in(dataset: IndexedDataset, start: int, stop: int) -> str:
 
 def _check_origins(dataset: IndexedDataset, info: Info, checks: Checks) -> None:
     """Compares every byte of the sidecar of origins, or reads every row if it has no checksums."""
-    path = paths_to_read(dataset.prefix, dataset.storage).origins
-    try:
-        file = dataset.storage.open(path, "file")
-    except FileNotFoundError:
+    path = paths_to_read(dataset.prefix).origins
+    if not exists(LOCAL, path):
         return
+    file = LOCAL.open(path, "file")
     checks.blocks(path, file, info.origins)
     if checks.report.problems:  # of a damaged pair, the fingerprint may have changed
         return

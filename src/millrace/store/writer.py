@@ -112,7 +112,7 @@ class PairWriter:
     """The temporaries of one pair, and the data on their way to them.
 
     `turn` gives one thread the right to call the other methods. `buffer` is the core's, of tokens
-    and entries, and has their numbers.
+    and entries, and has their numbers. `place` is the prefix, wherever the working directory is.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PairWriter:
         durable: bool,
     ) -> None:
         folder = os.path.realpath(os.path.dirname(prefix) or ".")
-        self.prefix, self.dtype = prefix, dtype
+        self.prefix, self.place = prefix, os.path.join(folder, os.path.basename(prefix))
         self.provenance, self.durable = provenance, durable
         self._hasher = BlockHasher() if checksums else None
         self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
@@ -134,10 +134,9 @@ class PairWriter:
         self.turns = Turns(f"the builder of {prefix}", resources.close)
         try:
             with interrupts_held():
-                self.columns = IndexColumns(folder, has_modes=multimodal)
+                self.columns = IndexColumns(folder, dtype, has_modes=multimodal)
                 resources.callback(self.columns.close)
-                place = os.path.join(folder, os.path.basename(prefix))
-                self.temporaries = resources.enter_context(building(place))
+                self.temporaries = resources.enter_context(building(self.place))
                 file = open(self.temporaries.bin, "wb", buffering=0)  # noqa: SIM115
                 self._file: Any = resources.enter_context(file)
                 self.buffer = _native.TokenBuffer(
@@ -150,12 +149,6 @@ class PairWriter:
                 resources.close()
             raise
         watch_forks(self)
-
-    @property
-    def absolute_prefix(self) -> str:
-        """Where the pair is published, even if the working directory has changed."""
-        folder = os.path.dirname(self.temporaries.bin)
-        return os.path.join(folder, os.path.basename(self.prefix))
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -226,7 +219,7 @@ class PairWriter:
         self.flush()
         self.buffer.wait()
         self._flush_to_disk(self._file)
-        status, width = os.fstat(self._file.fileno()), self.dtype.itemsize
+        status, width = os.fstat(self._file.fileno()), self.columns.dtype.itemsize
         expected, counted = self.columns.num_tokens() * width, self.buffer.num_tokens * width
         if not expected == counted == self._num_bytes == status.st_size:
             raise DataError(
@@ -240,7 +233,7 @@ class PairWriter:
     def _write_index(self, written: int) -> Checksums | None:
         """Writes the index; `written` is the time of the last change of the `.bin`."""
         hasher = None if self._hasher is None else BlockHasher()
-        header = self.columns.header(self.dtype)
+        header = self.columns.header
         with open(self.temporaries.idx, "wb", buffering=1 << 20) as index:
             for chunk in self.columns.chunks(header):
                 index.write(chunk)
@@ -288,8 +281,8 @@ def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> Non
 class IndexColumns:
     """Lengths, modes and document entries; `folder` takes what does not stay in memory."""
 
-    def __init__(self, folder: str, *, has_modes: bool) -> None:
-        self.has_modes = has_modes
+    def __init__(self, folder: str, dtype: DTypeLike, *, has_modes: bool) -> None:
+        self.dtype, self.has_modes = np.dtype(dtype), has_modes
         self._all = [_Entries(dtype, folder) for dtype in ("<i4", "<i1", "<i8")]
         self._lengths, self._modes, self._documents = self._all
         self._documents.extend(np.zeros(1, np.int64))
@@ -320,9 +313,9 @@ class IndexColumns:
         )
         return lengths, documents, modes
 
-    def header(self, dtype: DTypeLike) -> Header:
-        counts = self._lengths.count, self._documents.count
-        return Header(np.dtype(dtype), *counts, has_modes=self.has_modes)
+    @property
+    def header(self) -> Header:
+        return Header(self.dtype, self._lengths.count, self._documents.count, self.has_modes)
 
     def chunks(self, header: Header) -> Iterator[Any]:
         """The bytes of the index file, in pieces."""
@@ -408,13 +401,13 @@ def write_index(
     Raises:
         DataError: The tokens of the entries are not as many as those of the `.bin`.
     """
-    columns = IndexColumns(os.path.dirname(prefix) or ".", has_modes=has_modes)
+    columns = IndexColumns(os.path.dirname(prefix) or ".", dtype, has_modes=has_modes)
     with contextlib.closing(columns), atomic_file(idx_path(prefix), durable=False) as file:
         num_sequences = 0
         for lengths, counts, modes in documents:
             columns.append(lengths, modes, num_sequences + np.cumsum(counts))
             num_sequences += len(lengths)
-        header, size = columns.header(dtype), os.path.getsize(bin_path(prefix))
+        header, size = columns.header, os.path.getsize(bin_path(prefix))
         num_bytes = columns.num_tokens() * header.dtype.itemsize
         if num_bytes != size:
             raise DataError(
