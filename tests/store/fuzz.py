@@ -17,7 +17,6 @@ Cases run in processes of their own, so that a crash is a finding with a number.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import faulthandler
@@ -559,16 +558,13 @@ def check_reads(
 
 
 def check_header(dataset: millrace.IndexedDataset, content: Content) -> None:
-    modes = dataset.sequence_modes
-    actual = (
-        (dataset.dtype, len(dataset), dataset.num_tokens, dataset.num_documents),
-        dataset.document_indices.tolist(),
-        None if modes is None else modes.tolist(),
-    )
-    documents, num_tokens = content.document_indices, sum(map(len, content.sequences))
-    numbers = (content.dtype, len(content.sequences), num_tokens, len(documents) - 1)
-    if actual != (numbers, documents, content.modes):
-        raise FindingError(f"the header: {actual}, expected {numbers}, {content}")
+    modes, documents = dataset.sequence_modes, content.document_indices
+    num_tokens = sum(map(len, content.sequences))
+    actual = dataset.dtype, len(dataset), dataset.num_tokens, dataset.num_documents
+    lists = dataset.document_indices.tolist(), None if modes is None else modes.tolist()
+    expected = content.dtype, len(content.sequences), num_tokens, len(documents) - 1
+    if (actual, lists) != (expected, (documents, content.modes)):
+        raise FindingError(f"the header: {actual}, {lists}, expected {expected}, {content}")
 
 
 def whole(parts: list[Any]) -> list[Any] | None:
@@ -621,7 +617,7 @@ class Finding:
     """A wrong behaviour, and its case."""
 
     number: int
-    what: str  # cases of the same cause have the same
+    what: str
     detail: str
 
 
@@ -638,22 +634,13 @@ def run_measured(seed: int, number: int, folder: Path, cache: dict[int, Any]) ->
             most = tracemalloc.get_traced_memory()[1]
             return Finding(number, "memory: too much was allocated", f"{most} bytes at once")
     except Exception as error:
-        return Finding(number, signature(error), traceback.format_exc(limit=-8))
+        return Finding(number, type(error).__name__, traceback.format_exc(limit=-8))
     finally:
         tracemalloc.stop()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
     if grown > RESIDENT and not IS_SANITIZED:
         return Finding(number, "memory: the peak grew", f"by {grown} bytes")
     return None
-
-
-def signature(error: BaseException) -> str:
-    """The cause: the error's type, and the last line of millrace (or of this file)."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if "millrace" in frame.filename] or frames
-    text = str(error).split(",")[0].split(":")[0][:80] if isinstance(error, FindingError) else ""
-    text = text.split(" gives ")[0]
-    return f"{type(error).__name__} {text} in {Path(ours[-1].filename).name}, {ours[-1].name}"
 
 
 def run_child(seed: int, start: int, stop: int, folder: Path) -> None:
@@ -693,13 +680,9 @@ def run_range(seed: int, start: int, stop: int, folder: Path) -> list[Finding]:
         if child.returncode == 0:
             break
         number, _ = NOW.unpack((folder / "now").read_bytes())
-        trace = child.stderr
-        is_hang = trace.startswith("Timeout")
+        is_hang = child.stderr.startswith("Timeout")
         what = "a hang" if is_hang else f"a crash: exit status {child.returncode}"
-        where = [
-            line.strip() for line in trace.splitlines() if "millrace" in line and "File" in line
-        ]
-        findings.append(Finding(number, " ".join([what, *where[:1]]), trace[-3000:]))
+        findings.append(Finding(number, what, child.stderr[-3000:]))
         start = number + 1
     return findings
 
@@ -718,16 +701,11 @@ def fuzz(cases: int, seed: int, workers: int = 1, first: int = 0) -> list[Findin
 
 
 def report(findings: list[Finding], seed: int) -> str:
-    """The findings by cause: how often, the first cases, and one in detail."""
-    causes = collections.defaultdict(list)
-    for finding in findings:
-        causes[finding.what].append(finding)
-    lines = []
-    for what, same_cause in sorted(causes.items(), key=lambda item: -len(item[1])):
-        numbers = ", ".join(str(finding.number) for finding in same_cause[:5])
-        lines.append(f"== {len(same_cause)} x {what}\n   --seed {seed} --only {numbers}")
-        lines.append(same_cause[0].detail)
-    return "\n".join(lines)
+    """The first findings, each with its case."""
+    return "\n".join(
+        f"== --seed {seed} --only {finding.number}: {finding.what}\n{finding.detail}"
+        for finding in findings[:10]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

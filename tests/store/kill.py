@@ -266,9 +266,8 @@ def run_generations(folder: Path, kind: str, generations: range, pipe: int) -> N
 
 def kill_at_random_moments(
     folder: Path, kind: str, kills: int, draw: random.Random, ahead: int = 24
-) -> dict[str, int]:
-    """Kills `kills` writers; returns how often readers saw which state."""
-    seen = {"old": 0, "new": 0, "mixed": 0, "reads": 0, "without .idx": 0}
+) -> None:
+    """Kills `kills` writers, and reads while they work and when they are dead."""
     there = check_next_run(folder, kind, 1)
     places = range(len(there))
     for _ in range(kills):
@@ -287,7 +286,6 @@ def kill_at_random_moments(
                     last[place] = read_ours(folder, kind, place, range(last[place], work.stop))
                     allowed = range(last[place], work.stop)
                     last[place] = read_plainly(folder, kind, place, allowed) or last[place]
-                seen["reads"] += 1
             os.kill(process, signal.SIGKILL)
             _, status = os.waitpid(process, 0)
             said = struct.iter_unpack("<i", b"".join(iter(lambda: os.read(pipe, 4096), b"")))
@@ -296,18 +294,13 @@ def kill_at_random_moments(
             raise MixtureError(f"a writer failed (status {status}) in generation {states[-1:]}")
         done = max([-value for value in states if value < 0], default=0)
         started = max([value for value in states if value > 0], default=max(there))
-        seen["without .idx"] += any(not (folder / f"{name}.idx").exists() for name in PAIRS[kind])
         least = [max(done, last[place]) for place in places]
         there = check_after_death(folder, kind, least, started)
-        if started > done:
-            news = sum(generation == started for generation in there)
-            seen["new" if news == len(there) else "mixed" if news else "old"] += 1
         if draw.random() < 0.5:  # else the next writer meets what this one left, and dies as well
             there = check_next_run(folder, kind, max(there) + 1)
         for path in (folder / "sources").glob("*"):
             path.unlink()
     check_next_run(folder, kind, max(there) + 1)
-    return seen
 
 
 def kill_before_step(folder: Path, kind: str, generation: int, step: int) -> bool:
@@ -380,8 +373,8 @@ def main() -> int:
         share = options.kills * (place + 1) // len(KINDS) - options.kills * place // len(KINDS)
         with tempfile.TemporaryDirectory(dir=options.folder) as name:
             draw = random.Random(f"{options.seed} {kind}")
-            seen = kill_at_random_moments(Path(name), kind, share, draw)
-        print(f"{kind}: {share} kills at random moments; {seen}", flush=True)
+            kill_at_random_moments(Path(name), kind, share, draw)
+        print(f"{kind}: {share} kills at random moments", flush=True)
         for old, new in ((1, 2), (2, 3), (2, 4), (3, 4)):  # sidecars come, go, and are replaced
             with tempfile.TemporaryDirectory(dir=options.folder) as name:
                 kills = kill_before_every_step(Path(name), kind, old, new, options.successors)

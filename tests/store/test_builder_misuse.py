@@ -184,11 +184,6 @@ def test_what_cannot_be_written_is_refused_before_any_work(
     assert names(tmp_path) == folders
 
 
-def test_flags_may_be_numpys(tmp_path: Path) -> None:
-    for name in ("multimodal", "checksums"):
-        IndexedDatasetBuilder(tmp_path / "data", **{name: np.True_}).abort()  # type: ignore[arg-type]
-
-
 # ---- several builders ----
 
 

@@ -252,14 +252,6 @@ def test_merging_5000_pairs_needs_few_descriptors(tmp_path: Path) -> None:
     assert output_of(_AT_1024, tmp_path / "data", 5000) == "10000 50000\n"
 
 
-def test_no_descriptor_stays_open_behind_a_map(tmp_path: Path) -> None:
-    write(tmp_path / "data", 1)
-    before = len(os.listdir("/proc/self/fd"))
-    datasets = [IndexedDataset(tmp_path / "data") for _ in range(20)]
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert all(dataset[3].tolist() == [1] * 100 for dataset in datasets)
-
-
 def test_too_many_open_files_are_not_taken_for_damage(tmp_path: Path) -> None:
     write(tmp_path / "data", 1)
     code = """

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millrace import ConfigError, DataError, ShardedDataset
-from millrace.shards.metadata import is_shards_folder, read_metadata, shard_prefix, write_metadata
+from millrace.shards.metadata import is_shards_folder, read_metadata, write_metadata
 from tests.shard_folders import (
     make_sequences,
     write_documents,
@@ -80,11 +80,6 @@ def test_unknown_keys_are_ignored(folder: Path) -> None:
     before = read_metadata(folder)
     change(folder, written_by="a later version", more={"a": [1]})
     assert read_metadata(folder) == before
-
-
-def test_names_of_shards(tmp_path: Path) -> None:
-    assert shard_prefix("out", 7) == os.path.join("out", "shard_0007")
-    assert shard_prefix(tmp_path, 12345) == str(tmp_path / "shard_12345")
 
 
 @pytest.mark.parametrize(

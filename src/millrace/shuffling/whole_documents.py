@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from millrace import _native
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file, naming
+from millrace.files import naming
 from millrace.provenance import Origins, OriginsWriter, has_origins
 from millrace.ragged import Numbers, starts_of
 from millrace.shuffling.domains import Input
@@ -24,7 +24,7 @@ from millrace.shuffling.shuffle_items import Items, ItemsAt
 from millrace.shuffling.token_files import TokenFile, read_files
 from millrace.storage import copied
 from millrace.store import IndexedDataset
-from millrace.store.info import Info
+from millrace.store.info import Info, write_info
 from millrace.store.publish import idx_path, info_path, origins_path
 from millrace.store.writer import Entries, write_index
 
@@ -102,8 +102,7 @@ class DocumentItems(Items):
             paths.append(origins_path(prefix))
         if self.tokenizer is not None:
             info = Info(provenance={"tokenizer": self.tokenizer})
-            with atomic_file(info_path(prefix), durable=False) as file:
-                file.write(info.to_json().encode())
+            write_info(prefix, info, durable=False)
             paths.append(info_path(prefix))
         return paths
 
