@@ -171,8 +171,8 @@ def test_another_job_is_refused_by_what_differs(tmp_path: Path) -> None:
     }
     message = (
         "inputs[0].path was 'a.jsonl', and is 'b.jsonl' now; append_eod was False, and is True "
-        "now; keys was ['text'], and is ['text', 'title'] now; dtype is 'int32' now, and was not "
-        "there"
+        "now; keys was ['text'], and is ['text', 'title'] now; dtype was nothing, and is 'int32' "
+        "now"
     )
     refuse(re.escape(message), tmp_path, other)
     many = {**JOB, **{str(number): "x" * 1000 for number in range(100)}}
@@ -223,7 +223,7 @@ def test_a_finished_job_returns_its_result(tmp_path: Path) -> None:
     assert publish(tmp_path, "b", inputs=inputs) == ({"is": "a"}, True)
     for options, message in (
         ({"inputs": {"size": 4}}, "size was 3, and is 4 now"),
-        ({"inputs": inputs, "job": {}}, "append_eod was False, and is not there now"),
+        ({"inputs": inputs, "job": {}}, "append_eod was False, and is nothing now"),
     ):
         with pytest.raises(ConfigError, match=f"out.txt is there already.*{message}.*--restart"):
             publish(tmp_path, "b", **options)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace import checks, files
-from millrace.checks import NOTHING, absolute_path, place_of, shown
+from millrace.checks import absolute_path, place_of, shown
 from millrace.errors import ConfigError, MillraceError
 
 _FORMAT = 3  # version of the folder's layout
@@ -299,15 +299,10 @@ def plain_json(value: Any) -> Any:
 
 def differences(old: Any, new: Any) -> str:
     """A text on the entries in which two plain JSON values differ; empty if they are equal."""
-    texts = []
-    for path, was, now in checks.differences(
-        old, new, lambda was, now: was == now and type(was) is type(now)
-    ):
-        if was is NOTHING:
-            texts.append(f"{place_of(path)} is {shown(now, 60)} now, and was not there")
-        else:
-            text = "is not there now" if now is NOTHING else f"is {shown(now, 60)} now"
-            texts.append(f"{place_of(path)} was {shown(was, 60)}, and {text}")
+    found = checks.differences(old, new, lambda was, now: was == now and type(was) is type(now))
+    texts = [
+        f"{place_of(path)} was {shown(a, 60)}, and is {shown(b, 60)} now" for path, a, b in found
+    ]
     more = len(texts) - _MOST_DIFFERENCES
     return "; ".join(texts[:_MOST_DIFFERENCES]) + (f"; {more} more" * (more > 0))
 

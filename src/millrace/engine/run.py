@@ -72,6 +72,10 @@ class Done(NamedTuple):
     is_kept: bool
 
 
+_Line = OrderedDict[str, Done | MillraceError | None]
+"""Answers of tasks, in the order in which the tasks were drawn; None: there is none yet."""
+
+
 class Run:
     """One run of a job, in a `with` block; the text of this module shows a job.
 
@@ -234,7 +238,7 @@ class Run:
                 on_ray = functools.partial(ray.run_ray, note=progress.note)
                 engines: dict[Any, Any] = {"local": run_local, "ray": on_ray}
                 executor = self._engine if callable(self._engine) else engines[self._engine]
-                line = _Line()
+                line: _Line = OrderedDict()
                 new = self._new_tasks(tasks, keep, line)
                 is_durable = self._engine != "local"
                 arguments = function, context, self._journal.folder_of(""), is_durable
@@ -262,27 +266,25 @@ class Run:
                 record = self._journal.add(task.id, attempt, record, sums)
                 answer = Done(task, record, self._journal.folder_of(attempt), is_kept=False)
                 self.num_done += 1
-            line.put(task.id, answer)
-            yield from line.ready()
-        yield from line.ready()
+            line[task.id] = answer
+            yield from _ready(line)
+        yield from _ready(line)
 
     def _new_tasks(
         self, tasks: Iterable[Task], keep: Callable[[Task, Any], bool], line: _Line
     ) -> Generator[Task, None, None]:
-        """The tasks that must run, until one fails."""
+        """The tasks that must run; the others, and an error of the input, go into the line."""
         try:
             for task in tasks:
-                line.put(task.id, None)
+                line[task.id] = None
                 known = self._journal.record(task.id)
                 if known is not None and keep(task, known[0]):
-                    line.put(task.id, Done(task, *known, is_kept=True))
+                    line[task.id] = Done(task, *known, is_kept=True)
                     self.num_kept += 1
                 else:
                     yield task
-                if line.has_failed:
-                    return
         except MillraceError as error:  # of reading the input here, after what tasks have read
-            line.put("", error)
+            line[""] = error
         finally:
             if isinstance(tasks, Generator):
                 tasks.close()  # it may hold the input open, and an error may hold it
@@ -330,24 +332,13 @@ class Run:
             )
 
 
-class _Line:
-    """Answers of tasks, in the order in which the tasks were drawn; None: there is none yet."""
-
-    def __init__(self) -> None:
-        self._answers: OrderedDict[str, Done | MillraceError | None] = OrderedDict()
-        self.has_failed = False
-
-    def put(self, task: str, answer: Done | MillraceError | None) -> None:
-        self._answers[task] = answer
-        self.has_failed |= isinstance(answer, MillraceError)
-
-    def ready(self) -> Iterator[Done]:
-        """Takes the answers that wait for none before them; raises an error among them."""
-        while self._answers and (answer := next(iter(self._answers.values()))) is not None:
-            self._answers.popitem(last=False)
-            if isinstance(answer, MillraceError):
-                raise answer
-            yield answer
+def _ready(line: _Line) -> Iterator[Done]:
+    """Takes the answers that wait for none before them; raises an error among them."""
+    while line and (answer := next(iter(line.values()))) is not None:
+        line.popitem(last=False)
+        if isinstance(answer, MillraceError):
+            raise answer
+        yield answer
 
 
 def _read_result(path: str) -> dict[str, Any]:

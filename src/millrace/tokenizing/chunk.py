@@ -332,50 +332,42 @@ class _Writer:
         stack: contextlib.ExitStack,
     ) -> None:
         self._record, self._num_partitions = record, options.num_partitions
-        prefixes = [
-            [prefix_of(folder, key, partition) for partition in range(self._num_partitions)]
-            for key in range(len(options.json_keys))
-        ]
-        enter, dtype = stack.enter_context, options.tokenizer.dtype
-        self._builders = [
-            [enter(IndexedDatasetBuilder(prefix, dtype, durable=False)) for prefix in group]
-            for group in prefixes
-        ]
         paths = [os.path.join(folder, name) for name in ("origins", "ids")]
-        self._origins, self._ids = (enter(open(path, "wb")) for path in paths)  # noqa: SIM115
-        pairs = itertools.product(itertools.chain.from_iterable(prefixes), (".bin", ".idx"))
-        self.files = [*paths, *map("".join, pairs)]
+        self._origins, self._ids = (
+            stack.enter_context(open(path, "wb"))  # noqa: SIM115
+            for path in paths
+        )
+        self._builders: dict[tuple[int, int], IndexedDatasetBuilder] = {}
+        for pair in itertools.product(range(len(options.json_keys)), range(self._num_partitions)):
+            prefix, dtype = prefix_of(folder, *pair), options.tokenizer.dtype
+            builder = IndexedDatasetBuilder(prefix, dtype, durable=False)
+            self._builders[pair] = stack.enter_context(builder)
+            paths += [prefix + ".bin", prefix + ".idx"]
+        self.files = paths
 
     def add(
         self, part: int, documents: Documents, columns: Sequence[Column], mask: NDArray[np.bool_]
     ) -> None:
         """Appends the documents where `mask`, bool [documents], is True."""
-        record, count = self._record, int(np.count_nonzero(mask))
-        numbers = np.arange(record["documents"], record["documents"] + count)
-        partitions = numbers % self._num_partitions
-        for key, column in enumerate(columns):
-            kept = column.select(mask)
+        record, rows = self._record, np.empty(np.count_nonzero(mask), ORIGIN)
+        partitions = np.full(len(mask), -1)
+        partitions[mask] = (record["documents"] + np.arange(len(rows))) % self._num_partitions
+        for (key, partition), builder in self._builders.items():
+            kept = columns[key].select(partitions == partition)
             record["tokens"][key] += len(kept.tokens)
-            for partition, builder in enumerate(self._builders[key]):
-                kept.select(partitions == partition).add_to(builder)
-        ids = [
-            None if text is None else text.encode()
-            for text in itertools.compress(documents.ids, mask)
-        ]
-        rows = np.empty(count, ORIGIN)
+            kept.add_to(builder)
+        kept_ids = itertools.compress(documents.ids, mask)
+        ids = [None if text is None else text.encode() for text in kept_ids]
         rows["part"] = part
-        rows["partition"] = partitions
+        rows["partition"] = partitions[mask]
         rows["line"] = documents.lines[mask]
         rows["byte_offset"] = documents.byte_offsets[mask]
         rows["id_length"] = [-1 if name is None else len(name) for name in ids]
         self._origins.write(rows.tobytes())
-        self._ids.write(b"".join(name for name in ids if name is not None))
-        record["documents"] += count
+        self._ids.write(b"".join(filter(None, ids)))
+        record["documents"] += len(rows)
         for texts in documents.texts:
-            # Python keeps the UTF-8 that an encoder has asked for: this is a copy at most.
-            record["bytes"] += sum(
-                len(text) if text.isascii() else len(text.encode()) for text in texts_of(texts)
-            )
+            record["bytes"] += sum(len(text.encode()) for text in texts_of(texts))
         # Documents whose texts are empty under all keys, or more.
         record["empty"] += min(
             sum(not (any(text) if isinstance(text, list) else text) for text in texts)
@@ -384,4 +376,4 @@ class _Writer:
 
     def finish(self) -> None:
         """Completes the pairs."""
-        finalize_together([builder for group in self._builders for builder in group])
+        finalize_together(list(self._builders.values()))

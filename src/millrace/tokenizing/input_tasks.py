@@ -54,14 +54,13 @@ def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
         unpacking = max((file.format.unpacking_memory for file in files), default=0)
         job_memory, least = _JOB_MEMORY + longest * unpacking, options.workers or 1
         most = min(most, (memory - job_memory) // per_worker)
-        if memory < job_memory + least * per_worker:
-            needed = job_memory + least * per_worker
+        needed = job_memory + least * per_worker
+        if memory < needed:
             raise ConfigError(
                 f"memory must be at least {needed / MB:,.0f} MB for {least} "
                 f"worker{'s' * (least > 1)} with {encoder} and documents of up to "
                 f"{longest / MB:,.0f} MB, not {memory / MB:,.0f} MB. Give more memory, fewer "
-                "workers, or a lower limit of documents: --max-document-size "
-                "(max_document_size=...)"
+                "workers, or a lower --max-document-size (max_document_size=...)"
             )
     if options.engine == "local" and not any(file.is_pipe for file in files):
         size = sum((file.size or 0) * (_UNPACKED if file.compression else 1) for file in files)

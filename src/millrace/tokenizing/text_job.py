@@ -215,7 +215,7 @@ def _append_tasks(
 ) -> int:
     """Runs the tasks and appends what they made; returns the bytes of text that were read now."""
     start = time.monotonic()
-    num_bytes = num_chunks = size = 0
+    num_bytes = 0
 
     def report(done: Done) -> tuple[int, str]:
         rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
@@ -236,15 +236,10 @@ def _append_tasks(
         ):
             output.append(done)
             input_tasks.remove_piece(done.task)
-            num_chunks += 1
-            size += done.task.payload.size
             num_bytes += 0 if done.is_kept else done.record["bytes"]
     except TextError as error:
-        if num_chunks:
-            error.args = (
-                f"{error}. The journal keeps what is done: {num_chunks:,} chunks, "
-                f"{size / 1e6:,.1f} MB of input",
-            )
+        if num_chunks := run.num_done + run.num_kept:
+            error.args = (f"{error}. The journal keeps what is done: {num_chunks:,} chunks",)
         raise
     return num_bytes
 

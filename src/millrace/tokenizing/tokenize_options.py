@@ -20,18 +20,11 @@ _LONGEST_DOCUMENT = 100_000_000
 _MOST_PAIRS = 256  # that a task writes at once: each has open files
 
 
-def _tokenizer(name: str, value: Any) -> Tokenizer:
-    if isinstance(value, Tokenizer):
+def _instance(kind: type, module: str, name: str, value: Any) -> Any:
+    if isinstance(value, kind):
         return value
-    text = checks.shown(value)
-    raise ConfigError(f"{name} must be a Tokenizer: write millrace.encoding.Tokenizer({text})")
-
-
-def _splitter(name: str, value: Any) -> SentenceSplitter:
-    if isinstance(value, SentenceSplitter):
-        return value
-    text = checks.shown(value)
-    raise ConfigError(f"{name} must be a millrace.text.SentenceSplitter, not {text}")
+    text = f"{module}.{kind.__name__}({checks.shown(value)})"
+    raise ConfigError(f"{name} must be a {kind.__name__}: write {text}")
 
 
 def _shard(name: str, value: Any) -> tuple[int, int]:
@@ -82,7 +75,8 @@ class TokenizeOptions:
         check=_shard, parse=_parse_shard, metavar="I/N")
     tokenizer: Tokenizer = option(
         "tokenizer.json, transformers folder, sentencepiece .model, .tiktoken, or `bytes`",
-        check=_tokenizer, parse=str, metavar="FILE", identity="never", group="tokenizer")
+        check=partial(_instance, Tokenizer, "millrace.encoding"), parse=str, metavar="FILE",
+        identity="never", group="tokenizer")
     append_eod: bool = _encoding("end documents with the tokenizer's end-of-document token", False)
     prepend_bos: bool = _encoding("start documents with the tokenizer's BOS token", False)
     check_rate: float = _encoding(
@@ -90,7 +84,7 @@ class TokenizeOptions:
         least=0, most=1, flags="--check", metavar="RATE", identity="never")
     splitter: SentenceSplitter | None = option(
         "splitter of texts into sentences: each is a sequence, in PREFIX_KEY_sentence", None,
-        check=_splitter, flags=None, identity="never")
+        check=partial(_instance, SentenceSplitter, "millrace.text"), flags=None, identity="never")
     partitions: int = _documents(
         "deal documents round robin to N groups, and write one group after the other", 1, least=1)
     keep_sequential_samples: bool = _documents(
