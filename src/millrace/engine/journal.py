@@ -155,10 +155,8 @@ class Journal:
         self._places[kind][entry[kind]] = place, len(line)
 
     def _entry(self, kind: str, key: str) -> Any:
-        if key not in self._places[kind]:
-            return None
-        place, size = self._places[kind][key]
-        return _entry_of(os.pread(self._file.fileno(), size, place))
+        place, size = self._places[kind].get(key, (0, 0))
+        return _entry_of(os.pread(self._file.fileno(), size, place)) if size else None
 
     def _read_lines(self) -> None:
         """Opens the file of lines, and notes where the last one of each value and task is."""
@@ -223,27 +221,21 @@ def _check_folder(path: str) -> None:
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
         raise ConfigError(f"{parent} is not a folder; create it, or give another output")
+    is_folder = os.path.isdir(path)
+    foreign = [name for name in os.listdir(path) if not _ENTRY.fullmatch(name)] if is_folder else []
     # Files are renamed between the journal and the folder of the output.
     if os.path.islink(path) or os.path.ismount(path):
-        raise ConfigError(
-            f"{path} is a link or a mounted file system; the journal must lie in the folder of the "
-            "output: remove the link, or give another output"
-        )
-    try:
-        entries = sorted(os.listdir(path))
-    except FileNotFoundError:
+        problem = "is a link or a mounted file system"
+    elif foreign:
+        problem = f"holds {shown(min(foreign))}, which is not part of a journal"
+    elif os.path.lexists(path) and not is_folder:
+        problem = "is a file"
+    else:
         return
-    except NotADirectoryError:
-        raise ConfigError(
-            f"{path} is a file; the journal of the job needs this name: remove the file, or give "
-            "another output"
-        ) from None
-    for entry in entries:
-        if not _ENTRY.fullmatch(entry):
-            raise ConfigError(
-                f"{path} holds {shown(entry)}, which is not part of a journal; the journal of the "
-                "job needs this name: give another output"
-            )
+    raise ConfigError(
+        f"{path} {problem}; a folder of this name is to hold the journal of the job, beside the "
+        "output: move away what is there, or give another output"
+    )
 
 
 @contextlib.contextmanager

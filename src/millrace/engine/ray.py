@@ -147,11 +147,9 @@ def _check_address(address: str) -> None:
 def _finished(
     ray: Any, running: dict[Any, Task], seconds: float
 ) -> Iterator[tuple[Task, bytes | Exception]]:
-    """Takes the tasks that have finished; waits up to some seconds for the first."""
+    """Takes a task that has finished; waits for it up to some seconds."""
     with interruptible():
         ready, _ = ray.wait(list(running), timeout=seconds)
-        if ready:
-            ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
     for reference in ready:
         task = running.pop(reference)
         try:

@@ -224,7 +224,7 @@ class InputTasks:
 
     Attributes:
         size: Bytes of input, without pipes.
-        notices: What the user should know, after the last task was drawn.
+        notices: What the user should know.
 
     Raises:
         ConfigError: A size of chunks that gives too many, or a shard of a pipe.
@@ -235,8 +235,8 @@ class InputTasks:
         self, run: Run, options: TokenizeOptions, files: Sequence[InputFile], workers: int
     ) -> None:
         self._run, self._options, self._files = run, options, files
-        self._changes, self._size_kept = "", 0
         self.notices: list[str] = []
+        changed: list[str] = []
         if options.shard is not None:  # all shards of a job have the same plan
             workers = options.shard[1]
         identities = identities_of(files)
@@ -247,9 +247,7 @@ class InputTasks:
             earlier = [_Step(n, [_Cut(*c) for c in cuts], file) for n, cuts, file in plan["steps"]]
             task_size = plan["task_size"]
             pairs = zip(files, identities, plan["files"], strict=True)
-            if changed := [file.path for file, new, old in pairs if new != old]:
-                more = f" and {len(changed) - 1:,} more files" if len(changed) > 1 else ""
-                self._changes = f"{changed[0]}{more} changed after the interrupted run"
+            changed = [file.path for file, new, old in pairs if new != old]
         if task_size is None:  # many tasks for each worker, but not too many in all
             total = sum(file.size or 0 for file in files)
             task_size = min(
@@ -258,10 +256,15 @@ class InputTasks:
             task_size = max(task_size, total // _MOST_TASKS)
         self._piece_size = min(task_size, _LARGEST_PIECE)
         steps = earlier
-        if steps is None or self._changes:
+        if steps is None or changed:
             with run.phase("plan"):
                 steps = _plan_steps(files, task_size, workers, options.shard, earlier)
             run.store("plan", {"steps": steps, "files": identities, "task_size": task_size})
+        if changed:
+            more = f" and {len(changed) - 1:,} more files" if len(changed) > 1 else ""
+            kept = "the chunks that do not depend on the change are kept"
+            self.notices.append(f"{changed[0]}{more} changed after the interrupted run: {kept}")
+            run.note(self.notices[0])
         self._steps = steps
         self.size = sum(
             sum(cut.size for cut in step.cuts) if step.file is None else files[step.file].size or 0
@@ -275,13 +278,6 @@ class InputTasks:
                 yield _task(step.number, 0, [self._part(cut) for cut in step.cuts], None)
             else:
                 yield from self._pieces(step.number, self._files[step.file])
-        if self._changes:
-            notice = (
-                f"{self._changes}: {self._run.num_kept:,} chunks ({self._size_kept / 1e6:,.1f} MB "
-                "of input) that do not depend on the change are kept"
-            )
-            self.notices.append(notice)
-            self._run.note(notice)
 
     def keep(self, task: Task, record: dict[str, Any]) -> bool:
         """Whether a task has read this, and would not end otherwise with today's `on_error`.
@@ -292,7 +288,6 @@ class InputTasks:
         ends_alike = is_clean or record["on_error"] == self._options.on_error
         if not (ends_alike and is_of(record, task.payload)):
             return False
-        self._size_kept += task.payload.size
         remove_piece(task)
         return True
 

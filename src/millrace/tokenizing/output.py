@@ -46,6 +46,7 @@ class Output:
 
     Attributes:
         num_documents, num_bytes, num_rejects: Counts of what was appended.
+        num_bytes_done: Bytes of text of the tasks that ran this time.
         num_tokens: Number of tokens of each key.
         builders: The builders of the pairs.
         rejects: The first rejected lines: file, line and reason.
@@ -68,7 +69,7 @@ class Output:
             self._quarantine = stack.enter_context(open(path, "wb"))  # noqa: SIM115
         self._next_line: tuple[str, int] | None = None  # and the source, of the last part
         self._tasks: list[_Task] = []
-        self.num_documents = self.num_bytes = self.num_rejects = 0
+        self.num_documents = self.num_bytes = self.num_bytes_done = self.num_rejects = 0
         self.num_tokens = [0] * len(self.builders)
         self.rejects: list[dict[str, Any]] = []
 
@@ -80,6 +81,7 @@ class Output:
         task = _Task(done.folder, sources, first_lines, self.num_documents)
         self.num_documents += record["documents"]
         self.num_bytes += record["bytes"]
+        self.num_bytes_done += record["bytes"] * (not done.is_kept)
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
         self._append_rejects(task, record["rejects"])
         if self._options.num_partitions == 1:
@@ -149,9 +151,8 @@ class Output:
                 if len(self.rejects) < _SHOWN_REJECTS:
                     self.rejects.append(place)
                 if self._quarantine is not None:
-                    self._quarantine.write(json.dumps(place).encode()[:-1] + b', "bytes": "')
-                    self._quarantine.write(base64.b64encode(data.read(row["size"])))
-                    self._quarantine.write(b'"}\n')
+                    text = base64.b64encode(data.read(row["size"])).decode()
+                    self._quarantine.write(json.dumps({**place, "bytes": text}).encode() + b"\n")
 
 
 def quarantine_path(options: TokenizeOptions) -> str:

@@ -187,7 +187,7 @@ def _write(
     with contextlib.ExitStack() as stack:
         output = Output(options, stack, run.scratch)
         tasks = input_tasks.InputTasks(run, options, files, workers)
-        num_bytes_done = _append_tasks(run, options, tasks, output, workers)
+        _append_tasks(run, options, tasks, output, workers)
         output.finish(run.check_interrupt)
         result = TokenizeResult(
             prefixes=options.prefixes,
@@ -199,7 +199,7 @@ def _write(
             skipped=output.rejects,
             num_chunks_done=run.num_done,
             num_chunks_kept=run.num_kept,
-            num_bytes_done=num_bytes_done,
+            num_bytes_done=output.num_bytes_done,
             encoder=options.tokenizer.encoder_name,
             notices=tasks.notices,
         )
@@ -212,13 +212,12 @@ def _write(
 
 def _append_tasks(
     run: Run, options: TokenizeOptions, tasks: input_tasks.InputTasks, output: Output, workers: int
-) -> int:
-    """Runs the tasks and appends what they made; returns the bytes of text that were read now."""
+) -> None:
+    """Runs the tasks and appends what they made."""
     start = time.monotonic()
-    num_bytes = 0
 
     def report(done: Done) -> tuple[int, str]:
-        rate = num_bytes / 1e6 / max(time.monotonic() - start, 1e-9)
+        rate = output.num_bytes_done / 1e6 / max(time.monotonic() - start, 1e-9)
         tokens = sum(output.num_tokens)
         text = f"{output.num_documents:,} documents  {tokens:,} tokens  {rate:.1f} MB/s"
         return done.task.payload.size, text
@@ -236,12 +235,10 @@ def _append_tasks(
         ):
             output.append(done)
             input_tasks.remove_piece(done.task)
-            num_bytes += 0 if done.is_kept else done.record["bytes"]
     except TextError as error:
         if num_chunks := run.num_done + run.num_kept:
             error.args = (f"{error}. The journal keeps what is done: {num_chunks:,} chunks",)
         raise
-    return num_bytes
 
 
 def _provenance_of(
