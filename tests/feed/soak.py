@@ -103,8 +103,7 @@ class Soak:
         self.blend = build(folder, num_samples)
         self.num_samples = len(self.blend)
         self.longest = 2 * self.num_samples // num_sessions
-        self.seen = np.full(self.num_samples, 255, np.uint8)  # all pages are written now
-        self.seen[:] = 0
+        self.seen = np.full(self.num_samples, 0, np.uint8)  # all pages are written now
         self.counts: Counter[str] = Counter()  # of sessions, steps, restarts, compared batches
         self.memory: list[int] = []  # private bytes at each quarter
         self.descriptors = 0  # at most
@@ -114,7 +113,6 @@ class Soak:
         blends = variants(self.blend)
         for blend in blends.values():
             blend.fingerprint()  # by reads that do not fail yet
-        quarters = [self.num_samples * quarter // QUARTERS for quarter in range(1, QUARTERS + 1)]
         state: Any = None
         consumed = 0
         while consumed < self.num_samples:
@@ -122,8 +120,7 @@ class Soak:
             FlakyReader.failing_share = 0.001 if name == "flaky" else 0.0
             state = self.session(blends[name], state, MAX_BATCH if name == "mapped" else 256)
             consumed = state["consumed_samples"]
-            if consumed >= quarters[0]:
-                quarters.pop(0)
+            if consumed * QUARTERS >= self.num_samples * (len(self.memory) + 1):
                 self.memory.append(private_bytes())
         assert np.all(self.seen == 1), f"{np.sum(self.seen != 1)} samples are lost or doubled"
         end = Loader(self.blend, micro_batch_size=1, prefetch=0)
@@ -192,9 +189,8 @@ class Soak:
 def open_loaders(blend: BlendedDataset, options: Any, state: Any) -> list[Loader]:
     ranks = range(options["data_parallel_size"])
     loaders = [Loader(blend, data_parallel_rank=rank, **options) for rank in ranks]
-    for loader in loaders:
-        if state is not None:
-            loader.load_state_dict(state)
+    for loader in loaders if state is not None else ():
+        loader.load_state_dict(state)
     return loaders
 
 
@@ -217,11 +213,9 @@ def use_one_arena() -> None:
 
     It keeps the free end of the arena of each thread, several MB each, which would hide a leak.
     """
-    arena_max, mmap_threshold, trim_threshold = -8, -3, -1  # as <malloc.h> numbers them
-    libc = ctypes.CDLL(None)
-    # A threshold that is set does not grow.
-    for option, value in ((arena_max, 1), (mmap_threshold, 1 << 17), (trim_threshold, 1 << 17)):
-        libc.mallopt(option, value)
+    thresholds = {-8: 1, -3: 1 << 17, -1: 1 << 17}  # arena_max, mmap and trim, as in <malloc.h>
+    for option, value in thresholds.items():  # one that is set does not grow
+        ctypes.CDLL(None).mallopt(option, value)
 
 
 def main() -> None:

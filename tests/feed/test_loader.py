@@ -6,7 +6,8 @@ import json
 import math
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from millrace.feed import (
     TransformedDataset,
 )
 from tests.conftest import write_documents
-from tests.feed.helpers import FORKS, Numbers, is_true_in_child
+from tests.feed.helpers import FORKS, Numbers, firsts, is_true_in_child
 
 Make = Callable[..., IndexedDataset]
 
@@ -204,17 +205,12 @@ def test_a_loader_goes_on_after_it_has_refused_a_state(dataset: GPTDataset, pref
     with Loader(dataset, micro_batch_size=2, prefetch=prefetch, threads=2) as loader:
         next(loader)
         good = loader.state_dict()
+        positions = {len(dataset) + 1: "the dataset has", -2: "at least 0", 10**5000: "is 0x"}
+        positions |= dict.fromkeys((2.5, "2", True, None, math.nan), "must be a whole number")
         changes: list[tuple[Any, type[Exception], str]] = [
-            ({"consumed_samples": len(dataset) + 1}, ConfigError, "the dataset has"),
-            ({"consumed_samples": -2}, ConfigError, "at least 0"),
-            ({"consumed_samples": 10**5000}, ConfigError, "consumed_samples is 0x"),
             *(
-                (
-                    {"consumed_samples": value},
-                    ConfigError,
-                    "consumed_samples must be a whole number",
-                )
-                for value in (2.5, "2", True, None, math.nan)
+                ({"consumed_samples": value}, ConfigError, f"consumed_samples .*{problem}")
+                for value, problem in positions.items()
             ),
             ({"version": 1}, ResumeError, r"version 1, .* Loader\(\.\.\., consumed_samples=2\)"),
             ({"version": 4}, ResumeError, "version 4; millrace reads 3"),
@@ -331,21 +327,21 @@ class Padded(Numbers):
 
 @pytest.mark.parametrize("kind", ["plain", "blend", "blend of blends", "transformed"])
 def test_batches_of_a_dataset_whose_rows_depend_on_their_batch_come_again(kind: str) -> None:
-    dataset: Any = Padded(700)
-    if "blend" in kind:
-        dataset = BlendedDataset([dataset, Padded(700)], [1, 2], 600)
-    dataset = {
-        "transformed": lambda: TransformedDataset(dataset, []),
-        "blend of blends": lambda: BlendedDataset([dataset], [1], 590),
-    }.get(kind, lambda: dataset)()
+    blend = BlendedDataset([Padded(700), Padded(700)], [1, 2], 600)
+    dataset: Any = {
+        "plain": Padded(700),
+        "blend": blend,
+        "blend of blends": BlendedDataset([blend], [1], 590),
+        "transformed": TransformedDataset(Padded(700), []),
+    }[kind]
 
-    def widths(loader: Loader) -> list[list[int]]:
-        return [batch["widths"].tolist() for batch in loader]
+    def widths(batches: Iterable[Any]) -> list[list[int]]:
+        return [batch["widths"].tolist() for batch in batches]
 
     loader = Loader(dataset, micro_batch_size=2)
     batches = widths(loader)
     assert batches == widths(Loader(dataset, micro_batch_size=2, prefetch=0))
-    assert batches == [loader.batch(step)["widths"].tolist() for step in range(len(loader))]
+    assert batches == widths(map(loader.batch, range(len(loader))))
     loader.load_state_dict(loader.state_dict(202))
     assert widths(loader) == batches[101:]
 
@@ -358,13 +354,10 @@ class Named(Numbers):
 
     def __init__(self, fingerprint: Any) -> None:
         super().__init__()
-        self._fingerprint = fingerprint
+        self.fingerprint = lambda: fingerprint  # type: ignore[method-assign]
 
     def batch(self, sample_numbers: Any) -> dict[str, Any]:
         return {"tokens": np.asarray(sample_numbers, np.int64)[:, None]}
-
-    def fingerprint(self) -> Any:
-        return self._fingerprint
 
 
 @pytest.mark.parametrize(
@@ -452,8 +445,7 @@ def test_a_run_resumes_if_only_its_future_has_changed(prefetch: int) -> None:
         return Loader(Phased(*phases), micro_batch_size=2, prefetch=prefetch)
 
     first = loader((0, "a"), (50, "b"))
-    for _ in range(20):
-        next(first)
+    assert firsts(islice(first, 20)) == [*range(0, 40, 2)]
     state = json.loads(json.dumps(first.state_dict()))
     assert len(list(first)) == 30
     at_end = first.state_dict()
