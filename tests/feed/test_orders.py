@@ -76,26 +76,19 @@ def changed(
     return GPTDataset(data, sequence_length=8, order=Changed(8, 0, 9, change))
 
 
-@pytest.mark.parametrize(
-    ("sequence", "offset", "count", "message"),
-    [
-        (9, 0, 9, "sequence is 9"),
-        (-1, 0, 9, "sequence is -1"),
-        (0, 25, 9, "tokens"),
-        (0, -1, 9, "tokens"),
-        (0, 0, -1, "tokens"),
-        (0, 0, 10, "not fit"),
-    ],
-)
-def test_spans_outside_the_data_are_refused(
-    make_dataset: Make, sequence: int, offset: int, count: int, message: str
-) -> None:
-    def change(spans: Spans) -> Spans:
-        columns = (np.full_like(spans.offsets, value) for value in (sequence, offset, count))
-        return Spans(*columns, spans.bounds)
-
-    with pytest.raises(ValueError, match=message):
-        changed(make_dataset, change).batch([0])
+def test_spans_outside_the_data_are_refused(make_dataset: Make) -> None:
+    for span, message in (
+        ((9, 0, 9), "sequence is 9"),
+        ((-1, 0, 9), "sequence is -1"),
+        ((0, 25, 9), "tokens"),
+        ((0, -1, 9), "tokens"),
+        ((0, 0, -1), "tokens"),
+        ((0, 0, 10), "not fit"),
+    ):
+        columns = [np.array([value]) for value in span]
+        dataset = changed(make_dataset, lambda spans: Spans(*columns, spans.bounds))  # noqa: B023
+        with pytest.raises(ValueError, match=message):
+            dataset.batch([0])
 
 
 @ACCESS
@@ -133,37 +126,32 @@ def test_spans_say_where_the_tokens_of_a_sample_are(make_dataset: Make) -> None:
 
 def test_options_of_the_order_that_is_not_given_are_refused(make_dataset: Make) -> None:
     gpt = partial(GPTDataset, make_dataset([30]), sequence_length=8)
-    options: tuple[dict[str, Any], ...] = (
-        {"seed": 1},
-        {"sequences": np.array([0, 5])},
-        {"drop_last_partial_sequence": False},
-    )
-    for option in options:
+    options = {"seed": 1, "sequences": np.array([0, 5]), "drop_last_partial_sequence": False}
+    for name, value in options.items():
         with pytest.raises(ConfigError, match="belong to Megatron-LM's order"):
-            gpt(order=ConstantOffset(1, 0, 9), **option)
+            gpt(order=ConstantOffset(1, 0, 9), **{name: value})
     with pytest.raises(ConfigError, match=r"the seed must be .*, not None"):
         gpt()
 
 
 @pytest.mark.parametrize(
-    "make",
+    "batch",
     [
-        lambda size: {},
-        lambda size: {"other": np.zeros((size, 8), np.int64)},
-        lambda size: {"tokens": np.zeros((size, 8), np.float64)},
-        lambda size: {"tokens": np.zeros((1, 8), np.int64)},
-        lambda size: {"tokens": np.zeros((size, 1), np.int64)},
+        {},
+        {"other": np.zeros((10, 8), np.int64)},
+        {"tokens": np.zeros((10, 8), np.float64)},
+        {"tokens": np.zeros((1, 8), np.int64)},
+        {"tokens": np.zeros((10, 1), np.int64)},
     ],
 )
-def test_a_blend_refuses_a_batch_of_another_form(make: Callable[[int], Any]) -> None:
+def test_a_blend_refuses_a_batch_of_another_form(batch: dict[str, np.ndarray]) -> None:
     class Tokens(Numbers):
         def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
             return {"tokens": np.zeros((len(sample_numbers), 8), np.int64)}
 
     class Changing(Tokens):
         def batch(self, sample_numbers: Any) -> dict[str, np.ndarray]:
-            empty = super().batch(sample_numbers)
-            return make(len(sample_numbers)) if len(sample_numbers) > 0 else empty
+            return batch if len(sample_numbers) > 0 else super().batch(sample_numbers)
 
     with pytest.raises(DataError, match=r"Changing returned .* needed"):
         BlendedDataset([Tokens(), Changing()]).batch(np.arange(20))
