@@ -261,8 +261,8 @@ class CyclicSampler(Renewed, RankSampler):
 
     def explain_difference(self) -> str:
         return (
-            "A cyclic order depends on the samples of an epoch and, with data_sharding, on the "
-            "ranks. Resume with the shape of the saved run, or with another of the same numbers."
+            "A cyclic order depends on an epoch's samples and, with data_sharding, the ranks. "
+            "Resume with the micro batch, ranks and data_sharding of the saved run, or alike."
         )
 
     def _step_start(self, consumed_samples: int) -> int:
