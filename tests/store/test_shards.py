@@ -109,7 +109,7 @@ def test_unknown_keys_are_ignored(folder: Path) -> None:
         ({"dtype": 4}, "dtype must be a text, not 4"),
         ({"dtype": "uint16"}, "take 64. It is too long, or of another dtype"),
         ({"seed": "7"}, "seed must be a whole number, not '7'"),
-        ({"inputs": [{"domain": "web"}]}, "inputs[0].path"),
+        ({"inputs": ["web"]}, "inputs[0] must be an object"),
         ({"checksums": {"shard_0000.bin": 7}}, "checksums.shard_0000.bin must be a text, not 7"),
         ({"checksums": {"shard_0000.bin": "7"}}, "checksums must be"),
         ({"distribution": [1]}, "distribution must be an object, not [1]"),

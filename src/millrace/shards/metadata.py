@@ -34,16 +34,6 @@ _DTYPE = "uint32"  # of metadata without a dtype, which other tools write
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Input:
-    domain: str
-    path: str
-    size: int
-    mtime_ns: int
-    num_items: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class ShardsMetadata:
     """The content of `metadata.json`.
 
@@ -171,8 +161,6 @@ def parse_metadata(
         raise ConfigError(f"dtype is {dtype}, but {says}: leave the argument out")
     try:
         metadata = record_from(ShardsMetadata, entries, "metadata")
-        for number, one in enumerate(metadata.inputs):
-            record_from(_Input, one, f"metadata.inputs[{number}]")
     except ValueError as error:
         raise _damage(path, str(error)) from None
     for problem in _disagreements(metadata):
