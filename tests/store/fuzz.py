@@ -371,32 +371,31 @@ OF_PAIR = {nothing: 2, swap: 6, remove: 1, last_pointer_and_size: 4, sidecar: 8}
 WEIGHTS: dict[Any, int] = {**OF_FILE, **OF_INDEX, **OF_PAIR}
 
 
-class Mutator:
-    """Mutations of one pair, drawn from one generator."""
-
-    def __init__(self, draw: Draw, pair: Pair, other: Pair) -> None:
-        self.draw, self.pair, self.other = draw, pair, other
-        self.names: list[str] = []
-
-    def mutate(self) -> None:
-        for _ in range(self.draw.choice((1, 1, 1, 1, 2, 2, 3))):
-            (function,) = self.draw.choices(list(WEIGHTS), list(WEIGHTS.values()))
-            name = "pair"
-            if function in OF_PAIR:
-                function(self.draw, self.pair, self.other)
-            else:
-                name = some_file(self.draw) if function in OF_FILE else "idx"
-                data = getattr(self.pair, name)
-                if data is not None:
-                    setattr(self.pair, name, bytes(function(self.draw, bytearray(data))))
-            self.names.append(f"{function.__name__}: {name}")
+def mutate(draw: Draw, pair: Pair, other: Pair) -> list[str]:
+    """Mutates a pair once or a few times; returns the names of the mutations, and of the files."""
+    names = []
+    for function in draw.choices(
+        list(WEIGHTS), list(WEIGHTS.values()), k=draw.choice((1, 1, 1, 1, 2, 2, 3))
+    ):
+        name = "pair"
+        if function in OF_PAIR:
+            function(draw, pair, other)
+        else:
+            name = some_file(draw) if function in OF_FILE else "idx"
+            data = getattr(pair, name)
+            if data is not None:
+                setattr(pair, name, bytes(function(draw, bytearray(data))))
+        names.append(f"{function.__name__}: {name}")
+    return names
 
 
 # ---- one case ----
 
 
-def case_of(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> tuple[Pair, Mutator]:
-    """The pair of a case and its mutant. Cases of a group share their pairs."""
+def case_of(
+    seed: int, number: int, folder: Path, cache: dict[int, Any]
+) -> tuple[Pair, Pair, list[str], Draw]:
+    """The pair of a case, its mutant, the mutations and their generator; groups share pairs."""
     group = number // GROUP
     if group not in cache:
         cache.clear()
@@ -408,9 +407,8 @@ def case_of(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> tupl
     draw = random.Random(f"case {seed} {number}")
     if draw.random() < 0.3:
         first, second = second, first
-    mutator = Mutator(draw, dataclasses.replace(first), second)
-    mutator.mutate()
-    return first, mutator
+    mutant = dataclasses.replace(first)
+    return first, mutant, mutate(draw, mutant, second), draw
 
 
 def run_case(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> None:
@@ -419,8 +417,7 @@ def run_case(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> Non
     Raises:
         FindingError: the library did what it must not do; so is any exception but ALLOWED.
     """
-    original, mutator = case_of(seed, number, folder, cache)
-    mutant, draw = mutator.pair, mutator.draw
+    original, mutant, _, draw = case_of(seed, number, folder, cache)
     prefix = str(folder / "mutant")
     for name, suffix in (("bin", ".bin"), ("idx", ".idx"), ("info", ".info.json")):
         # A new file: the mappings of the last case's datasets may live on.
@@ -723,8 +720,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.only is not None:
         with tempfile.TemporaryDirectory() as name:
-            _, mutator = case_of(options.seed, options.only, Path(name), {})
-            print("\n".join(mutator.names), flush=True)
+            print("\n".join(case_of(options.seed, options.only, Path(name), {})[2]), flush=True)
             run_case(options.seed, options.only, Path(name), {})
         return 0
     started = time.monotonic()

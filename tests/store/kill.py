@@ -47,10 +47,6 @@ LEFTOVER = re.compile(
 STEPS = {"open", "os.rename", "os.remove", "fcntl.flock", "os.truncate", "os.link"}
 
 
-Generations = list[int]
-"""The generation of each pair."""
-
-
 class MixtureError(AssertionError):
     """A reader saw a mixture of generations, or a wrong generation."""
 
@@ -88,14 +84,15 @@ def expected_of(kind: str, generation: int, place: int) -> tuple[bytes, bytes]:
     """The bytes of both files, by the format."""
     documents = documents_of(kind, generation, place)
     lengths = np.array([len(document) for document in documents])
-    ends = np.cumsum(lengths) * 4
-    index = [
-        HEADER.pack(b"MMIDIDX\0\0", 1, 4, len(documents), len(documents) + 1),
-        lengths.astype("<i4").tobytes(),
-        (ends - lengths * 4).astype("<i8").tobytes(),
-        np.arange(len(documents) + 1, dtype="<i8").tobytes(),
-    ]
-    return np.concatenate(documents).astype("<i4").tobytes(), b"".join(index)
+    pointers, numbers = (np.cumsum(lengths) - lengths) * 4, np.arange(len(documents) + 1)
+    return np.concatenate(documents).astype("<i4").tobytes(), index_of(lengths, pointers, numbers)
+
+
+def index_of(lengths: NDArray[Any], pointers: NDArray[Any], documents: NDArray[Any]) -> bytes:
+    """The bytes of an index file."""
+    header = HEADER.pack(b"MMIDIDX\0\0", 1, 4, len(lengths), len(documents))
+    columns = lengths.astype("<i4"), pointers.astype("<i8"), documents.astype("<i8")
+    return header + b"".join(column.tobytes() for column in columns)
 
 
 def write(folder: Path, kind: str, generation: int) -> None:
@@ -154,13 +151,8 @@ def read_ours(folder: Path, kind: str, place: int, allowed: range) -> int:
         folder / PAIRS[kind][place], access=random.choice(["mmap", "file"])
     )
     data = dataset.reader.read(0, dataset.reader.size).tobytes()
-    index = [
-        HEADER.pack(b"MMIDIDX\0\0", 1, 4, len(dataset), dataset.num_documents + 1),
-        dataset.sequence_lengths.tobytes(),
-        dataset.sequence_pointers.tobytes(),
-        dataset.document_indices.tobytes(),
-    ]
-    return generation_of(data, b"".join(index), kind, place, allowed, "millrace")
+    columns = dataset.sequence_lengths, dataset.sequence_pointers, dataset.document_indices
+    return generation_of(data, index_of(*columns), kind, place, allowed, "millrace")
 
 
 def read_plainly(folder: Path, kind: str, place: int, allowed: range) -> int | None:
@@ -198,7 +190,7 @@ def generation_of(
     return generation
 
 
-def check_after_death(folder: Path, kind: str, done: Generations, started: int) -> Generations:
+def check_after_death(folder: Path, kind: str, done: list[int], started: int) -> list[int]:
     """Checks the files after the writer's death; returns the generations of the pairs."""
     names = names_in(folder)
     unknown = {name for name in names if not (NAME.fullmatch(name) or LEFTOVER.fullmatch(name))}
@@ -217,7 +209,7 @@ def check_after_death(folder: Path, kind: str, done: Generations, started: int) 
     return there
 
 
-def check_next_run(folder: Path, kind: str, generation: int) -> Generations:
+def check_next_run(folder: Path, kind: str, generation: int) -> list[int]:
     """Checks that the next run succeeds over any leftovers, and only leaves its pairs."""
     write_sources(folder, kind, generation)
     write(folder, kind, generation)

@@ -18,9 +18,9 @@ def test_every_kind_of_mutation_occurs(tmp_path: Path) -> None:
     cache: dict[int, object] = {}
     kinds, valid = set(), 0
     for number in range(500):
-        _, mutator = fuzz.case_of(0, number, tmp_path, cache)
-        kinds |= {kind.split(":")[0] for kind in mutator.names}
-        valid += fuzz.parse(mutator.pair) is not None
+        _, mutant, mutations, _ = fuzz.case_of(0, number, tmp_path, cache)
+        kinds |= {kind.split(":")[0] for kind in mutations}
+        valid += fuzz.parse(mutant) is not None
     assert len(kinds) == 17
     assert 50 < valid < 450
 
