@@ -175,9 +175,7 @@ def test_another_sets_files_are_not_used(tmp_path: Path) -> None:
             assert_holds(array_set, key)
 
 
-def test_sets_of_another_logic_version_are_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sets_of_another_logic_version_are_not_used(tmp_path: Path, monkeypatch: Any) -> None:
     load_or_build(tmp_path)
     monkeypatch.setattr(arrays, "RULES_VERSION", arrays.RULES_VERSION + 1)
     assert arrays.fingerprint(1) != NAME

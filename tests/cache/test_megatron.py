@@ -107,9 +107,7 @@ def test_a_damaged_set_is_built_again(name: str, damage: str, tmp_path: Path) ->
         {"lengths": np.append(LENGTHS[:-1], LENGTHS[-1] + 1)},
     ],
 )
-def test_a_set_of_other_options_or_data_does_not_fit(
-    other: dict[str, Any], seed: int, tmp_path: Path
-) -> None:
+def test_a_set_of_other_options_does_not_fit(other: Any, seed: int, tmp_path: Path) -> None:
     """Arrays of other options or data under this set's name: the check rejects other rows.
 
     Without the extra token a row may be the end of one document, and with it the start of the next:

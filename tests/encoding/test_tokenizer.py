@@ -309,9 +309,7 @@ def test_sentencepiece_ids(sentencepiece_file: Path, encoder: str, adds: bool) -
         {"treat_whitespace_as_suffix": True},
     ],
 )
-def test_any_sentencepiece_model_is_encoded_as_its_library_does(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_any_sentencepiece_model_is_encoded_as_by_its_library(tmp_path: Path, options: Any) -> None:
     path = train_sentencepiece(tmp_path / "t.model", **{"byte_fallback": True, **options})
     tokenizer = Tokenizer(path)
     texts = [*make_texts(40, seed=5), "a<sep>b <cls>", "[A](B) c", "\uff08B) ﬁ", " \t "]
@@ -437,7 +435,7 @@ def test_texts_must_be_a_list_of_valid_texts(tokenizer: Tokenizer) -> None:
             other.encode_batch(["fine", "a\ud800"])
 
 
-def test_what_no_library_can_encode_or_decode_is_refused(
+def test_what_no_library_encodes_or_decodes_is_refused(
     tmp_path: Path, sentencepiece_file: Path
 ) -> None:
     tiktoken = write_tiktoken(tmp_path / "cl100k_base.tiktoken")

@@ -46,9 +46,7 @@ def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
         ("a.toml", "[a]\nseed = 1\n[b]\nseed = 2", "seed twice"),
     ],
 )
-def test_files_without_arguments_are_refused(
-    tmp_path: Path, name: str, text: str | None, message: str
-) -> None:
+def test_bad_files_are_refused(tmp_path: Path, name: str, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=message):

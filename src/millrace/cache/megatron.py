@@ -223,9 +223,7 @@ def check_blend_arrays(arrays: Arrays, size: int, num_datasets: int) -> None:
 
 def _check_form(name: str, array: NDArray[Any], dtype: Any, shape: tuple[int, ...]) -> None:
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise DataError(
-            f"the {name} is {array.dtype} {list(array.shape)}, not {np.dtype(dtype)} {list(shape)}"
-        )
+        raise DataError(f"the {name} is {array.dtype} {array.shape}, not {np.dtype(dtype)} {shape}")
 
 
 def _check_below(name: str, values: NDArray[Any], limit: int) -> None:

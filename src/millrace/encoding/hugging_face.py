@@ -172,7 +172,7 @@ def _made_by_transformers(folder: str, token: str) -> bytes:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise TextError(
-            f"{folder} lacks the token {token!r} in its tokenizer.json: pip install transformers"
+            f"{folder} lacks {token!r} in tokenizer.json: pip install transformers"
         ) from None
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)

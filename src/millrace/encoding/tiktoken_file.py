@@ -102,9 +102,7 @@ class TiktokenVocabulary(Vocabulary):
             pattern = os.path.basename(path).removesuffix(".tiktoken")
             if pattern not in TIKTOKEN_PATTERNS:
                 names = ", ".join(TIKTOKEN_PATTERNS)
-                raise ConfigError(
-                    f"{path} holds ranks only: give --tiktoken-pattern, {names} or an expression"
-                )
+                raise ConfigError(f"{path} holds ranks only: give --tiktoken-pattern, as {names}")
         options = replace(options, tiktoken_pattern=pattern)
         name = pattern if pattern in TIKTOKEN_PATTERNS else ""
         ranks = {}
@@ -187,9 +185,7 @@ class MegatronRanks(TiktokenVocabulary):
             if [rank - first for rank in ranks.values()] != list(range(len(entries))):
                 raise ValueError("the ranks are not 0, 1, 2, ...")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise TextError(
-                f"{path} is not a tokenizer file ({error}) with Megatron-LM's list of token_bytes"
-            ) from None
+            raise TextError(f"{path} is not a tokenizer file of Megatron-LM ({error})") from None
         others = (f"<SPECIAL_{number}>" for number in range(len(_MEGATRON_SPECIAL), first))
         special = {token: number for number, token in enumerate((*_MEGATRON_SPECIAL, *others))}
         pattern, digest = _MEGATRON_PATTERNS[name], sha256(content)

@@ -185,9 +185,7 @@ class Tokenizer:
             usual = [text for text in EOD_TOKENS if self.vocabulary.id_of(text) is not None]
             if len(usual) != 1:
                 what = f"several ({', '.join(usual)})" if usual else "none"
-                raise TextError(
-                    f"{self.path} has {what} of {', '.join(EOD_TOKENS)}: give --eod-token one"
-                )
+                raise TextError(f"{self.path} has {what} of {EOD_TOKENS}: give --eod-token one")
             token = self._eod_token = usual[0]
         return self._id_of(token, "eod_token")
 
@@ -265,9 +263,8 @@ class Tokenizer:
                 raise
             for text in texts:
                 _check_unicode(text)
-            which = "the text" if len(texts) == 1 else f"one of {len(texts)} texts"
-            remedy = "" if len(texts) == 1 else ". Encode them one by one to find it"
-            reason = f"{str(error) or type(error).__name__}{remedy}"
+            which = "the text" if len(texts) == 1 else f"one of {len(texts)} texts (try each alone)"
+            reason = str(error) or type(error).__name__
             raise TextError(f"{self.encoder_name} cannot encode {which}: {reason}") from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:

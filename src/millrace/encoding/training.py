@@ -64,10 +64,8 @@ def train_tokenizer(
     if max_bytes is not None:
         max_bytes = checks.check_int("max_bytes", max_bytes, 1)
     show_progress = checks.check_bool("show_progress", show_progress)
-    folder = os.path.dirname(output) or "."
-    if os.path.isdir(output) or not os.path.isdir(folder):
-        problem = f"{output} is a folder" if os.path.isdir(output) else f"{folder} is not a folder"
-        raise ConfigError(f"{problem}: give output the path of a file in a folder that exists")
+    if os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
+        raise ConfigError(f"output must be a file in a folder that exists, not {output}")
     start = time.monotonic()
     files = text.find_inputs(inputs, separator=separator)
     part_size = max(_PART_SIZE, sum(file.size or 0 for file in files) // _MOST_PARTS)

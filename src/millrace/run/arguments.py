@@ -315,9 +315,7 @@ def _training(arguments: Mapping[str, Any], batch: int) -> tuple[int, list[int]]
     if samples is None and iterations is not None and batch:
         return iterations * batch, [iterations]
     if samples is None:
-        raise ConfigError(
-            "no number of samples to train on: give train_samples, or train_iters with a batch size"
-        )
+        raise ConfigError("no number of samples to train on: give train_samples or num_samples")
     all_iterations = [samples // batch if batch else 0]
     rampup: tuple[int, int, int] | None = arguments.get("rampup_batch_size")
     if batch and rampup:

@@ -115,8 +115,7 @@ def _warn_of_copies(plan: RunPlan) -> None:
                 if max(start, other.inputs.sequences[0]) < min(stop, other.inputs.sequences[1]):
                     warnings.warn(
                         f"the {split.name} blend has the data of {dataset.file.prefix} twice (also "
-                        f"as {other.file.prefix}): the same samples are drawn twice, in the same "
-                        "order. Give it once, with the sum of the weights",
+                        f"as {other.file.prefix}): give it once, with the sum of the weights",
                         DuplicateDataWarning,
                         stacklevel=4,  # the line that calls `build_datasets`
                     )
@@ -140,8 +139,8 @@ def _build(
 ) -> tuple[RunPlan, Mapping[str, SplitArrays]]:
     if config.trust_cache:
         raise ConfigError(
-            f"{config.cache} has no manifest of this configuration, or its arrays are damaged: run "
-            "`millrace index`, or leave trust_cache out"
+            f"{config.cache} has no manifest of this run, or its arrays are damaged: leave "
+            "trust_cache out, or run `millrace index`"
         )
     plan = plan_run(config)
     numbers = itertools.count()
@@ -292,9 +291,7 @@ def _load(array_set: array_sets.ArraySet, places: Places) -> Arrays:
     try:
         return {name: array_set[name][place] for name, place in places.items()}
     except DataError as error:  # it was removed or damaged between the start and the first sample
-        raise DataError(
-            f"{error}. It was whole before: start it again, or run `millrace index`, to build it"
-        ) from None
+        raise DataError(f"{error}. To build it, start it again, or run `millrace index`") from None
 
 
 def _load_blend(array_set: array_sets.ArraySet) -> BlendIndices:

@@ -141,9 +141,7 @@ class DatasetConfig:
             raise ConfigError("trust_cache needs a cache folder: give cache")
         size = self.num_samples[VALID]
         if self.full_validation and size is not None:
-            raise ConfigError(
-                f"full_validation: num_samples asks for {size} validation samples, and must be None"
-            )
+            raise ConfigError(f"num_samples[1] is {size}: with full_validation it must be None")
         if self.multiple_validation_sets and self.blend_per_split is None:
             raise ConfigError("multiple_validation_sets needs a blend_per_split")
 
@@ -153,9 +151,7 @@ class DatasetConfig:
         if blend is None:
             return None
         if not _is_list(blend) or len(blend) != 2 or not _is_list(blend[0]) or not len(blend[0]):
-            raise ConfigError(
-                f"the {name} blend must be (some prefixes, weights or None), not {shown(blend)}"
-            )
+            raise ConfigError(f"{name} blend must be (prefixes, weights), not {shown(blend)}")
         sources = [_checked_source(name, source) for source in blend[0]]
         if blend[1] is None:
             return sources, None
@@ -166,9 +162,7 @@ class DatasetConfig:
             raise ConfigError(f"{name} blend: {len(weights)} weights for {len(sources)} prefixes")
         normalize(weights)
         if size is None and not (self.blend_per_split is not None and len(sources) == 1):
-            raise ConfigError(
-                f"the {name} blend has weights, and num_samples is None: give a number, or none"
-            )
+            raise ConfigError(f"{name} blend has weights, and num_samples is None: give a number")
         return sources, weights
 
     def blend_of(self, split: int) -> Blend | None:
@@ -202,22 +196,18 @@ def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
             order = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(
-                f'order {shown(order)} cannot be imported as "package.module:name": {error}'
+                f"order {shown(order)} cannot be imported as module:name: {error}"
             ) from None
     if order is None:
         return None
     if not callable(order) or "<" in getattr(order, "__qualname__", "<"):
-        raise ConfigError(
-            f'order must be at the top of a module, or "package.module:name", not {shown(order)}'
-        )
+        raise ConfigError(f'order must be of a module, or its "module:name", not {shown(order)}')
     needed = ("of", "arrays", "build", "load") if isinstance(order, type) else ()
     missing = [name for name in needed if not hasattr(order, name)]
     if missing:
         raise ConfigError(f"order {name_of_order(order)} has no method {', '.join(missing)}")
     if is_cached and order.__module__ == "__main__":
-        raise ConfigError(
-            f"order {name_of_order(order)} is of a script, which a cache cannot tell: use a module"
-        )
+        raise ConfigError(f"order {name_of_order(order)} of a script has no cache: use a module")
     return order  # type: ignore[no-any-return]
 
 
