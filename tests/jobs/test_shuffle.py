@@ -192,7 +192,7 @@ def test_jobs_in_threads_of_a_process(tmp_path: Path, plan: str) -> None:
         ({"documents": True, "carry": True}, "carry cannot be combined with documents=True"),
         ({"documents": True}, "x.bin has no .idx, so millrace cannot tell where its documents"),
         ({"output_dir": ""}, "output_dir is empty; give a folder"),
-        ({"input_list": []}, "input_dir and input_list are both given"),
+        ({"input_list": []}, "either input_dir or input_list; both of them"),
     ],
 )
 def test_arguments_that_cannot_work(folder: Path, options: dict[str, Any], message: str) -> None:
@@ -229,9 +229,9 @@ def test_output_folders_that_cannot_be(folder: Path) -> None:
     for output, message in (
         (folder / "link", r"link to .*nowhere, which does not exist"),
         ("/proc/x", "/proc/x cannot be made: No such file"),
-        (folder / "input", "is both input and output"),
-        (folder / "input" / "a" / "out", "lies inside the input"),
-        (folder, "does not hold the input"),
+        (folder / "input", "input lies in the input"),
+        (folder / "input" / "a" / "out", "out lies in the input"),
+        (folder, "or holds it; give another output folder"),
     ):
         with pytest.raises(ConfigError, match=message):
             run(folder, output_dir=output)

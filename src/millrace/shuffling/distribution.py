@@ -216,14 +216,11 @@ def format_distribution(distribution: Distribution) -> str:
         share = f"{(actual - expected) / expected:+.2%}" if expected > 0 else "-"
         rows.append([printable(name), f"{actual:,}", f"{expected:,.1f}", share, f"{sigma:+.1f}"])
     fault = _fault_of(distribution)
-    return "\n".join(
-        [
-            f"distribution of {head.totals.sum():,} items, first {head.sizes[0]:,} places:",
-            *(f"  {line}" for line in text_table(rows)),
-            *(format_figures(parts.figures()) for parts in distribution.values()),
-            f"NOT uniform: {fault}" if fault else "uniform: chance explains all deviations",
-        ]
-    )
+    lines = [f"distribution of {head.totals.sum():,} items, first {head.sizes[0]:,} places:"]
+    lines += [f"  {line}" for line in text_table(rows)]
+    lines += [format_figures(parts.figures()) for parts in distribution.values()]
+    lines += [f"NOT uniform: {fault}" if fault else "uniform: chance explains all deviations"]
+    return "\n".join(lines)
 
 
 def _fault_of(distribution: Distribution) -> str | None:

@@ -140,11 +140,10 @@ def _domains_in(folder: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
 
 
 def _domains_of(entries: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
-    pairs = [_weight_and_path(entry) for entry in entries]
-    if not pairs:
+    if not entries:
         raise ConfigError("the input list is empty; give a weight and a path for each domain")
     paths: dict[str, str] = {}
-    for weight, path in pairs:
+    for weight, path in map(_weight_and_path, entries):
         absolute = absolute_path(path)
         name = os.path.basename(absolute) or absolute
         if name in paths:
@@ -190,13 +189,13 @@ def _token_path(path: str, absolute: str) -> str:
     )
 
 
+def _is_skipped(name: str) -> bool:
+    return name.startswith(".") or name.endswith(JOURNAL)
+
+
 def _walk(folder: str) -> list[str]:
     with read_errors_of(folder):
         return sorted(files_below(folder, _is_skipped))
-
-
-def _is_skipped(name: str) -> bool:
-    return name.startswith(".") or name.endswith(JOURNAL)
 
 
 def _token_paths(paths: Sequence[str]) -> list[str]:
@@ -215,8 +214,7 @@ def _notices_of(
 ) -> Iterator[str]:
     if not files:
         others = [os.path.basename(p) for p in paths if not p.endswith(BESIDE_TOKENS)]
-        names = ", ".join(others[:3] + (["..."] if len(others) > 3 else []))
-        hint = f"; files with other endings are ignored ({names})" if others else ""
+        hint = f"; files with other endings are ignored ({', '.join(others[:3])})" if others else ""
         yield f"domain {name} has no .bin or .npy files{hint}"
     folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
     raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]

@@ -108,11 +108,8 @@ class ShuffleOptions:
     def __post_init__(self) -> None:
         check_options(self)
         if (self.input_dir is None) == (self.input_list is None):
-            is_missing = self.input_dir is None
-            both = "input_dir and input_list are both given; leave one of them out"
-            raise ConfigError(
-                "there is no input; give input_dir or input_list" if is_missing else both
-            )
+            given = "neither" if self.input_dir is None else "both"
+            raise ConfigError(f"give either input_dir or input_list; {given} of them is given")
         if self.documents and self.carry:
             raise ConfigError(
                 "carry cannot be combined with documents=True: it only applies to sequences of a "
@@ -157,17 +154,10 @@ def identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:
 def check_apart(options: ShuffleOptions) -> None:
     """Raises a ConfigError if the output would lie among the input, or the reverse."""
     inputs, folder = options.inputs, options.folder
-    paths = [inputs] if isinstance(inputs, str) else [path for _, path in inputs]
-    for path in map(os.fsdecode, paths):
-        source, target = os.path.realpath(path), os.path.realpath(folder)
-        if source == target:
-            raise ConfigError(f"{folder} is both input and output; give another output folder")
-        common = os.path.commonpath([source, target])
-        if common == source:
-            problem = f"{folder} lies inside the input {path}; give an output folder outside it"
-            raise ConfigError(problem)
-        if common == target:
+    for path in [inputs] if isinstance(inputs, str) else [path for _, path in inputs]:
+        source, target = (os.path.realpath(os.fsdecode(name)) for name in (path, folder))
+        if os.path.commonpath([source, target]) in (source, target):
             raise ConfigError(
-                f"the input {path} lies inside {folder}; give an output folder that does not hold "
-                "the input"
+                f"the output folder {folder} lies in the input {os.fsdecode(path)}, or holds it; "
+                "give another output folder"
             )

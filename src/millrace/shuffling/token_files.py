@@ -104,30 +104,27 @@ def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
 
 
 def _open_indexed(prefix: str) -> TokenFile:
-    paths = paths_to_read(prefix)
-    with read_errors_of(prefix):
-        # Before it is opened: if it is replaced meanwhile, reading it notices.
-        data, index = os.stat(paths.bin), os.stat(paths.idx)
-        sidecars = {}
+    paths, sidecars = paths_to_read(prefix), {}
+    with read_errors_of(prefix), IndexedDataset(prefix) as dataset:
         for name, path in zip(("info", "origins"), paths[2:], strict=True):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
                 sidecars[name] = [status.st_size, status.st_mtime_ns]
-        with IndexedDataset(prefix) as dataset:
-            _check_dtype(prefix, dataset.dtype)
-            return TokenFile(
-                path=paths.bin,
-                prefix=prefix,
-                dtype=dataset.dtype,
-                num_tokens=dataset.num_tokens,
-                num_documents=dataset.num_documents,
-                num_sequences=len(dataset),
-                has_modes=dataset.sequence_modes is not None,
-                index_mtime_ns=index.st_mtime_ns,
-                size=data.st_size,
-                mtime_ns=data.st_mtime_ns,
-                sidecars=sidecars,
-            )
+        _check_dtype(prefix, dataset.dtype)
+        data, index = dataset.files
+        return TokenFile(
+            path=paths.bin,
+            prefix=prefix,
+            dtype=dataset.dtype,
+            num_tokens=dataset.num_tokens,
+            num_documents=dataset.num_documents,
+            num_sequences=len(dataset),
+            has_modes=dataset.sequence_modes is not None,
+            index_mtime_ns=index.time,
+            size=data.size,
+            mtime_ns=data.time,
+            sidecars=sidecars,
+        )
 
 
 def _check_dtype(path: str, dtype: np.dtype[Any]) -> None:
@@ -180,22 +177,18 @@ def _unchanged(file: TokenFile) -> Iterator[int]:
                 f"{file.path} was removed while the job ran. Restore it and run the same command "
                 "again"
             ) from None
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
             _check_unchanged(file, descriptor)
-            try:
-                yield descriptor
-            finally:
-                _check_unchanged(file, descriptor)
-        finally:
-            os.close(descriptor)
+            stack.callback(_check_unchanged, file, descriptor)
+            yield descriptor
 
 
 def _check_unchanged(file: TokenFile, descriptor: int) -> None:
     status = os.fstat(descriptor)
     if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
         raise DataError(
-            f"{file.path} changed while the job ran: it has {status.st_size} bytes, last changed "
-            f"at {status.st_mtime_ns} ns; it had {file.size} bytes, last changed at "
-            f"{file.mtime_ns} ns. Leave the input as it is until the job has ended; begin anew "
-            "with --restart"
+            f"{file.path} changed while the job ran: it has {status.st_size} bytes of time "
+            f"{status.st_mtime_ns} ns, not {file.size} of {file.mtime_ns}. Leave the input as it "
+            "is until the job has ended; begin anew with --restart"
         )

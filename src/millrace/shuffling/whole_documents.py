@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.files import naming
-from millrace.provenance import Origins, OriginsWriter, has_origins
+from millrace.provenance import Origins, OriginsWriter
 from millrace.ragged import Numbers, starts_of
 from millrace.shuffling.domains import Input
 from millrace.shuffling.shuffle_items import Items, ItemsAt
@@ -49,7 +49,7 @@ class DocumentItems(Items):
         self._first_tokens = starts_of(num_tokens)
         self._tables = DocumentTables(files, folder)
         self._origins = None
-        missing = [f.path for f in files if f.num_documents and not has_origins(f.prefix or "")]
+        missing = [f.path for f in files if f.num_documents and "origins" not in f.sidecars]
         if not missing:
             self._origins, self.has_origins = DocumentOrigins(files, folder), True
         elif len(missing) < np.count_nonzero(num_documents):
@@ -281,8 +281,7 @@ class DocumentOrigins:
 def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:
     """The origins of all documents, some at a time."""
     for file in files:
-        if file.prefix is None or file.num_documents == 0:
-            continue
+        assert file.prefix is not None
         with IndexedDataset(file.prefix) as dataset:
             for start in range(0, file.num_documents, _DOCUMENTS):
                 origins = dataset.origins(start, min(start + _DOCUMENTS, file.num_documents))
