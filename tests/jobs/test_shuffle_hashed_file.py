@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.files import checksum
-from millrace.shuffling.shard_work import _BLOCK, HashedFile
+from millrace.shuffling.shard_work import _BLOCK, write_hashed
 
 SIZES: list[list[int]] = [
     [],
@@ -56,13 +56,10 @@ def test_what_is_written_is_in_the_file(
     generator = np.random.default_rng(sum(sizes))
     parts = [generator.integers(0, 256, size, np.uint8) for size in sizes]
     path = tmp_path / "file"
-    with HashedFile(str(path)) as file:
-        for part in parts:
-            file.write(part)
-        assert not path.exists()
     expected = b"".join(part.tobytes() for part in parts)
+    sums = write_hashed(str(path), (part for part in parts if not path.exists()))
+    assert sums == (len(expected), checksum([expected]))
     assert path.read_bytes() == expected
-    assert file.sum == (len(expected), checksum([expected]))
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -75,7 +72,8 @@ def test_a_file_that_fails_is_named_and_leaves_nothing(
 
     monkeypatch.setattr(os, "write", refuse)
     path = tmp_path / "file"
-    with pytest.raises(OSError, match=os.strerror(number)) as raised, HashedFile(str(path)) as file:
-        file.write(np.ones(_BLOCK + 1 if number == errno.EIO else 1, np.uint8))
+    size = _BLOCK + 1 if number == errno.EIO else 1
+    with pytest.raises(OSError, match=os.strerror(number)) as raised:
+        write_hashed(str(path), [np.ones(size, np.uint8)])
     assert raised.value.filename == str(path)
     assert os.listdir(tmp_path) == []

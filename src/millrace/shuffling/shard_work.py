@@ -7,7 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,75 +32,64 @@ _BLOCK = 4 << 20  # bytes that are hashed and written at a time
 _ALIGNMENT = 4096  # of memory, offsets and sizes of direct writes: the largest that disks ask for
 
 
-class HashedFile:
-    """A file of a task: hashed while it is written, and renamed to its path when it is whole.
+def write_hashed(path: str, parts: Iterable[NDArray[np.uint8]]) -> tuple[int, str]:
+    """Writes a file of a task, which gets its name when it is whole; returns its size and XXH3-64.
 
     Data go past the page cache where the file system can. A job writes more than the memory that it
     may use, and reads none of it soon: pages of it would drive others out, and the memory for them
     would have to be cleared first, which takes longer than the write.
-
-    After the `with` block, `sum` is its size and XXH3-64.
     """
+    temporary, digest, size = temporary_name(path), xxh3(), 0
+    with naming(path):
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _set_direct(descriptor, True)
+        for block in _blocks(parts):
+            digest.update(block)
+            size += len(block)
+            with naming(path):
+                _write(descriptor, block)
+        os.rename(temporary, path)
+    finally:
+        os.close(descriptor)
+        with contextlib.suppress(OSError):  # it has its name, or is not whole
+            os.unlink(temporary)
+    return size, str(digest.hexdigest())
 
-    def __init__(self, path: str) -> None:
-        self.path, self.sum = path, (0, "")
-        self._temporary = temporary_name(path)
-        self._digest, self._size = xxh3(), 0
-        self._filled = 0  # bytes of the block
 
-    def __enter__(self) -> HashedFile:
-        with naming(self.path):
-            flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-            self._descriptor = os.open(self._temporary, flags, 0o666)
-            self._set_direct(True)
-        # A map and not a NumPy array: it begins at a page.
-        self._block = np.frombuffer(mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE), np.uint8)
-        return self
+def _blocks(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of all parts, in full blocks and a rest, each at the same page of memory."""
+    block = np.frombuffer(mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE), np.uint8)
+    filled = 0
+    for part in parts:
+        while len(part):
+            count = min(len(part), _BLOCK - filled)
+            block[filled : filled + count] = part[:count]
+            filled, part = filled + count, part[count:]
+            if filled == _BLOCK:
+                yield block
+                filled = 0
+    yield block[:filled]
 
-    def write(self, data: NDArray[np.uint8]) -> None:
-        """Appends bytes."""
-        while len(data):
-            count = min(len(data), _BLOCK - self._filled)
-            self._block[self._filled : self._filled + count] = data[:count]
-            self._filled += count
-            data = data[count:]
-            if self._filled == _BLOCK:
-                self._write_block()
 
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
+def _write(descriptor: int, block: NDArray[np.uint8]) -> None:
+    while len(block):
+        if len(block) % _ALIGNMENT:  # the end of the file, or of a disk that is nearly full
+            _set_direct(descriptor, False)
         try:
-            if kind is None:
-                self._write_block()
-                os.rename(self._temporary, self.path)
-                self.sum = self._size, str(self._digest.hexdigest())
-        finally:
-            os.close(self._descriptor)
-            del self._block
-            with contextlib.suppress(OSError):  # it has its name, or is not whole
-                os.unlink(self._temporary)
+            block = block[os.write(descriptor, block.data) :]
+        except OSError as error:
+            # A file system may have rules of its own.
+            if error.errno != errno.EINVAL or not _set_direct(descriptor, False):
+                raise
 
-    def _write_block(self) -> None:
-        block = self._block[: self._filled]
-        self._digest.update(block)
-        self._size += self._filled
-        self._filled = 0
-        with naming(self.path):
-            while len(block):
-                if len(block) % _ALIGNMENT:  # the end of the file, or of a disk that is nearly full
-                    self._set_direct(False)
-                try:
-                    block = block[os.write(self._descriptor, block.data) :]
-                except OSError as error:
-                    if not (self._is_direct and error.errno == errno.EINVAL):
-                        raise
-                    self._set_direct(False)  # a file system with rules of its own
 
-    def _set_direct(self, is_direct: bool) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
-        self._is_direct = False
-        with contextlib.suppress(OSError):  # a file system without direct writes
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags | os.O_DIRECT * is_direct)
-            self._is_direct = is_direct
+def _set_direct(descriptor: int, is_direct: bool) -> bool:
+    """Asks for direct writes, which not every file system has, or not; whether that changed."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT | os.O_DIRECT * is_direct)
+    return fcntl.fcntl(descriptor, fcntl.F_GETFL) != flags
 
 
 class Buffer:
@@ -150,16 +139,15 @@ class Work:
         """Writes the runs if there are any, then the shards; returns what each shard's task did."""
         work = self
         if self.runs is not None:
-            runs = self._map(run, "phase 3: sort runs", write_run, "run", len(self.runs), workers)
+            runs = self._map(run, "phase 3: sort runs", write_run, len(self.runs) - 1, workers)
             work = replace(self, run_folders=tuple(done.folder for done in runs))
-        label, num_starts = "phase 4: write shards", len(self.starts)
-        return work._map(run, label, write_shard, "shard", num_starts, workers)
+        return work._map(run, "phase 4: write shards", write_shard, len(self.starts) - 1, workers)
 
     def _map(
-        self, run: Run, label: str, function: Function, unit: str, num_bounds: int, workers: int
+        self, run: Run, label: str, function: Function, count: int, workers: int
     ) -> list[Done]:
         """Runs a function on the numbers of all runs or shards."""
-        count, num_bytes = num_bounds - 1, 0
+        unit, num_bytes = "run" if function is write_run else "shard", 0
         results: list[Done] = []
 
         def report(done: Done) -> tuple[int, str]:
@@ -168,10 +156,9 @@ class Work:
             return 1, f"{len(results):,} of {count:,} {unit}s  {in_units(num_bytes)}"
 
         tasks = [Task((unit == "shard", n), n, f"{unit} {n}") for n in range(count)]
+        options: Any = {"phase": label, "workers": workers, "report": report}
         try:
-            results.extend(
-                run.map(function, tasks, self, phase=label, workers=workers, report=report)
-            )
+            results.extend(run.map(function, tasks, self, **options))
         finally:
             self.buffer.drop()
         return results
@@ -252,9 +239,8 @@ def write_run(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
     items.read(numbers, buffer.view(items.dtype), targets)
     files = {}
     for name, data in ((_RUN, buffer), (_SECTIONS, sections.view(np.uint8))):
-        with HashedFile(os.path.join(task.folder, name)) as file:
-            file.write(data)
-        files[file.path] = file.sum
+        path = os.path.join(task.folder, name)
+        files[path] = write_hashed(path, [data])
     return {"bytes": len(buffer)}, files
 
 
@@ -262,11 +248,10 @@ def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
     """Writes shard `task.payload` with its index and sidecars."""
     start, stop = work.starts[task.payload : task.payload + 2].tolist()
     prefix = os.path.join(task.folder, SHARD)
-    with HashedFile(f"{prefix}.bin") as data:
-        for block in work.blocks(start, stop):
-            data.write(block)
-    files = {data.path: data.sum}
+    path = f"{prefix}.bin"
+    files = {path: write_hashed(path, work.blocks(start, stop))}
+    num_bytes, _ = files[path]
     for path in work.items.write_index(prefix, work.permutation.sources, start, stop):
         files[path] = sum_of(path)
     sums = {os.path.basename(path): list(sums) for path, sums in files.items()}
-    return {"bytes": data.sum[0], "files": sums}, files
+    return {"bytes": num_bytes, "files": sums}, files
