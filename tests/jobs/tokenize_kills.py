@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 from tests.jobs.kills import Job, Verb, run_command, run_jobs
-from tests.jobs.preprocess_cases import compress
+from tests.text.reading import COMPRESS
 
 CHUNK_SIZE = 4000  # bytes
 VERB = Verb(("-m", "millrace", "tokenize", "--output-prefix"), "out", "chunks", "*.json")
@@ -30,7 +30,7 @@ def make_jobs(folder: Path, num_documents: int, names: Sequence[str] = ()) -> li
     plain = b"".join(lines)
     (folder / "plain.jsonl").write_bytes(plain)
     for name, compression in (("gz", "gzip"), ("zst", "zstd")):
-        (folder / f"compressed.jsonl.{name}").write_bytes(compress(plain, compression))
+        (folder / f"compressed.jsonl.{name}").write_bytes(COMPRESS[compression](plain))
     table = pa.table({"text": texts, "title": titles})
     pq.write_table(table, folder / "table.parquet", row_group_size=num_documents // 40)
     poison = [b"{}\n", b"not JSON\n", b'{"text": "\xff"}\n', b'{"text": 5}\n', b'{"text": "\n']
