@@ -41,6 +41,7 @@ from millrace._core import start_writeback as start_writeback
 from millrace._core import swap_or_not as swap_or_not
 from millrace.checks import MAX_INT32 as MAX_INT32
 from millrace.checks import MAX_INT64 as MAX_INT64
+from millrace.checks import check_within
 from millrace.cores import available_cores
 from millrace.errors import ConfigError
 
@@ -123,8 +124,7 @@ def sample_index(
             the sequences.
     """
     dtype = _dtype(dtype, "int32", "int64")
-    if not 1 <= sequence_length <= MAX_INT64 // 4:
-        raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    check_within("sequence_length", sequence_length, 1, MAX_INT64 // 4)
     # Even the longest documents could not meet a larger count: it would only fill memory.
     num_tokens = document_index.size * MAX_INT32
     if num_samples < 0 or (num_samples > 0 and (num_samples - 1) * sequence_length > num_tokens):
@@ -161,11 +161,10 @@ def blend_by_weights(weights: NDArray[np.float64], size: int, threads: int | Non
         dataset_index int16 [size] and dataset_sample_index int64 [size], the number of earlier
         samples from the same dataset.
     """
-    _check_num_datasets(weights.size)
+    check_within("the number of datasets", weights.size, 1, MAX_DATASETS)
     if not np.all(np.isfinite(weights) & (weights > 0)):
         raise ConfigError(f"weights are {weights}; each must be positive and finite")
-    if not 0 <= size <= MAX_INT64 // 8:
-        raise ConfigError(f"size is {size}; at least 0 is needed")
+    check_within("size", size, 0, MAX_INT64 // 8)
     return _core.blend_by_weights(weights, size, _num_threads(threads))
 
 
@@ -176,7 +175,7 @@ def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> Blend:
     Megatron-LM's `build_exhaustive_blending_indices`. The arguments and the result are those of
     `blend_by_weights`, for sizes int64 [datasets], at least 0.
     """
-    _check_num_datasets(sizes.size)
+    check_within("the number of datasets", sizes.size, 1, MAX_DATASETS)
     total = sum(sizes.tolist())
     if np.any(sizes < 0) or total > MAX_INT64 // 8:
         raise ConfigError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
@@ -208,8 +207,7 @@ def sharded_source(
 
 def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:
     """The order of sequences of one length as they are stored: sample n is sequence n."""
-    if num_sequences < 0:
-        raise ConfigError(f"num_sequences is {num_sequences}; at least 0 is needed")
+    check_within("num_sequences", num_sequences, 0)
     _check_rows(sequence_length, num_sequences)
     return SequenceOrder(num_sequences, sequence_length)
 
@@ -263,11 +261,8 @@ def torch_randperm(size: int, seed: int, *, dtype: Any = np.int64) -> NDArray[An
         A permutation of 0 to size - 1, [size] of `dtype`.
     """
     dtype = _dtype(dtype, "uint32", "int64")
-    largest = 2**32 if dtype.kind == "u" else MAX_INT64 // 8
-    if not 0 <= size <= largest:
-        raise ConfigError(f"size is {size}; 0 to {largest} is possible for {dtype}")
-    if not -(2**63) <= seed < 2**64:
-        raise ConfigError(f"seed is {seed}; -2**63 to 2**64 - 1 is possible")
+    check_within(f"the size for {dtype}", size, 0, 2**32 if dtype.kind == "u" else MAX_INT64 // 8)
+    check_within("seed", seed, -(2**63), 2**64 - 1)
     # torch draws two words of the generator for each of so many numbers.
     has_64_bit_draws = size >= (2**32 - 1) // 20
     return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
@@ -284,8 +279,7 @@ def copy_sequences(
 
     A token has 1 to 8 bytes; negative ids count from the end.
     """
-    if not 1 <= token_size <= 8:
-        raise ConfigError(f"token_size is {token_size}; 1 to 8 is possible")
+    check_within("token_size", token_size, 1, 8)
     return _core.copy_sequences(data, pointers, lengths, ids, token_size)
 
 
@@ -293,11 +287,8 @@ def mark_repeats(
     tokens: Numbers, ends: Numbers, max_period: int, min_repeats: int, is_whole: bool
 ) -> NDArray[np.uint8]:
     """Marks of the tokens in runs of up to `max_period` that stand `min_repeats` times in a row."""
-    if not (1 <= max_period <= MAX_INT32 and 2 <= min_repeats <= MAX_INT32):
-        raise ConfigError(
-            f"max_period is {max_period} and min_repeats {min_repeats}; 1 and 2 are needed at "
-            f"least, and at most {MAX_INT32} is possible"
-        )
+    check_within("max_period", max_period, 1, MAX_INT32)
+    check_within("min_repeats", min_repeats, 2, MAX_INT32)
     return _core.mark_repeats(tokens, ends, max_period, min_repeats, is_whole)
 
 
@@ -308,19 +299,12 @@ def _dtype(value: Any, *names: str) -> np.dtype[Any]:
     return dtype
 
 
-def _check_num_datasets(count: int) -> None:
-    if not 1 <= count <= MAX_DATASETS:
-        raise ConfigError(f"there are {count} datasets; 1 to {MAX_DATASETS} can be blended")
-
-
 def _num_threads(threads: int | None) -> int:
     threads = available_cores() if threads is None else threads
-    if not 1 <= threads <= MAX_INT32:
-        raise ConfigError(f"threads is {threads}; at least 1 is needed")
+    check_within("threads", threads, 1, MAX_INT32)
     return threads
 
 
 def _check_rows(sequence_length: int, num_rows: int) -> None:
     """A row has a token at least, and the bytes of all rows can be counted."""
-    if not 1 <= sequence_length <= MAX_INT64 // 16 // max(num_rows, 1):
-        raise ConfigError(f"sequence_length is {sequence_length}; at least 1 is needed")
+    check_within("sequence_length", sequence_length, 1, MAX_INT64 // 16 // max(num_rows, 1))

@@ -215,5 +215,5 @@ def test_other_arrays_that_do_not_fit_are_refused() -> None:
 def test_repeats_outside_their_limits_are_refused() -> None:
     """The kernel would divide by zero."""
     for max_period, min_repeats in ((0, 2), (1, 1), (1, 0), (1, -1), (2**31, 2), (1, 2**31)):
-        with pytest.raises(ConfigError, match="max_period is"):
+        with pytest.raises(ConfigError, match=r"max_period|min_repeats"):
             _native.mark_repeats(np.arange(4), np.array([4]), max_period, min_repeats, False)

@@ -10,7 +10,7 @@ Files, cached indices, samples and their order are Megatron-LM's, bit for bit (m
 `errors` lists the errors.
 """
 
-from types import ModuleType
+import types
 
 from millrace.megatron import helpers as helpers
 from millrace.megatron.base import _PAD_TOKEN_ID as _PAD_TOKEN_ID
@@ -81,13 +81,10 @@ from millrace.megatron.utils import get_blend_from_list as get_blend_from_list
 from millrace.megatron.utils import is_object_storage_path as is_object_storage_path
 from millrace.megatron.utils import normalize as normalize
 from millrace.megatron.utils import parse_and_normalize_split as parse_and_normalize_split
-from millrace.store.layout import MAGIC
+from millrace.store.layout import MAGIC as _INDEX_HEADER  # noqa: F401
 
-_INDEX_HEADER = MAGIC
-
-__all__ = [
+__all__ = ["helpers"] + [
     name
     for name, value in list(globals().items())
-    if name not in ("MAGIC", "ModuleType") and not name.startswith("__")
-    if name == "helpers" or not isinstance(value, ModuleType)
+    if not (name.startswith("__") or isinstance(value, types.ModuleType))
 ]

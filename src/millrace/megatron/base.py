@@ -55,12 +55,11 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         config, names = self.config, self._key_config_attributes()
-        identifiers = self.unique_identifiers = OrderedDict[str, Any]()
-        identifiers["class"] = type(self).__name__
-        identifiers["dataset_path"] = self.dataset_path
-        identifiers["num_samples"] = self.num_samples
-        identifiers["index_split"] = self.index_split.name
-        identifiers.update((name, getattr(config, name)) for name in names)
+        name, path = type(self).__name__, self.dataset_path
+        identifiers: dict[str, Any] = {"class": name, "dataset_path": path}
+        identifiers |= {"num_samples": self.num_samples, "index_split": self.index_split.name}
+        identifiers |= {name: getattr(config, name) for name in names}
+        self.unique_identifiers = OrderedDict[str, Any](identifiers)
         self.unique_description, self.unique_description_hash = cache.describe(identifiers)
         self._pad_token_id = _pad_token_id(config.tokenizer, config.allow_ambiguous_pad_tokens)
 

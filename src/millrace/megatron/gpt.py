@@ -2,6 +2,7 @@
 
 import operator
 import os
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -288,25 +289,14 @@ class GPTDataset(CachedIndices, MegatronDataset):
         keeps_partial = split == "valid" and not config.drop_last_partial_validation_sequence
         num_tokens = self._get_num_tokens_per_epoch()
         requested = 0 if num_samples is None else num_samples * length + has_extra
+        rules = {"add_extra_token": has_extra, "drop_last_partial_sequence": not keeps_partial}
         is_empty = num_tokens - has_extra < (1 if keeps_partial else length)
-        if is_empty and requested <= num_tokens and length >= 1:
-            return GPTPlan(
-                num_tokens_per_epoch=num_tokens,
-                num_samples=0,
-                num_epochs=1,
-                num_samples_before_final_epoch=None,
-                sequence_length=length,
-                add_extra_token=has_extra,
-                allow_partial=keeps_partial,
-            )
+        count = None if num_samples is None else max(num_samples, 0)
         try:
-            return plan_gpt(
-                num_tokens,
-                None if num_samples is None else max(num_samples, 0),
-                length,
-                add_extra_token=has_extra,
-                drop_last_partial_sequence=not keeps_partial,
-            )
+            if is_empty and requested <= num_tokens and length >= 1:
+                one_sample = plan_gpt(length + has_extra, None, length, **rules)
+                return replace(one_sample, num_tokens_per_epoch=num_tokens, num_samples=0)
+            return plan_gpt(num_tokens, count, length, **rules)
         except ValueError as error:
             raise ConfigAssertionError(f"{self.dataset_path}, {split} split: {error}") from error
 

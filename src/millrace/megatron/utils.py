@@ -122,37 +122,30 @@ class BlendedMegatronDatasetConfig:
             not self.fast_cache_load or self.blend is None,
             "fast_cache_load and blend exclude each other: give blend_per_split",
         )
-        if self.blend_per_split is not None and any(self.blend_per_split):
-            self._check_blend_per_split(self.blend_per_split)
-            return
-        if self.blend is None:
+        per_split = self.blend_per_split if any(self.blend_per_split or ()) else None
+        if per_split is not None:
+            require(
+                self.blend is None and self.split is None,
+                "blend_per_split excludes blend and split: give either",
+            )
+            require(
+                len(per_split) == len(Split),
+                f"blend_per_split has {len(per_split)} entries; it needs {len(Split)}: for train, "
+                "valid and test, a blend or None",
+            )
+        elif self.blend is None:
             self.mock, self.split = True, "1,1,1"
         else:
-            _check_weights("blend", self.blend)
             require(self.split is not None, 'a blend needs a split: give split="969,30,1"')
-        vector = parse_and_normalize_split(self.split or "")
-        self.split_matrix = convert_split_vector_to_split_matrix(vector)
-
-    def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
-        require(self.blend is None, "blend and blend_per_split exclude each other: give one")
-        require(self.split is None, "split and blend_per_split exclude each other: give one")
-        require(
-            len(blends) == len(Split),
-            f"blend_per_split has {len(blends)} entries; it needs {len(Split)}: for train, valid "
-            "and test, a blend or None",
-        )
-        for split, blend in zip(Split, blends, strict=True):
-            if blend is not None:
-                _check_weights(f"blend_per_split[{split.value}]", blend)
-
-
-def _check_weights(name: str, blend: Blend) -> None:
-    prefixes, weights = blend[0], blend[1]
-    require(
-        weights is None or len(prefixes) == len(weights),
-        f"{name} has {len(prefixes)} prefixes and {len(weights or [])} weights: give one weight "
-        "for each prefix, or None for all",
-    )
+        for prefixes, weights in filter(None, per_split or [self.blend]):
+            require(
+                weights is None or len(prefixes) == len(weights),
+                f"a blend has {len(prefixes)} prefixes and {len(weights or [])} weights: give one "
+                "weight for each prefix, or None for all",
+            )
+        if per_split is None:
+            vector = parse_and_normalize_split(self.split or "")
+            self.split_matrix = convert_split_vector_to_split_matrix(vector)
 
 
 @dataclass
