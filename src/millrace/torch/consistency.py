@@ -7,7 +7,7 @@ compares them all.
 import json
 import time
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -175,12 +175,10 @@ def _problem(reports: Sequence[Report]) -> str:
     if errors:
         return "\n".join(_cut(errors))
     numbers = [report["data_parallel_rank"] for report in reports]
-    replicas = defaultdict(list)
-    for rank, number in enumerate(numbers):
-        replicas[number].append(rank)
+    ranks_of = [[r for r, one in enumerate(numbers) if one == number] for number in set(numbers)]
     for entry, name, remedy in _EQUAL:
         together = entry in ("position", "fingerprint")
-        for ranks in [range(len(reports))] if together else replicas.values():
+        for ranks in [range(len(reports))] if together else ranks_of:
             values = {rank: repr(reports[rank][entry]) for rank in ranks}
             most, count = Counter(values.values()).most_common(1)[0]
             if count < len(values):

@@ -1,14 +1,13 @@
 """Datasets and errors over the ranks of torch.distributed."""
 
 import pickle
-import signal
-import threading
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from torch import distributed
 
 from millrace.errors import ConfigError, MillraceError
+from millrace.interrupts import interrupts_held
 from millrace.run import DatasetConfig, Datasets
 from millrace.run import build_datasets as _build_datasets
 
@@ -93,20 +92,14 @@ def _exchange(
     """The errors of all ranks, and what a Ctrl-C raised, which waits for the end of the exchange:
     a rank that left early would block the others."""
     errors: list[Any] = [None] * distributed.get_world_size(group)
-    signals: list[int] = []
-    handler = signal.getsignal(signal.SIGINT)
-    is_held = threading.current_thread() is threading.main_thread() and callable(handler)
-    if is_held:
-        signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
+    is_done = False
     try:
-        distributed.all_gather_object(errors, _portable(error, group), group=group)
-    finally:
-        if is_held:
-            signal.signal(signal.SIGINT, handler)
-    try:
-        if signals:
-            signal.raise_signal(signal.SIGINT)
+        with interrupts_held():
+            distributed.all_gather_object(errors, _portable(error, group), group=group)
+            is_done = True
     except BaseException as interrupt:
+        if not is_done:
+            raise
         return errors, interrupt
     return errors, None
 
