@@ -718,27 +718,6 @@ def test_token_ids_outside_the_vocabulary_are_refused(
             assert "it is token 4 of row" in str(caught.value)
 
 
-def test_a_bad_token_is_found_in_its_sequence() -> None:
-    arrays = make_arrays(4, 8, extra=True)
-    order = gpt_order(reference, arrays)
-    for number in range(len(arrays["shuffle_index"])):
-        spans = order.spans(number)
-        sequence, offset, count = spans[-1]
-        place = sum(count for _, _, count in spans) - 1
-        byte_offset = int(arrays["sequence_pointers"][sequence]) + 2 * (offset + count - 1)
-        tokens = arrays["tokens"].copy()
-        tokens.view(np.uint8)[byte_offset : byte_offset + 2] = (0x12, 0x34)
-        damaged = arrays | {"tokens": tokens}
-        parts = parts_of(_native, [damaged])
-        form = _native.RowForm(vocab_size=3000)
-        # The same token may be in the sample twice, in two epochs.
-        with pytest.raises(DataError, match=r"token id 13330 is outside \[0, 3000\)") as caught:
-            _native.gather_samples(*parts, np.array([0]), np.array([number]), OPTIONS, form)
-        if sum(one == sequence for one, _, _ in spans) == 1:
-            where = f"token {offset + count - 1} of sequence {sequence} and token {place} of"
-            assert where in str(caught.value)
-
-
 @given(
     sizes=st.lists(st.integers(0, 3), max_size=20),
     sequences=st.lists(st.integers(-3, 70), max_size=20),

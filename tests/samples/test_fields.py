@@ -361,6 +361,9 @@ def test_a_token_id_that_does_not_fit_is_named(tmp_path: Path, access: Any) -> N
         for row in range(*spans.bounds[number : number + 2].tolist())
         if spans.sequences[row] == 7 and 0 <= 3 - spans.offsets[row] < spans.counts[row]
     ]
+    first, stop = spans.bounds[bad[0] : bad[0] + 2]
+    row = first + int(np.argmax(spans.sequences[first:stop] == 7))
+    at = spans.counts[first:row].sum() + 3 - spans.offsets[row]
     blend = BlendedDataset([dataset])
     for form in (
         BatchForm(token_dtype="int32", fields=("labels",)),
@@ -369,7 +372,8 @@ def test_a_token_id_that_does_not_fit_is_named(tmp_path: Path, access: Any) -> N
         place = rf"data, sample {bad[0]}: token id {2**31} is outside \[.*, {2**31}\): it is token"
         with pytest.raises(DataError, match=place) as caught:
             dataset.batch(np.arange(len(dataset)), form)
-        assert ("token 3 of sequence 7" in str(caught.value)) == (access == "mmap")
+        where = f"token 3 of sequence 7 and token {at} of"
+        assert (where in str(caught.value)) == (access == "mmap")
         order = np.random.default_rng(0).permutation(len(blend))
         first = next(n for n in order if blend.dataset_sample_index[n] in bad)
         inner = blend.dataset_sample_index[first]
