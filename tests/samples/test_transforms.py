@@ -166,7 +166,6 @@ def test_a_sample_does_not_depend_on_its_batch(
     [
         (FillInMiddle, {"rate": 1.5}, r"rate is 1.5; 0 to 1 is possible"),
         (FillInMiddle, {"rate": float("nan")}, r"rate is nan; 0 to 1 is possible"),
-        (FillInMiddle, {"rate": "often"}, r"rate must be a number, not 'often'"),
         (FillInMiddle, {"spm_rate": -0.1}, r"spm_rate is -0.1; 0 to 1 is possible"),
         (FillInMiddle, {"middle_token": PREFIX}, "prefix_token and middle_token are both"),
         (
@@ -177,12 +176,9 @@ def test_a_sample_does_not_depend_on_its_batch(
         (FillInMiddle, {"pad_token": MIDDLE}, "middle_token and pad_token are both 90002"),
         (FillInMiddle, {"prefix_token": -1}, "prefix_token must be between 0 and .* not -1"),
         (FillInMiddle, {"prefix_token": 2**63}, "prefix_token .* 0 and .* not 9223372036854775808"),
-        (FillInMiddle, {"prefix_token": None}, "prefix_token must be a whole number, not None"),
         (FillInMiddle, {"seed": -1}, "seed must be .* not -1"),
-        (FillInMiddle, {"seed": 0.5}, "seed must be a whole number, not 0.5"),
         (RepeatGuard, {"max_period": 0}, "max_period must be between 1 and .* not 0"),
         (RepeatGuard, {"min_repeats": 1}, "min_repeats must be between 2 and .* not 1"),
-        (RepeatGuard, {"min_repeats": 2.5}, "min_repeats must be a whole number, not 2.5"),
         (RepeatGuard, {"whole_sample": 1}, "whole_sample must be True or False, not 1"),
     ],
 )

@@ -125,9 +125,8 @@ def test_a_map_dataset_compares_its_state(dataset: Any) -> None:
     state = MapDataset(dataset).state_dict()
     assert set(map(type, state.values())) == {str}
     MapDataset(dataset, fields=("tokens",)).load_state_dict(state)
-    view = millrace.GPTDataset(
-        dataset.dataset, sequence_length=8, seed=3, num_samples=60, eod_token=1
-    )
+    data = dataset.dataset
+    view = millrace.GPTDataset(data, sequence_length=8, seed=3, num_samples=60, eod_token=1)
     with pytest.warns(millrace.ViewChangeWarning, match="eod_token: saved None, now 1"):
         MapDataset(view).load_state_dict(state)
     with pytest.raises(ResumeError, match="consumed_samples"):
