@@ -312,8 +312,13 @@ def test_a_blend_reads_it_in_one_call_of_the_core(
         for d, n in zip(blend.dataset_index, blend.dataset_sample_index, strict=True)
     ]
     calls = []
+
+    def counted(name: str, function: Any, *arguments: Any) -> Any:
+        calls.append(name)
+        return function(*arguments)
+
     for name in ("gather_samples", "gather_tokens"):
-        call = functools.partial(_counted, calls, name, getattr(_native, name))
+        call = functools.partial(counted, name, getattr(_native, name))
         monkeypatch.setattr(_native, name, call)
     for dataset in (blend, BlendedDataset([blend])):  # also a blend in a blend
         calls.clear()
@@ -324,11 +329,6 @@ def test_a_blend_reads_it_in_one_call_of_the_core(
         tokens = dataset.tokens(np.arange(20)).tokens
         assert tokens.tolist() == np.concatenate([one["tokens"] for one in expected]).tolist()
         assert calls == ["gather_samples", "gather_tokens"]
-
-
-def _counted(calls: list[str], name: str, function: Any, *arguments: Any) -> Any:
-    calls.append(name)
-    return function(*arguments)
 
 
 def test_it_blends_with_datasets_of_other_options(

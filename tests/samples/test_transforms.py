@@ -574,9 +574,7 @@ def test_what_a_transform_returns_is_checked(
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: TokenBatch(np.ones(2), np.arange(1, 3)), ConfigError, r"tokens .* float64 \[2\]"),
         (lambda: TokenBatch(np.arange(2), np.array([2])), ConfigError, "1 samples; 2 were"),
-        (lambda: TokenBatch(np.arange(2), np.array([1, 3])), ConfigError, r"ends are \[1, 3\] for"),
         (lambda: (np.arange(2), np.arange(2)), ConfigError, "a TokenBatch is needed"),
         (
             lambda: TokenBatch(np.ones(9, np.int64), np.array([5, 9])),

@@ -71,9 +71,7 @@ def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> T
     take, new = answer[0], check_tokens(name, answer[1], len(batch))
     if take is None or not transform.changes_tokens:
         _check_ends(f"{name} without `take`" if transform.changes_tokens else name, batch, new)
-    if take is None:
-        return new
-    return batch.moved(np.asarray(take), new)
+    return new if take is None else batch.moved(np.asarray(take), new)
 
 
 def _applied(name: str, transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> TokenBatch:
@@ -106,10 +104,9 @@ def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
 
 def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
     """The transforms as a list; a ConfigError if they cannot work."""
-    try:
-        transforms = list(transforms)
-    except TypeError:
-        raise ConfigError(f"transforms is {shown(transforms)}; give a list of transforms") from None
+    if not isinstance(transforms, Iterable):
+        raise ConfigError(f"transforms is {shown(transforms)}; give a list of transforms")
+    transforms = list(transforms)
     has_moved = False
     for place, transform in enumerate(transforms):
         kind = type(transform).__name__
