@@ -156,7 +156,6 @@ def test_a_state_of_version_2_is_read(tmp_path: Path) -> None:
     with pytest.warns(ViewChangeWarning, match=r"datasets\[1\].view.pad_token: saved 7, now 6"):
         loader(pad_token=6).load_state_dict(state)
     state["fingerprint"] = dict(reversed(state["fingerprint"].items()))
-    resumed.load_state_dict(state)
     state["fingerprint"]["datasets"] = tuple(state["fingerprint"]["datasets"])  # as msgpack has it
     resumed.load_state_dict(state)
     assert resumed.state_dict()["version"] == 3
@@ -289,14 +288,13 @@ def test_numbers_of_a_sampler_become_plain(prefetch: int) -> None:
             return np.int64(consumed_samples + step)
 
     loader = Loader(Numbers(), sampler=Sampler(50, micro_batch_size=2), prefetch=prefetch)
-    for step in (2, 0, -1):
-        if step > 0:
+    step = 2
+    next(loader)
+    assert json.loads(json.dumps(loader.state_dict()))["consumed_samples"] == 2
+    loader.load_state_dict(loader.state_dict(0))
+    for step in (0, -1):
+        with pytest.raises(ConfigError, match=f"consumed_after must be at least 1, not {step}"):
             next(loader)
-            assert json.loads(json.dumps(loader.state_dict()))["consumed_samples"] == 2
-            loader.load_state_dict(loader.state_dict(0))
-        else:
-            with pytest.raises(ConfigError, match=f"consumed_after must be at least 1, not {step}"):
-                next(loader)
 
 
 def test_copies_are_independent(dataset: GPTDataset) -> None:
