@@ -388,8 +388,7 @@ os.register_at_fork(after_in_child=_open.clear)  # the threads are not there
 def _close_all() -> None:
     """A thread that is in the core when Python ends would end the process by a signal."""
     end = time.monotonic() + _EXIT_LIMIT
-    queues = list(_open)
-    for queue in queues:
+    for queue in (queues := list(_open)):
         queue.close()
     for queue in queues:
         queue.close(max(end - time.monotonic(), 0.001))

@@ -163,14 +163,15 @@ def plan_gpt(
     extra = int(check_bool("add_extra_token", add_extra_token))
     drops_partial = check_bool("drop_last_partial_sequence", drop_last_partial_sequence)
     sequence_length = check_int("sequence_length", sequence_length, 1)
-    if num_samples is not None:
-        num_samples = check_int("num_samples", num_samples, 0)
     per_epoch = check_int("num_tokens_per_epoch", num_tokens_per_epoch)
     if per_epoch <= 0:
         raise ConfigError(
             f"the split holds {shown(per_epoch)} tokens: give it a larger share, or leave it out"
         )
-    requested = 0 if num_samples is None else num_samples * sequence_length + extra
+    requested = 0
+    if num_samples is not None:
+        num_samples = check_int("num_samples", num_samples, 0)
+        requested = num_samples * sequence_length + extra
     num_epochs = max(1, -(-requested // per_epoch))
     tokens = num_epochs * per_epoch - extra
     available = tokens // sequence_length if drops_partial else -(-tokens // sequence_length)
@@ -214,10 +215,9 @@ def build_gpt_indices(
     sequence_lengths = _lengths(sequence_lengths)
     random = np.random.RandomState(check_seed(seed))
     cut = plan.num_samples_before_final_epoch
-    final_epochs = 0 if cut is None else 1
+    num_first, final_epochs = (plan.num_samples, 0) if cut is None else (cut, 1)
     epochs = [(start, stop, plan.num_epochs - final_epochs), (start, stop, final_epochs)]
     document_index = _native.shuffled_ranges(epochs, np.int32, random)
-    num_first = plan.num_samples if cut is None else cut
     samples = [(0, num_first, 1), (num_first, plan.num_samples, 1)]
     dtype = shuffle_index_dtype(plan.num_samples)
     with ThreadPoolExecutor(1) as pool:
