@@ -4,6 +4,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,8 +67,8 @@ def cut_files(folder: Path) -> None:
 def test_a_file_cut_short_is_named_and_no_bus_error(tmp_path: Path) -> None:
     """When the file is whole again, so is the dataset."""
     write_data(tmp_path)
-    code = "import sys, pathlib; from tests.feed.test_faults import cut_files; "
-    command = [sys.executable, "-c", f"{code}cut_files(pathlib.Path(sys.argv[1]))", str(tmp_path)]
+    code = f"from tests.feed.test_faults import *; cut_files(Path({str(tmp_path)!r}))"
+    command = [sys.executable, "-c", code]
     root = Path(__file__).parents[2]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
     assert result.returncode == 0, result.stderr
@@ -75,9 +76,7 @@ def test_a_file_cut_short_is_named_and_no_bus_error(tmp_path: Path) -> None:
     assert len(errors) == 2 * len(KINDS) * len(ACCESS) * 2
     for error in errors:
         assert str(tmp_path) in error
-        assert "shorter" in error or "cut short" in error
-        assert "consumed_samples=" in error
-        assert "sample numbers [" in error
+        assert re.search(r"(shorter|cut short).*consumed_samples=.*sample numbers \[", error), error
 
 
 @pytest.mark.parametrize("access", ACCESS)
@@ -102,20 +101,19 @@ def first_tokens(pickled: bytes) -> list[int]:
     return batch["tokens"].tolist()  # type: ignore[no-any-return]
 
 
-def picklable_source(kind: str, prefix: str, cache: Path) -> Any:
+def picklable_sources(prefix: str, cache: Path) -> list[Any]:
+    """A dataset, a blend, a loader, and what a run builds, without and with a cache folder."""
     dataset = GPTDataset(IndexedDataset(prefix), sequence_length=8, seed=3)
-    if kind == "dataset":
-        return dataset
-    if kind == "blend":
-        return BlendedDataset([dataset, dataset], [0.5, 0.5], 10)
-    if kind == "loader":
-        return Loader(dataset, micro_batch_size=2)
     config = DatasetConfig(
         sequence_length=8, seed=3, num_samples=(20, None, None), blend=([prefix], None), split="1"
     )
-    if kind == "cached":
-        config = dataclasses.replace(config, cache=cache)
-    return build_datasets(config).train
+    configs = (config, dataclasses.replace(config, cache=cache))
+    built = [build_datasets(one).train for one in configs]
+    blend, loader = (
+        BlendedDataset([dataset] * 2, [0.5, 0.5], 10),
+        Loader(dataset, micro_batch_size=2),
+    )
+    return [dataset, blend, loader, *built]
 
 
 @pytest.mark.parametrize("is_same_size", [True, False])
@@ -124,8 +122,7 @@ def test_a_pickle_of_replaced_data_is_refused(
 ) -> None:
     """A pickle belongs to its token files; the parent keeps the old ones mapped."""
     prefix = make_dataset([100, 200]).prefix
-    kinds = ("dataset", "blend", "loader", "built", "cached")
-    parents = [picklable_source(kind, prefix, tmp_path / "cache") for kind in kinds]
+    parents = picklable_sources(prefix, tmp_path / "cache")
     sources = [one.dataset if isinstance(one, Loader) else one for one in parents]
     before = [source.batch([0, 1])["tokens"].tolist() for source in sources]
     pickles = [pickle.dumps(parent) for parent in parents]
