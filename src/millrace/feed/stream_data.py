@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -87,12 +88,12 @@ class StreamDataset:
         state, consumed = None, 0
         while consumed < start:
             tokens, state = self._read(state, min(block_size, start - consumed))
+            consumed += len(tokens)
             if len(tokens) == 0:
                 raise ConfigError(
                     f"consumed_samples is {start}; the stream ends after {consumed} samples: give "
                     "the stream of the saved run"
                 )
-            consumed += len(tokens)
         return state
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
@@ -195,12 +196,12 @@ class ExternalBatches(Renewed, StreamSampler):
                 "that can begin again, or a function of consumed_samples"
             ) from self._failure
         self._has_begun = True
-        for step in range(start // self.block_size):
-            if next(iterator, self) is self:
-                raise ConfigError(
-                    f"consumed_samples is {start}; the batches end after "
-                    f"{step * self.block_size} samples: give the batches of the saved run"
-                )
+        end = sum(self.block_size for _ in islice(iterator, start // self.block_size))
+        if end < start:
+            raise ConfigError(
+                f"consumed_samples is {start}; the batches end after {end} samples: give the "
+                "batches of the saved run"
+            )
         return iterator
 
     def after_fork(self) -> None:
