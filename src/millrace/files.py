@@ -261,16 +261,14 @@ def _open_lock(path: str) -> int:
 
 
 def _denied(path: str) -> PermissionError:
-    try:
+    owner = "another user"
+    with contextlib.suppress(OSError):
         owner = f"the user with number {os.stat(path).st_uid}"
-    except OSError:
-        owner = "another user"
-    return PermissionError(
-        errno.EACCES,
+    problem = (
         f"a lock of {owner}, which you cannot open: ask for it to be removed (if no process holds "
-        f"it), or for `chmod 666`; you are the user with number {os.geteuid()}",
-        path,
+        "it), or for `chmod 666`"
     )
+    return PermissionError(errno.EACCES, problem, path)
 
 
 # ---- checksums ----

@@ -127,10 +127,9 @@ def read_header(file: BinReader, path: str) -> Header:
             "The file is damaged: write it again from its source"
         )
     headers = [Header(DTYPES[code], num_sequences, num_entries, modes) for modes in (False, True)]
-    if num_entries > 0:
-        for header in headers:
-            if header.size == size:
-                return header
+    for header in headers if num_entries > 0 else []:
+        if header.size == size:
+            return header
     raise DataError(
         f"{path} has {size} bytes, but its {num_sequences} sequences and {num_entries} "
         f"document entries take {headers[0].size}, or {headers[1].size} with modes. "

@@ -137,10 +137,9 @@ def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
 
     def written_at(path: str) -> int:
         """The time of a file's last write; 0 if there is no file, or no access."""
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             return storage.stat(path).time
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
-            return 0
+        return 0
 
     data, index = bin_path(prefix), idx_path(prefix)
     written = written_at(index + NEW)
