@@ -53,7 +53,10 @@ def test_temporary_names_are_unique(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.bin", "a[0-9]*?.bin", "x"])
-def test_temporaries_of_one_file(name: str, tmp_path: Path) -> None:
+def test_temporaries_of_one_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     path = str(tmp_path / name)
     own = [path + TMP, temporary_name(path), temporary_name(path)]
     others = [path + ".bak" + TMP, temporary_name(path + ".bak"), path + TMP + ".lock", path]
@@ -61,16 +64,9 @@ def test_temporaries_of_one_file(name: str, tmp_path: Path) -> None:
     for file in own + others:
         Path(file).touch()
     assert temporaries_of(path) == sorted(own)
+    assert temporaries_of(name) == sorted(map(os.path.basename, own))
     assert len(temporaries_of(str(tmp_path) + "//" + name, path + ".bak")) == len(own) + 2
     assert temporaries_of(str(tmp_path / "nowhere" / "x")) == []
-
-
-def test_temporaries_in_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x" + TMP).touch()
-    assert temporaries_of("x") == ["x.tmp"]
 
 
 def test_a_reader_never_sees_a_part_of_many_writers_files(tmp_path: Path) -> None:

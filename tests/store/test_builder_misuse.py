@@ -7,9 +7,9 @@ import os
 import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -242,28 +242,23 @@ builder.finalize()
     assert all(len(np.unique(sequence)) <= 1 for sequence in dataset)
 
 
-def test_an_end_in_another_thread_ends_every_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["abort", "finalize"])
+def test_an_end_in_another_thread_ends_every_call(tmp_path: Path, end: str) -> None:
     """`abort` and `finalize` wait for a running call; later calls are refused."""
-    for end in ("abort", "finalize"):
-        builder = IndexedDatasetBuilder(tmp_path / "data")
-        errors: list[str] = []
+    builder = IndexedDatasetBuilder(tmp_path / "data")
 
-        def add(builder: IndexedDatasetBuilder = builder, errors: list[str] = errors) -> None:
-            try:
-                while True:
-                    builder.add_documents(np.arange(600_000), [600_000])
-            except MillraceError as error:
-                errors.append(str(error))
+    def add() -> None:
+        while True:
+            builder.add_documents(np.arange(600_000), [600_000])
 
-        thread = threading.Thread(target=add)
-        thread.start()
+    with ThreadPoolExecutor() as pool:
+        adding = pool.submit(add)
         while builder.num_documents < 3:
             pass
         getattr(builder, end)()
-        thread.join(30)
-        assert not thread.is_alive()
-        assert "is closed" in errors[0]
-    assert verify([tmp_path / "data"])[0].problems == []
+        with pytest.raises(MillraceError, match="is closed"):
+            adding.result(30)
+    assert (verify([tmp_path / "data"])[0].problems == []) == (end == "finalize")
 
 
 def test_a_call_from_within_a_call_is_refused(tmp_path: Path) -> None:

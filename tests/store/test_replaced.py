@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,28 +210,27 @@ def test_handlers_that_come_and_go_pass_a_bus_error_on_once(
     assert result.stderr.count("Bus error") == (steps[-1] != "disable")
 
 
-def test_verify_reports_problems_while_files_are_cut_short(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+@pytest.mark.parametrize("checksums", [False, True])
+def test_verify_reports_problems_while_files_are_cut_short(
+    tmp_path: Path, suffix: str, checksums: bool
+) -> None:
     """A bus error would end this process."""
-    for suffix in (".bin", ".idx"):
-        for checksums in (False, True):
-            with IndexedDatasetBuilder(tmp_path / "data", np.uint8, checksums=checksums) as builder:
-                builder.add_documents(np.zeros(3_000_000, np.uint8), np.ones(3_000_000, np.int64))
-            path = tmp_path / f"data{suffix}"
-            cut = threading.Event()
-            verified: list[Any] = []
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint8, checksums=checksums) as builder:
+        builder.add_documents(np.zeros(3_000_000, np.uint8), np.ones(3_000_000, np.int64))
+    path, cut = tmp_path / f"data{suffix}", threading.Event()
 
-            def check(verified: list[Any] = verified, cut: threading.Event = cut) -> None:
-                while not cut.is_set():
-                    verified.append(verify([tmp_path / "data"], threads=1)[0].problems)
-                verified.append(verify([tmp_path / "data"], threads=1)[0].problems)
+    def check() -> None:
+        while not cut.is_set():
+            verify([tmp_path / "data"], threads=1)
 
-            thread = threading.Thread(target=check)
-            thread.start()
-            for size in range(path.stat().st_size, 0, -400_000):
-                os.truncate(path, size)
-            cut.set()
-            thread.join()
-            assert verified[-1]
+    with ThreadPoolExecutor() as pool:
+        checking = pool.submit(check)
+        for size in range(path.stat().st_size, 0, -400_000):
+            os.truncate(path, size)
+        cut.set()
+        checking.result()
+    assert verify([tmp_path / "data"], threads=1)[0].problems
 
 
 # ---- descriptors ----
