@@ -220,20 +220,17 @@ def test_damaged_indices_are_refused(tmp_path: Path, place: int, message: str) -
 
 
 def test_an_index_that_changes_at_the_start_is_an_error(tmp_path: Path) -> None:
+    """Nor does a shard of another size get an index."""
     build(tmp_path / "a", some_documents(3))
     found = find_domains([(1, tmp_path / "a")], dtype="int32", has_documents=True)
+    items = DocumentItems(found, str(tmp_path))
+    (tmp_path / "shard.bin").write_bytes(b"1234" * 5)
+    with pytest.raises(DataError, match=r"3 documents and 24 bytes; the .bin has 20"):
+        items.write_index(str(tmp_path / "shard"), np.arange, 0, 3)
+    assert {path.name for path in tmp_path.glob("shard*")} == {"shard.bin"}
     build(tmp_path / "a", some_documents(4))
     with pytest.raises(DataError, match=r"a\.bin/\.idx changed while the job began"):
         DocumentItems(found, str(tmp_path))
-
-
-def test_a_shard_of_another_size_gets_no_index(tmp_path: Path) -> None:
-    build(tmp_path / "a", some_documents(3))
-    items = document_items([(1, tmp_path / "a")], folder=tmp_path)
-    (tmp_path / "shard.bin").write_bytes(b"1234" * 5)
-    with pytest.raises(DataError, match=r"3 documents and 24 bytes; the .bin has 20"):
-        items.write_index(str(tmp_path / "shard"), lambda low, high: np.arange(low, high), 0, 3)
-    assert {path.name for path in tmp_path.glob("shard*")} == {"shard.bin"}
 
 
 @settings(max_examples=60, deadline=None)

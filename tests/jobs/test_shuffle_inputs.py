@@ -189,10 +189,9 @@ def test_thousands_of_files_need_few_descriptors(tmp_path: Path) -> None:
 
 
 def test_arrays_of_two_dimensions_are_one_stream(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    np.save(tmp_path / "a" / "x.npy", np.arange(12, dtype=np.uint16).reshape(3, 4))
-    np.save(tmp_path / "a" / "y.npy", np.empty((0, 7), np.uint16))
-    with open(tmp_path / "a" / "z.npy", "wb") as file:
+    np.save(tmp_path / "x.npy", np.arange(12, dtype=np.uint16).reshape(3, 4))
+    np.save(tmp_path / "y.npy", np.empty((0, 7), np.uint16))
+    with open(tmp_path / "z.npy", "wb") as file:
         np.lib.format.write_array(file, np.arange(3, dtype=np.uint16), version=(3, 0))
     items = sequence_items(tmp_path, seq_len=3)
     assert read_all(items) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11], [0, 1, 2]]

@@ -150,20 +150,16 @@ def test_gather_may_be_three_times_slower_at_reading() -> None:
     assert is_gather_faster(2e9, 8e9)  # in memory, where writing takes longer than reading
 
 
-def test_a_document_must_fit_a_buffer(tmp_path: Path, disk: SimpleNamespace) -> None:
+def test_documents_and_their_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
     items = FakeItems([10, 200 * MB, 5])
     plan = choose(tmp_path, items, memory=2 * GB, name="gather")
     assert plan.workers * (plan.buffer_size + 45 * MB) <= 2 * GB
     assert plan.buffer_size >= 400 * MB + ITEM_OVERHEAD
     with pytest.raises(ConfigError, match=r"not 300.0 MB: the longest document has 400.0 MB"):
         choose(tmp_path, items, memory=300 * MB)
-
-
-def test_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
-    sizes = np.full(2000, 100_000)
-    plain, with_origins = (FakeItems(sizes, has_origins=has) for has in (False, True))
-    assert choose(tmp_path, plain, memory=200 * MB, name="gather").workers == 3
-    assert choose(tmp_path, with_origins, memory=200 * MB, name="gather").workers == 1
+    for has_origins, workers in ((False, 3), (True, 1)):  # which take Arrow
+        items = FakeItems(np.full(2000, 100_000), has_origins=has_origins)
+        assert choose(tmp_path, items, memory=200 * MB, name="gather").workers == workers
 
 
 def test_a_smaller_memory_continues_with_fewer_workers() -> None:
