@@ -25,6 +25,7 @@ from millrace import CacheError, ConfigError, DataError, DatasetConfig, GPTDatas
 from millrace.files import file_lock
 from millrace.order import OrderInputs, plan_gpt
 from millrace.run.build import build_run
+from tests.cache.test_arrays import stamps
 
 S = 8  # the sequence length
 
@@ -282,12 +283,6 @@ def contents(dataset: Any) -> Any:
 
 def assert_equal(ours: Any, others: Any) -> None:
     assert contents(ours) == contents(others)
-
-
-def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Inode and modification time of every file."""
-    stats = {path.name: path.stat() for path in folder.iterdir()}
-    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def num_built(**options: Any) -> int:

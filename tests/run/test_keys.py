@@ -5,15 +5,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from millrace import DatasetConfig, IndexedDatasetBuilder, build_datasets
+from millrace import DatasetConfig, build_datasets
 from millrace.options import SampleOptions
 from millrace.order import GPTPlan, OrderInputs
 from millrace.run.build import set_key
 from millrace.run.config import NOT_IN_KEY
 from millrace.run.plan import SplitPlan, plan_run
+from tests.run.test_build import write
 
 # A configuration, and another value for every field: a new field needs a line here.
 BASE: dict[str, Any] = {
@@ -67,10 +67,7 @@ def test_every_field_of_a_configuration_is_in_its_key_or_a_named_exception() -> 
 
 
 def test_every_field_of_a_plan_is_in_the_key_of_its_set(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "a")
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        for _ in range(3):
-            builder.add_document(np.arange(100))
+    prefix = write(tmp_path / "a", [100] * 3)
     config = DatasetConfig(
         sequence_length=8, seed=3, num_samples=(20, 5, 5), blend=([prefix], [1.0]), split="1,1,1"
     )
@@ -125,10 +122,8 @@ NAMES = {
 def test_keys_are_those_of_existing_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed key would leave every cache in use unread; if it must change, say so."""
     monkeypatch.chdir(tmp_path)
-    for name, lengths in (("a", [30, 50, 20, 40]), ("b", [200, 90, 60, 70, 80])):
-        with IndexedDatasetBuilder(name, np.uint16) as builder:
-            for length in lengths:
-                builder.add_document(np.arange(length))
+    write(Path("a"), [30, 50, 20, 40])
+    write(Path("b"), [200, 90, 60, 70, 80])
     common: dict[str, Any] = {"sequence_length": 8, "seed": 3, "cache": "cache"}
     shared = {"num_samples": (20, 5, 3), "blend": (["a", "b"], [1, 2.5]), "split": "5,3,2"}
     separate = {

@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 
 import millrace
-from millrace import ConfigError, DatasetConfig, IndexedDatasetBuilder
+from millrace import ConfigError, DatasetConfig
+from tests.run.test_build import write
 
 RANKS = 3
 
 
 def config_of(folder: Path, **options: Any) -> DatasetConfig:
-    prefix = folder / "data"
-    if not (folder / "data.idx").exists():
-        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-            for length in range(1, 60):
-                builder.add_document(np.arange(length))
-    given = {"blend": ([str(prefix)], None), "cache": str(folder / "cache"), **options}
+    prefix = write(folder / "data", range(1, 60))
+    given = {"blend": ([prefix], None), "cache": str(folder / "cache"), **options}
     counts = (300, 20, None)
     return DatasetConfig(sequence_length=16, seed=5, num_samples=counts, split="8,2,0", **given)
 

@@ -209,7 +209,7 @@ def usable(folder: str, name: str, key: Any) -> ArraySet | None:
 
 
 def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> ArraySet:
-    """Writes all arrays, then renames them, then writes the record."""
+    """Writes all arrays, then flushes and renames each of them, then writes the record."""
     record_path = os.path.join(folder, name + JSON)
     records = {}
     with contextlib.ExitStack() as stack:
