@@ -349,9 +349,8 @@ def test_a_token_id_that_does_not_fit_is_named(tmp_path: Path, access: Any) -> N
     documents = [np.arange(9) for _ in range(10)]
     documents[7][3] = 2**31
     write_documents(tmp_path / "data", documents, np.int64)
-    dataset = GPTDataset(
-        IndexedDataset(tmp_path / "data", access=access), sequence_length=8, seed=1
-    )
+    data = IndexedDataset(tmp_path / "data", access=access)
+    dataset = GPTDataset(data, sequence_length=8, seed=1)
     spans = dataset.spans(np.arange(len(dataset)))
     bad = [
         number
@@ -375,9 +374,8 @@ def test_a_token_id_that_does_not_fit_is_named(tmp_path: Path, access: Any) -> N
         order = np.random.default_rng(0).permutation(len(blend))
         first = next(n for n in order if blend.dataset_sample_index[n] in bad)
         inner = blend.dataset_sample_index[first]
-        with pytest.raises(
-            DataError, match=rf"sample {first} of the blend: .*, sample {inner}: tok"
-        ):
+        place = rf"sample {first} of the blend: .*, sample {inner}: tok"
+        with pytest.raises(DataError, match=place):
             blend.batch(order, form)
     big = BatchForm(vocab_size=2**31 + 1)
     assert dataset.batch(bad, big)["tokens"].max() == 2**31

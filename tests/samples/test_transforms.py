@@ -550,13 +550,10 @@ def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
         (lambda texts: None, r"Applying returned None; \(tokens, ends, is_trained\)"),
         (lambda texts: texts[:2], r"\(tokens, ends, is_trained\) is needed"),
         (
-            lambda texts: texts._replace(is_trained=texts.is_trained.astype(int)),
-            r"trained must be bools \[50\], not int64 \[50\]",
+            lambda texts: texts._replace(is_trained=np.ones(50, int)),
+            r"bools \[50\], not int64 \[50\]",
         ),
-        (
-            lambda texts: texts._replace(is_trained=texts.is_trained[1:]),
-            r"trained must be bools \[50\], not bool \[49\]",
-        ),
+        (lambda texts: texts._replace(is_trained=texts.is_trained[1:]), r"\[50\], not bool \[49\]"),
         (lambda texts: texts._replace(tokens=texts.tokens / 2), r"tokens must .* float64 \[50\]"),
         (lambda texts: texts._replace(ends=texts.ends[1:]), "1 samples; 2 were asked for"),
         (lambda texts: texts._replace(ends=texts.ends - np.array([1, 0])), "must be True"),

@@ -65,25 +65,16 @@ def test_a_format_of_ones_own_is_tokenized(tmp_path: Path, name: str) -> None:
     )
     songs = {**SONGS, "Last": "home\n"}
     lines = tmp_path / "songs.jsonl"
-    lines.write_text(
-        "".join(
-            json.dumps({"title": title, "text": text}) + "\n"
-            for title, text in songs.items()
-            if text
-        )
-    )
-    expected = tokenize(
-        [lines], tmp_path / "lines", Tokenizer("bytes"), json_keys=["title", "text"]
-    )
+    rows = [{"title": title, "text": text} for title, text in songs.items() if text]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = tokenize([lines], tmp_path / "lines", Tokenizer("bytes"), json_keys=KEYS)
     for key, prefix in expected.prefixes.items():
         for ending in (".bin", ".idx"):
-            assert Path(result.prefixes[key] + ending).read_bytes() == (
-                Path(prefix + ending).read_bytes()
-            )
+            ours = Path(result.prefixes[key] + ending).read_bytes()
+            assert ours == Path(prefix + ending).read_bytes()
     assert result.num_documents == 4
-    assert [(row["line"], row["reason"]) for row in result.skipped] == [
-        (6, "a song without verses")
-    ]
+    skipped = [(row["line"], row["reason"]) for row in result.skipped]
+    assert skipped == [(6, "a song without verses")]
     quarantined = json.loads(Path(f"{tmp_path}/songs.quarantine.jsonl").read_text())
     assert quarantined["file"] == str(folder / name)
 

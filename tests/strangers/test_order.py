@@ -102,9 +102,8 @@ def test_a_file_names_the_order_and_the_cache_keeps_its_arrays(
     assert not list(cache.glob("*-shuffle_index.npy"))
 
     for order in (NAME, Windows):
-        train = build_datasets(
-            config_of(prefixes, order=order, cache=cache, trust_cache=True)
-        ).train
+        config = config_of(prefixes, order=order, cache=cache, trust_cache=True)
+        train = build_datasets(config).train
         assert train is not None
         tokens = train.batch(np.arange(len(train)))["tokens"]
         assert np.all(np.diff(tokens, axis=1) == 1)  # no window leaves its document

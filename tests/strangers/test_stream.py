@@ -61,9 +61,8 @@ def test_the_samples_are_the_texts() -> None:
     batches = list(loader(drop_last=False, fields=("tokens", "labels", "sample_numbers")))
     rows = np.concatenate([batch["tokens"] for batch in batches])
     assert rows.tolist() == [tokens[start : start + 16] for start in range(0, len(tokens) - 16, 17)]
-    assert np.concatenate([batch["sample_numbers"] for batch in batches]).tolist() == [
-        *range(len(rows))
-    ]
+    numbers = np.concatenate([batch["sample_numbers"] for batch in batches])
+    assert numbers.tolist() == [*range(len(rows))]
 
 
 def test_ranks_share_one_order_and_one_state() -> None:
