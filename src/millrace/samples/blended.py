@@ -85,11 +85,8 @@ class BlendedDataset(TokenDataset):
         first = _form(self.datasets[0])
         for number, form in enumerate(map(_form, self.datasets)):
             if form != first:
-                name = name_of(self.datasets[number])
-                raise ConfigError(
-                    f"dataset {number} ({name}) has samples of {form}, dataset 0 of {first}: make "
-                    "them equal"
-                )
+                name = f"dataset {number} ({name_of(self.datasets[number])})"
+                raise ConfigError(f"{name} has {form}, dataset 0 has {first}: make them equal")
         # It is its own source of tokens, so there is none to hand to TokenDataset.
         views = [getattr(dataset, "options", None) for dataset in self.datasets]
         self.options = views[0] if views.count(views[0]) == len(views) else None
@@ -126,10 +123,8 @@ class BlendedDataset(TokenDataset):
         dataset_numbers, in_dataset = self.order.draws(sample_numbers)
         used = sorted(set(dataset_numbers.tolist())) or [0]  # np.unique takes ten times as long
         if not 0 <= used[0] <= used[-1] < len(self.datasets):
-            raise DataError(
-                f"the dataset index goes from {used[0]} to {used[-1]}, for {len(self.datasets)} "
-                "datasets. It is damaged: build it again"
-            )
+            found = f"{used[0]} to {used[-1]} for {len(self.datasets)} datasets"
+            raise DataError(f"the dataset index, {found}, is damaged: build it again")
         datasets = {number: self.datasets[number] for number in used}
         return _Draws(dataset_numbers, np.asarray(in_dataset, np.int64), datasets)
 
@@ -177,10 +172,8 @@ class BlendedDataset(TokenDataset):
         batches: list[TokenBatch] = []
         for number, dataset, in_dataset, _ in draws.each():
             if not hasattr(dataset, "tokens"):
-                raise ConfigError(
-                    f"{name_of(dataset)} has no method `tokens`: leave this dataset out of the "
-                    "blend, or what needs the tokens"
-                )
+                name = name_of(dataset)
+                raise ConfigError(f"{name} has no method `tokens`, which is needed: leave it out")
             batch = check_tokens(name_of(dataset), dataset.tokens(in_dataset), len(in_dataset))
             if batch.part_starts is not None:
                 inner = np.int32(0) if batch.part_source is None else batch.part_source

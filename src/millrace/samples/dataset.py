@@ -208,9 +208,7 @@ class TokenDataset:
         names = {store.store.dtype: store.prefix for store in self.stores if store is not None}
         if len(names) > 1:
             some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in names.items())
-            raise ConfigError(
-                f"the token files have several dtypes ({some}): use token_dtype='int32' or 'int64'"
-            )
+            raise ConfigError(f"the files have several dtypes ({some}): use 'int32' or 'int64'")
         return next(iter(names), None)
 
     @property
@@ -269,10 +267,8 @@ class TransformedDataset(TokenDataset):
         self.dataset = dataset
         self._moves_tokens = any(one.changes_tokens for one in self.transforms)
         if self._moves_tokens and self.options is None:
-            raise ConfigError(
-                "a transform that changes tokens needs `options` that are the same for all "
-                "samples: transform each dataset of the blend alone"
-            )
+            why = "a transform that changes tokens needs options, the same for all samples"
+            raise ConfigError(f"{why}: transform each dataset of the blend alone")
 
     @property
     def spans(self) -> Any:

@@ -161,10 +161,8 @@ class ShardedDataset(GPTDataset):
     ) -> None:
         shards = Shards(folder, access=access, dtype=dtype)
         if len(shards) == 0:
-            raise DataError(
-                f"{shards.prefix} has no sequences: shuffle longer files, or with a smaller "
-                "--seq-len"
-            )
+            remedy = "shuffle longer files, or with a smaller --seq-len"
+            raise DataError(f"{shards.prefix} has no sequences: {remedy}")
         has_extra = check_bool("add_extra_token", add_extra_token)
         length = shards.sequence_length - has_extra if options is None else None
         single = (length, add_extra_token, eod_token, pad_token, reset_position_ids)

@@ -148,16 +148,12 @@ def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
     path = os.path.join(folder, name + arrays.JSON)
     key = None if array_set is None else array_set.key
     if array_set is None or not isinstance(key, dict) or key.get("kind") != _KIND:
-        raise DataError(
-            f"{path} is missing, damaged or of another version: write the ranges with "
-            "write_loss_ranges, an empty list if it has none"
-        )
+        remedy = "use write_loss_ranges, with an empty list if it has none"
+        raise DataError(f"{path} is missing, damaged or of another version: {remedy}")
     data = stored.fingerprint()
     if (key["content"], key["lengths"]) != (data["content"], data["lengths"]):
-        raise DataError(
-            f"{path} holds ranges of other data than {stored.prefix}: write them again with "
-            "write_loss_ranges"
-        )
+        what = f"{path} holds ranges of other data than {stored.prefix}"
+        raise DataError(f"{what}: write them again with write_loss_ranges")
     array_set[_ARRAY]  # maps it: damage shows now, not in mid-training
     return _Ranges(array_set, key["ranges"], array_set.path(_ARRAY))
 

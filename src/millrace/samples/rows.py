@@ -251,10 +251,8 @@ def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: 
     starts, bounds, _ = parts
     end = num_rows * sequence_length
     if end > MAX_INT32:
-        raise ConfigError(
-            f"a batch of {num_rows} samples has {end} tokens; cu_seqlens, int32, takes at most "
-            f"{MAX_INT32}. Use smaller micro batches"
-        )
+        limit = f"cu_seqlens takes at most {MAX_INT32}: use smaller micro batches"
+        raise ConfigError(f"a batch of {num_rows} samples has {end} tokens; {limit}")
     edges = np.append(starts, end)
     lengths = np.diff(edges)
     batch: Batch = {

@@ -95,10 +95,8 @@ class TokenBatch:
         array = np.asarray(getattr(self, name))
         is_ok = array.ndim == 1 and (array.dtype.kind in kinds or array.size == 0)
         if not is_ok or (size is not None and len(array) != size):
-            raise ConfigError(
-                f"{name} must be {_KINDS[kinds]} [{'n' if size is None else size}], not "
-                f"{array.dtype} {list(array.shape)}"
-            )
+            needed = f"{_KINDS[kinds]} [{'n' if size is None else size}]"
+            raise ConfigError(f"{name} must be {needed}, not {array.dtype} {list(array.shape)}")
         if dtype is None:
             dtype = array.dtype if array.dtype.name in _TOKEN_DTYPES else np.int64
         vars(self)[name] = array = np.ascontiguousarray(array, dtype)
