@@ -30,9 +30,12 @@ def test_a_crash_is_a_finding_with_its_number(tmp_path: Path) -> None:
     now = tmp_path / "now"
     with ThreadPoolExecutor() as pool:
         findings = pool.submit(fuzz.run_range, 0, 0, 300, tmp_path)
-        while not now.exists() or fuzz.NOW.unpack(now.read_bytes())[0] < 5:
+        number = process = 0
+        while number < 5:
             assert not findings.done()
-        os.kill(fuzz.NOW.unpack(now.read_bytes())[1], signal.SIGABRT)
+            if now.exists() and len(data := now.read_bytes()) == fuzz.NOW.size:
+                number, process = fuzz.NOW.unpack(data)
+        os.kill(process, signal.SIGABRT)
         (finding,) = findings.result()
     assert "a crash: exit status -6" in finding.what
     assert 5 <= finding.number < 300
