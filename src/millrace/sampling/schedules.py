@@ -145,8 +145,10 @@ class RampUp(BatchSizeSchedule):
         changes, ramp = {0: self.start}, range(self.samples + 1)
         for number in range(1, num_increments + 1):
             per_increment = self.samples / num_increments
-            change = bisect_left(ramp, number, key=lambda consumed: int(consumed / per_increment))
-            changes[change] = self.start + number * self.increment
+            guess = int(number * per_increment)  # at most 2 away
+            near = ramp[max(guess - 2, 0) : guess + 3]
+            place = bisect_left(near, number, key=lambda consumed: int(consumed / per_increment))
+            changes[near.start + place] = self.start + number * self.increment
         super().__init__([*changes.items()])
 
     def __repr__(self) -> str:
