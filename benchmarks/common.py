@@ -4,8 +4,6 @@ Each `bench_*.py` builds a `Report` and passes it to `finish`, which prints it a
 writes it for `run.py`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses
@@ -43,7 +41,7 @@ class Spread:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
+    def of(cls, values: Sequence[float]) -> "Spread":
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -77,7 +75,7 @@ class Row:
         *,
         better: str,
         bar: float | None = None,
-    ) -> Row:
+    ) -> "Row":
         mine, theirs = Spread.of(ours), Spread.of(peer)
         pair = (theirs, mine) if better == LOWER else (mine, theirs)
         ratio = pair[0].median / pair[1].median if pair[1].median else float("inf")
@@ -113,7 +111,7 @@ class Report:
     peer: str = "megatron-core"
 
     @classmethod
-    def load(cls, path: Path) -> Report:
+    def load(cls, path: Path) -> "Report":
         data = json.loads(path.read_text())
         data["rows"] = [
             Row(**{**row, "ours": Spread(**row["ours"]), "peer": Spread(**row["peer"])})

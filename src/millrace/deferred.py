@@ -1,7 +1,5 @@
 """Values that are loaded at their first use."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -21,7 +19,7 @@ class Deferred(Generic[T]):
         self._values: list[T] = []  # the value, once it is loaded
 
     @classmethod
-    def of(cls, value: T) -> Deferred[T]:
+    def of(cls, value: T) -> "Deferred[T]":
         """A value that is there already: a pickle holds the value itself."""
         return cls(partial(_same, value))
 

@@ -10,8 +10,6 @@ megatron-core's own builder and the reference tokenizing library. Every `.bin` a
 equal, byte for byte.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import csv
@@ -82,7 +80,7 @@ class Case:
 # ---- what Megatron-LM's script writes ----
 
 
-def preprocess(case: Case, reference: Reference, prefix: Path) -> None:
+def preprocess(case: Case, reference: "Reference", prefix: Path) -> None:
     """Writes one pair per key, in the order of the script."""
     tokenize, size = reference.tokenize, reference.vocabulary_size
     if case.add_special_tokens:

@@ -1,7 +1,5 @@
 """A stranger's order in a run: named in a file, with arrays in the cache folder, resumed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ NAME = "tests.strangers.test_order:Windows"
 class WindowOrder:
     """Sample k is window k of the index: (sequence, offset)."""
 
-    def __init__(self, plan: Windows, seed: int, arrays: Any) -> None:
+    def __init__(self, plan: "Windows", seed: int, arrays: Any) -> None:
         self.plan, self.seed, self.arrays = plan, seed, arrays
 
     def __len__(self) -> int:
@@ -47,7 +45,7 @@ class Windows:
     num_samples: int
 
     @classmethod
-    def of(cls, inputs: OrderInputs) -> Windows:
+    def of(cls, inputs: OrderInputs) -> "Windows":
         start, stop = inputs.sequences
         return cls(int(np.sum(inputs.lengths[start:stop] // (inputs.sequence_length + 1))))
 
@@ -133,14 +131,14 @@ class ArrayPlan(Windows):
     size: Any = None
 
     @classmethod
-    def of(cls, inputs: OrderInputs) -> ArrayPlan:
+    def of(cls, inputs: OrderInputs) -> "ArrayPlan":
         return cls(5, np.array([1]))
 
 
 @dataclass(frozen=True)
 class WrongPlan(Windows):
     @classmethod
-    def of(cls, inputs: OrderInputs) -> WrongPlan:
+    def of(cls, inputs: OrderInputs) -> "WrongPlan":
         return cls(5)
 
 

@@ -1,7 +1,5 @@
 """A progress bar on a terminal, plain lines in a log."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time
@@ -83,7 +81,7 @@ class Progress:
                 self._stream.write(text)
                 self._stream.flush()
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> "Progress":
         return self
 
     def __exit__(self, *error: object) -> None:

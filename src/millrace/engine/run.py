@@ -27,8 +27,6 @@ A job is about a hundred lines over `Run`. This one counts the lines of files, a
 Killed at any instant, the same command continues: tasks that are done do not run again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -130,7 +128,7 @@ class Run:
         self.num_done = self.num_kept = 0
         self.result: Any = None
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> "Run":
         restart, on_restart = self._start
         with contextlib.ExitStack() as stack:
             stack.enter_context(interrupts_held())

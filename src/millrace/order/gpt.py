@@ -6,8 +6,6 @@ holds the sequences of all epochs in shuffled order; the tokens between the plac
 "Document" is Megatron-LM's word here: the entries are sequences of the token file.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -43,7 +41,7 @@ class GPTPlan:
     allow_partial: bool  # the last sample may be shorter
 
     @classmethod
-    def of(cls, inputs: OrderInputs) -> GPTPlan:
+    def of(cls, inputs: OrderInputs) -> "GPTPlan":
         """See `plan_gpt`; a DataError for lengths of more tokens than the token file holds."""
         start, stop = inputs.sequences
         num_tokens = int(np.sum(inputs.lengths[start:stop], dtype=np.int64))
@@ -72,7 +70,7 @@ class GPTPlan:
     def build(self, inputs: OrderInputs) -> Arrays:
         return build_gpt_indices(inputs.lengths, inputs.sequences, self, inputs.seed)._asdict()
 
-    def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> GPTOrder:
+    def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> "GPTOrder":
         return GPTOrder(
             self,
             sequences=inputs.sequences,

@@ -4,8 +4,6 @@ A run plans each of its datasets once and keeps the plan in its manifest, and th
 cache folder. Later starts load both and read no sequence length before the first sample.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -73,7 +71,7 @@ class OrderPlan(Protocol):
         """Number of samples, at least as many as the inputs ask for."""
 
     @classmethod
-    def of(cls, inputs: OrderInputs) -> OrderPlan:
+    def of(cls, inputs: OrderInputs) -> "OrderPlan":
         """The plan of inputs; ConfigError for data that cannot give what they ask for."""
 
     def arrays(self, inputs: OrderInputs) -> Layout:

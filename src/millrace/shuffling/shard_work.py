@@ -1,7 +1,5 @@
 """The tasks of a shuffle: a worker writes a shard, or a run of the input sorted by place."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
@@ -115,7 +113,7 @@ class Buffer:
             self.bytes = np.empty(size, np.uint8)
         return self.bytes[:size]
 
-    def __reduce__(self) -> tuple[type[Buffer], tuple[()]]:
+    def __reduce__(self) -> tuple[type["Buffer"], tuple[()]]:
         return Buffer, ()  # the content is not for another process
 
 

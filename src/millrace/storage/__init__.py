@@ -6,8 +6,6 @@ sidecars and the metadata of shards are read through it. Files are written, lock
 file system alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -291,7 +289,7 @@ class PositionedFile:
     def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
         _native.prefetch_file(self._open(), self.size, byte_offsets, byte_counts)
 
-    def _open(self) -> _Descriptor:
+    def _open(self) -> "_Descriptor":
         """An open descriptor, for as long as the caller holds it."""
         descriptor, identity = self._slot.descriptor, self.identity
         with contextlib.suppress(FileNotFoundError):

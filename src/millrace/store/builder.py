@@ -1,7 +1,5 @@
 """Writing an indexed dataset."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -233,7 +231,7 @@ class IndexedDatasetBuilder:
         """Discards what was written; an old pair at the prefix stays. May be called twice."""
         self._writer.turns.close("it was aborted")
 
-    def __enter__(self) -> IndexedDatasetBuilder:
+    def __enter__(self) -> "IndexedDatasetBuilder":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

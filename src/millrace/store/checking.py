@@ -5,8 +5,6 @@ starts where the one before it ends. Checksums are checked if the pair has a sid
 damaged block is reported with its sequences and documents. A sidecar of origins is checked too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -112,7 +110,7 @@ class Checks:
             self.add(text)
         self.report.num_bytes += file.size
 
-    def map(self, check: Callable[[Checks, Any], None], items: Iterable[Any]) -> int:
+    def map(self, check: Callable[["Checks", Any], None], items: Iterable[Any]) -> int:
         """Adds the problems of items, checked by the threads; returns how many bytes they read."""
 
         def one(item: Any) -> Report:

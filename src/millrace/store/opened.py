@@ -1,7 +1,5 @@
 """What open token files have in common: pickles, and files that are read as one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

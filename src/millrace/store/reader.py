@@ -1,7 +1,5 @@
 """Reading an indexed dataset."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import operator
@@ -405,7 +403,7 @@ class IndexedDataset(OpenTokens):
                 raise ConfigError(f"{self.prefix} is closed; open it again")
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
-    def __enter__(self) -> IndexedDataset:
+    def __enter__(self) -> "IndexedDataset":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """Token files by their records: opened when a token is first needed."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -66,7 +64,7 @@ class TokenFile:
         self.close()
 
     @classmethod
-    def open(cls, prefix: str, access: Access = "mmap") -> TokenFile:
+    def open(cls, prefix: str, access: Access = "mmap") -> "TokenFile":
         """Opens a token file and notes what it holds."""
         # Before the file is opened: if it is replaced meanwhile, the times are the old file's, and
         # the next comparison notices.

@@ -3,8 +3,6 @@
 The columns of an index grow beyond memory, and `write_index` writes one for a `.bin` that is there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """A task of a tokenise job: documents of some parts of the input become a small indexed dataset."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
@@ -136,7 +134,7 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[dict[str, Any], list
 
 
 def _read(
-    options: TokenizeOptions, work: Work, rejects: Rejects, record: dict[str, Any]
+    options: TokenizeOptions, work: Work, rejects: "Rejects", record: dict[str, Any]
 ) -> Iterator[tuple[int, Documents]]:
     """Batches of documents with the number of their part; counts lines, and notes what was read."""
     for number, part in enumerate(work.parts):
@@ -220,7 +218,7 @@ class Column(NamedTuple):
     lengths: NDArray[np.int64]
     counts: NDArray[np.int64]
 
-    def select(self, mask: NDArray[np.bool_]) -> Column:
+    def select(self, mask: NDArray[np.bool_]) -> "Column":
         """The documents where `mask`, bool [documents], is True."""
         if mask.all():
             return self
