@@ -3,16 +3,15 @@
 import ctypes
 import mmap
 import os
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import NDArray
 
 _COPY_SIZE = 128 << 20  # bytes that all threads copy together: more than caches hold
 _NUM_COPIES = 4
-_PART = 1 << 34  # bytes of a file that are looked at together
 
 
 def drop_from_page_cache(paths: Sequence[str]) -> str:
@@ -50,9 +49,7 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
 
 def resident_bytes(descriptor: int, size: int) -> int:
     """How many bytes of an open file are in the page cache; 0 where the kernel does not tell."""
-    num_pages = 0
-    for start in range(0, size, _PART):
-        num_pages += int(resident_pages(descriptor, start, min(_PART, size - start)).sum())
+    num_pages = int(resident_pages(descriptor, 0, size).sum()) if size else 0
     return min(num_pages * mmap.PAGESIZE, size)
 
 
@@ -74,23 +71,18 @@ def resident_pages(descriptor: int, start: int, size: int) -> NDArray[np.bool_]:
             holder = ctypes.c_char.from_buffer(pages)
             address = ctypes.addressof(holder)
             del holder  # the map cannot be closed while it is there
-            arguments = address, size, states.ctypes.data
-            if mincore(*map(ctypes.c_void_p, arguments)) != 0:
-                states[:] = 0
+            mincore(*map(ctypes.c_void_p, (address, size, states.ctypes.data)))
     return (states & 1).astype(bool)
 
 
 def copy_bytes_per_second(num_threads: int) -> float:
     """The rate at which threads copy memory, in bytes read and written: the best of some copies."""
     size = _COPY_SIZE // num_threads
-    buffers = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for _ in range(num_threads)]
-    best = float("inf")
-    for _ in range(_NUM_COPIES):
-        workers = [threading.Thread(target=np.copyto, args=pair) for pair in buffers]
-        start = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size * num_threads / best
+    buffers = np.ones((2, num_threads, size), np.uint8)
+    times = []
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(_NUM_COPIES):
+            start = time.perf_counter()
+            list(pool.map(np.copyto, *buffers))
+            times.append(time.perf_counter() - start)
+    return 2 * size * num_threads / min(times)

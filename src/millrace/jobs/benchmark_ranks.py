@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import check_float
 from millrace.engine import Task
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, Loader, Sampler, SequentialSampler
@@ -22,15 +21,8 @@ _BLOCK_SIZE = 512  # bytes, the unit of `ru_inblock`
 _TOKENS = ("tokens", "labels")
 
 
-def _positive(name: str, value: Any) -> float:
-    number = check_float(name, value)
-    if not 0 < number < float("inf"):  # NaN too
-        raise ConfigError(f"{name} must be a finite number above 0, not {number:g}")
-    return number
-
-
 _loaded = partial(option, group="loader")
-_measured = partial(option, group="measurement")
+_measured = partial(option, group="measurement", least=1e-6, most=10**12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +46,16 @@ class BenchOptions:
     token_dtype: str = _loaded(
         "dtype of tokens and labels; file: as in the token files", "int64", choices=TOKEN_DTYPES
     )
-    seconds: float = _measured("length of each measurement", 5.0, check=_positive, metavar="S")
-    step_time: float = _measured("simulated training step", 0.01, check=_positive, metavar="S")
-    drop_cache: bool = _measured(
-        "leave the page cache as it is, and make no cold measurement", True, flags="--keep-cache"
+    seconds: float = _measured("length of each measurement", 5.0, metavar="S")
+    step_time: float = _measured("simulated training step", 0.01, metavar="S")
+    drop_cache: bool = option(
+        "leave the page cache as it is, and make no cold measurement",
+        True,
+        flags="--keep-cache",
+        group="measurement",
     )
     accelerator_tokens_per_second: float = _measured(
-        "tokens that one accelerator trains on in a second", 10_000, check=_positive, metavar="N"
+        "tokens that one accelerator trains on in a second", 10_000, metavar="N"
     )
 
     def __post_init__(self) -> None:
@@ -68,31 +63,33 @@ class BenchOptions:
 
 
 class Pass(NamedTuple):
-    """One measurement on one rank; `waits` has the seconds of each step."""
+    """One measurement on one rank.
+
+    Attributes:
+        name: Its name, as in `Measurement`.
+        step_time: Seconds of a simulated step, or 0.
+        seconds: Its length.
+        waits: Seconds that each step waited.
+        by_cause: Seconds of the waits by their causes.
+        rates: The fields of `Measurement` that are sums over the ranks, by their names.
+    """
 
     name: str
     step_time: float
     seconds: float
     waits: NDArray[np.float64]
     by_cause: dict[str, float]
-    cpu_seconds: float
-    disk_bytes: int
-    memory_bytes: int
+    rates: dict[str, Any]
 
 
-class RankReport(NamedTuple):
-    """What one rank has measured."""
+def measure_rank(
+    job: tuple[DatasetConfig, BenchOptions], task: Task
+) -> tuple[dict[str, Any], list[Pass]]:
+    """Makes the measurements whose names are the task's payload, on the rank of its number.
 
-    num_samples: int
-    token_bytes: int
-    fields: list[str]
-    opening_seconds: float
-    first_batch_seconds: float
-    passes: list[Pass]
-
-
-def measure_rank(job: tuple[DatasetConfig, BenchOptions], task: Task) -> RankReport:
-    """Makes the measurements whose names are the task's payload, on the rank of its number."""
+    Returns:
+        The fields of `BenchResult` that a rank knows, by their names, and the measurements.
+    """
     config, own = job
     start = time.perf_counter()
     dataset = build_datasets(config).train
@@ -124,28 +121,33 @@ def measure_rank(job: tuple[DatasetConfig, BenchOptions], task: Task) -> RankRep
         )
 
     with loader_of(sampler) as loader:
-        batch = next(loader)
-        first_batch_seconds = time.perf_counter() - start
-        first = task.payload[0]
-        step_time = 0.0 if first == "cold" else own.step_time
-        passes = [_draw(first, loader, own.seconds, step_time, token_bytes)]
+        facts = {
+            "num_samples": len(dataset),
+            "token_bytes": token_bytes,
+            "fields": list(next(loader)),
+            "opening_seconds": opening_seconds,
+            "first_batch_seconds": time.perf_counter() - start,
+        }
+        passes = [_draw(task.payload[0], loader, job, token_bytes)]
     if "warm" in task.payload:
         with loader_of(sampler) as loader:
-            num_steps = _draw("", loader, own.seconds, 0.0, token_bytes).waits.size
+            num_steps = _draw("warm", loader, job, token_bytes).waits.size
         with loader_of(_Cycle(sampler, num_steps)) as loader:
-            passes.append(_draw("warm", loader, own.seconds, 0.0, token_bytes))
-    return RankReport(
-        len(dataset), token_bytes, list(batch), opening_seconds, first_batch_seconds, passes
-    )
+            passes.append(_draw("warm", loader, job, token_bytes))
+    return facts, passes
 
 
-def _draw(name: str, loader: Loader, seconds: float, step_time: float, token_bytes: int) -> Pass:
+def _draw(
+    name: str, loader: Loader, job: tuple[DatasetConfig, BenchOptions], token_bytes: int
+) -> Pass:
     """Draws batches for some seconds, or to the end of the data; at least one."""
+    config, own = job
+    step_time = own.step_time if name == "paced" else 0.0
     waits: list[float] = []
     causes = dict(loader.wait_stats().by_cause)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     start = after = time.perf_counter()
-    while after - start < seconds:
+    while after - start < own.seconds:
         before = time.perf_counter()
         following = next(loader, None)
         if following is None:
@@ -157,15 +159,21 @@ def _draw(name: str, loader: Loader, seconds: float, step_time: float, token_byt
         after = time.perf_counter()
     used = resource.getrusage(resource.RUSAGE_SELF)
     by_cause = loader.wait_stats().by_cause
+    num_samples = len(waits) * own.micro_batch_size
+    amounts = {
+        "samples_per_second": num_samples,
+        "tokens_per_second": num_samples * config.sequence_length,
+        "cores": used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime,
+        "disk_bytes_per_second": (used.ru_inblock - usage.ru_inblock) * _BLOCK_SIZE,
+        "memory_bytes_per_second": len(waits) * _bytes_of(batch, token_bytes),
+    }
     return Pass(
         name=name,
         step_time=step_time,
         seconds=after - start,
         waits=np.array(waits),
         by_cause={cause: total - causes.get(cause, 0.0) for cause, total in by_cause.items()},
-        cpu_seconds=used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime,
-        disk_bytes=(used.ru_inblock - usage.ru_inblock) * _BLOCK_SIZE,
-        memory_bytes=len(waits) * _bytes_of(batch, token_bytes),
+        rates={field: amount / (after - start) for field, amount in amounts.items()},
     )
 
 

@@ -1,7 +1,7 @@
 """Measures how fast this machine feeds a run: the user's data as it lies, through the `Loader`."""
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from millrace.cores import available_cores
 from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
 from millrace.jobs.benchmark_limits import copy_bytes_per_second, drop_from_page_cache
-from millrace.jobs.benchmark_ranks import BenchOptions, Pass, RankReport, measure_rank
+from millrace.jobs.benchmark_ranks import BenchOptions, Pass, measure_rank
 from millrace.option_class import option
 from millrace.run import DatasetConfig, arguments
 from millrace.run.config import source_of
@@ -144,7 +144,7 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
     own = BenchOptions(**options)
     prefixes = _training_prefixes(config)
     page_cache = "left as it was"
-    reports: list[RankReport] = []
+    facts: dict[str, Any] = {}
     measurements: list[Measurement] = []
     copy_rate = copy_bytes_per_second(min(own.ranks * own.threads, available_cores()))
     for names in [("cold",), ("paced", "warm")] if own.drop_cache else [("paced", "warm")]:
@@ -154,25 +154,22 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
         tasks = [Task(rank, names, f"rank {rank}") for rank in range(own.ranks)]
         # Each rank is a process. One that is tried again would be measured without the others.
         results = run_local(measure_rank, (config, own), tasks, workers=own.ranks, attempts=1)
-        round_reports = [report for _, report in sorted(results, key=lambda one: one[0].number)]
-        reports = reports or round_reports
-        passes = zip(*(report.passes for report in round_reports), strict=True)
-        measurements += [_merge(own, config.sequence_length, each, copy_rate) for each in passes]
+        reports, passes = zip(*(report for _, report in results), strict=True)
+        slowest = ("opening_seconds", "first_batch_seconds")
+        facts = facts or reports[0] | {name: max(one[name] for one in reports) for name in slowest}
+        measurements += [_merge(own, each, copy_rate) for each in zip(*passes, strict=True)]
     names_of_options = ("micro_batch_size", "ranks", "threads", "prefetch", "token_dtype")
     return BenchResult(
         num_files=len(set(prefixes)),
-        num_samples=reports[0].num_samples,
         sequence_length=config.sequence_length,
-        token_bytes=reports[0].token_bytes,
         options={name: getattr(own, name) for name in names_of_options}
-        | {"fields": reports[0].fields},
+        | {"fields": facts.pop("fields")},
         num_cores=available_cores(),
         copy_bytes_per_second=copy_rate,
         page_cache=page_cache,
-        opening_seconds=max(report.opening_seconds for report in reports),
-        first_batch_seconds=max(report.first_batch_seconds for report in reports),
         accelerator_tokens_per_second=own.accelerator_tokens_per_second,
         measurements=measurements,
+        **facts,
     )
 
 
@@ -228,49 +225,35 @@ def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:
 # ---- all ranks ----
 
 
-def _merge(
-    own: BenchOptions, sequence_length: int, passes: Sequence[Pass], copy_rate: float
-) -> Measurement:
+def _merge(own: BenchOptions, passes: Sequence[Pass], copy_rate: float) -> Measurement:
     """One measurement of all ranks."""
-
-    def rate(amounts: Iterable[float]) -> float:
-        """The sum of amounts per second of the ranks."""
-        return sum(amount / each.seconds for amount, each in zip(amounts, passes, strict=True))
-
     step_time = passes[0].step_time
-    samples = rate(each.waits.size for each in passes) * own.micro_batch_size
-    tokens = samples * sequence_length
-    all_waits = np.concatenate([each.waits for each in passes])
-    share = float(all_waits.sum() / sum(each.seconds for each in passes))
-    cores = rate(each.cpu_seconds for each in passes)
-    disk = rate(each.disk_bytes for each in passes)
-    memory = rate(each.memory_bytes for each in passes)
+    rates = {name: sum(each.rates[name] for each in passes) for name in passes[0].rates}
+    waits = np.concatenate([each.waits for each in passes])
+    share = float(waits.sum() / sum(each.seconds for each in passes))
     cause, reason = bound_by(
         wait_share=share if step_time else None,
-        busy_share=cores / min(own.ranks * own.threads, available_cores()),
-        disk_rate=disk,
-        copy_share=memory / copy_rate,
+        busy_share=rates["cores"] / min(own.ranks * own.threads, available_cores()),
+        disk_rate=rates["disk_bytes_per_second"],
+        copy_share=rates["memory_bytes_per_second"] / copy_rate,
     )
+    fed = int(rates["tokens_per_second"] // own.accelerator_tokens_per_second)
     return Measurement(
         name=passes[0].name,
         seconds=max(each.seconds for each in passes),
         step_time=step_time,
-        num_steps=all_waits.size,
-        samples_per_second=samples,
-        tokens_per_second=tokens,
-        accelerators=None if step_time else int(tokens // own.accelerator_tokens_per_second),
-        cores=cores,
-        disk_bytes_per_second=disk,
-        memory_bytes_per_second=memory,
+        num_steps=waits.size,
+        accelerators=None if step_time else fed,
         waits=Waits(
             share=share,
-            median=float(np.median(all_waits)),
-            percentile_99=float(np.quantile(all_waits, 0.99)),
-            longest=float(all_waits.max()),
+            median=float(np.median(waits)),
+            percentile_99=float(np.quantile(waits, 0.99)),
+            longest=float(waits.max()),
             by_cause=_shares([each.by_cause for each in passes]),
         ),
         bound_by=cause,
         reason=reason,
+        **rates,
     )
 
 
