@@ -382,7 +382,7 @@ def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Pat
     assert "1 of 2 datasets are damaged" in result.stderr
     for arguments, message in (
         (["inspect", tmp_path], "does not hold the result of a shuffle"),
-        (["inspect", folder, "--svg", tmp_path / "none/a.svg"], "does not exist: make it first"),
+        (["inspect", folder, "--svg", tmp_path / "none/a.svg"], "No such file or directory"),
         (["inspect", folder, "--dtype", "uint16"], ": leave the argument out"),
         (["inspect", tokenized, "--svg", picture], "are for the output folder of a shuffle"),
         (["verify", tmp_path], "1 of 1 datasets are damaged"),

@@ -9,12 +9,14 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace.errors import ConfigError
+
+T = TypeVar("T")
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
@@ -101,18 +103,27 @@ def check_float(name: str, value: Any) -> float:
         raise ConfigError(f"{name} must fit float64, which {shown(value)} does not") from None
 
 
+def check_list(name: str, values: Any, kind: str, check: Callable[[str, Any], T]) -> list[T]:
+    """A list of what a check returns for each entry; one text or one path is not a list.
+
+    Args:
+        name: Name of the argument.
+        values: Any iterable of the entries.
+        kind: What the entries are, in the plural, for the message.
+        check: Function of name and value that returns an entry, or raises ConfigError.
+    """
+    try:
+        if isinstance(values, (str, bytes, os.PathLike)):
+            raise TypeError
+        entries = list(values)
+    except TypeError:
+        raise ConfigError(f"{name} must be a list of {kind}, not {shown(values)}") from None
+    return [check(f"each of {name}", value) for value in entries]
+
+
 def check_floats(name: str, values: Any) -> list[float]:
     """Numbers as a list of Python's floats."""
-    try:
-        if isinstance(values, (str, bytes)):
-            raise TypeError
-        numbers = list(values)
-    except TypeError:
-        raise ConfigError(f"{name} must be a list of numbers, not {shown(values)}") from None
-    return [
-        value if type(value) is float else check_float(f"number {place} of {name}", value)
-        for place, value in enumerate(numbers)
-    ]
+    return check_list(name, values, "numbers", check_float)
 
 
 def check_ints(name: str, values: ArrayLike) -> NDArray[np.int64]:
@@ -157,12 +168,7 @@ def check_path(name: str, value: Any) -> str:
 
 def check_paths(name: str, values: Any) -> list[str]:
     """A list of paths as texts; one path is not a list."""
-    if isinstance(values, (str, bytes, os.PathLike)):
-        raise ConfigError(f"{name} must be a list of paths, not one path. Write [{values!r}]")
-    try:
-        return [os.fsdecode(value) for value in values]
-    except TypeError:
-        raise ConfigError(f"{name} must be a list of paths, not {shown(values)}") from None
+    return check_list(name, values, "paths", check_path)
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:

@@ -84,7 +84,13 @@ def run_demo(folder: str) -> None:
         f"{num_samples:,} samples of the uninterrupted run, token for token"
     )
 
-    _print_commands(home, prefixes, tokenizer)
+    _say("What to type next (the command is .venv/bin/millrace if you ran `make demo`)")
+    print(f"   millrace inspect {prefixes['docstrings']} --tokenizer {tokenizer.path}")
+    print(
+        f"   millrace tokenize --input YOUR.jsonl --output-prefix {home}/yours "
+        f"--tokenizer {tokenizer.path} --append-eod\n"
+        f"   The files are in {home.resolve()}; the code is in {__file__}"
+    )
 
 
 def _make_token_files(home: Path) -> tuple[dict[str, str], Tokenizer]:
@@ -117,16 +123,6 @@ def _make_token_files(home: Path) -> tuple[dict[str, str], Tokenizer]:
             f"tokens {rate:>8.1f} MB/s   {prefixes[name]}.bin/.idx"
         )
     return prefixes, tokenizer
-
-
-def _print_commands(home: Path, prefixes: dict[str, str], tokenizer: Tokenizer) -> None:
-    _say("What to type next (the command is .venv/bin/millrace if you ran `make demo`)")
-    print(f"   millrace inspect {prefixes['docstrings']} --tokenizer {tokenizer.path}")
-    print(
-        f"   millrace tokenize --input YOUR.jsonl --output-prefix {home}/yours "
-        f"--tokenizer {tokenizer.path} --append-eod"
-    )
-    print(f"   The files are in {home.resolve()}; the code is in {__file__}")
 
 
 def _say(text: str) -> None:

@@ -251,22 +251,16 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _texts(name: str, values: Any) -> tuple[str, ...]:
-    if isinstance(values, (str, bytes)):
-        raise ConfigError(f"{name} must be a list of texts, not one text. Write [{values!r}]")
-    try:
-        return tuple(_text(f"each of {name}", value) for value in values)
-    except TypeError:
-        raise ConfigError(f"{name} must be a list of texts, not {checks.shown(values)}") from None
-
-
 _KINDS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
     bool: (checks.check_bool, ""),
     int: (checks.check_int, "N"),
     float: (checks.check_float, "NUMBER"),
     str: (_text, "TEXT"),
     StrPath: (checks.check_path, "PATH"),
-    Sequence[str]: (_texts, "TEXT"),
+    Sequence[str]: (
+        lambda name, values: tuple(checks.check_list(name, values, "texts", _text)),
+        "TEXT",
+    ),
     Sequence[StrPath]: (lambda name, values: tuple(checks.check_paths(name, values)), "PATH"),
     Any: (lambda name, value: value, "VALUE"),
 }

@@ -164,5 +164,5 @@ def test_missing_arguments_for_megatrons_names_are_errors(data: list[str], tmp_p
     with pytest.raises(millrace.ConfigError, match="tokenizer's identifiers"):
         index(ours_of(case), megatron_cache_folder=tmp_path)
     fractions = ours_of(case, split=[(0, 0.5), (0.5, 1.0), None])
-    with pytest.raises(millrace.ConfigError, match="takes a string"):
+    with pytest.raises(millrace.ConfigError, match="hold a split as a string"):
         index(fractions, megatron_cache_folder=tmp_path, tokenizer={})

@@ -107,7 +107,7 @@ def test_missing_and_unreadable_inputs(tmp_path: Path) -> None:
     inputs: Any
     for inputs, message in [
         ([], "there are no inputs"),
-        ("a.jsonl", "not one path"),
+        ("a.jsonl", "a list of paths, not 'a.jsonl'"),
         ([tmp_path / "missing.jsonl"], r"missing.jsonl cannot be read: No such file"),
         ([tmp_path / "*.csv"], "no file matches the pattern"),
         ([tmp_path / "empty"], "has no documents: no file in it has a known ending"),

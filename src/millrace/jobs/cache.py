@@ -201,40 +201,35 @@ def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> Ca
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # a temporary may get its name at any moment
             stats.append(os.stat(path))
-    findings: dict[str, Any] = {"kind": "run" if name.startswith(MANIFEST) else "set"}
-    findings |= _findings(folder, name, paths, check_contents)
+    kind = "run" if name.startswith(MANIFEST) else "set"
     return CacheEntry(
         name=name,
         paths=paths,
         num_bytes=sum(stat.st_size for stat in stats),
         age=time.time() - max((stat.st_mtime for stat in stats), default=0.0),
-        **findings,
+        **{"kind": kind, **_findings(folder, name, paths, check_contents)},
     )
 
 
 def _findings(folder: str, name: str, paths: list[str], check_contents: bool) -> dict[str, Any]:
     """The fields of an entry that its content decides."""
-    if written_name(paths[0]) is not None:
-        return {"kind": "leftover"}
     path = os.path.join(folder, name + arrays.JSON)
     unreadable = [*filter(None, map(_unreadable, paths))]
-    record = arrays.read_record(path) if not unreadable else {}
-    if record is None:
+    record = {} if unreadable else arrays.read_record(path)
+    if written_name(paths[0]) is not None or record is None:
         return {"kind": "leftover"}
-    sets = record.get("sets")
-    findings: dict[str, Any] = {"sets": [], "doubts": unreadable}
-    if isinstance(sets, list):
-        findings["sets"] = [one for one in sets if isinstance(one, str)]
     if unreadable:
-        return findings
+        return {"doubts": unreadable}
+    sets = record.get("sets")
+    sets = [one for one in sets if isinstance(one, str)] if isinstance(sets, list) else []
     if record.get("logic") != RULES_VERSION:
         doubt = f"another version of millrace wrote it (its rules are {record.get('logic')!r})"
-        return findings | {"doubts": [doubt]}
+        return {"sets": sets, "doubts": [doubt]}
     if name.startswith(MANIFEST):
         manifest = Manifest.read(path)
         if manifest is None:  # removed meanwhile, or with other entries than ours
-            return findings | {"doubts": ["it cannot be understood"]}
-        return findings | _judge(manifest)
+            return {"sets": sets, "doubts": ["it cannot be understood"]}
+        return {"sets": sets, **_judge(manifest)}
     array_set = arrays.load(folder, name)
     if array_set is None:
         return {"kind": "leftover"}

@@ -190,21 +190,18 @@ def _check_for_megatron(config: DatasetConfig, tokenizer: Any) -> None:
             "the names of Megatron-LM's cache files hold its tokenizer's identifiers: give them as "
             "in a *-description.txt that it wrote"
         )
+    refused = []
     if config.order is not None:
-        raise ConfigError(
-            f"Megatron-LM's cache files hold Megatron-LM's order, and order is {config.order}: "
-            "leave out one of the two"
-        )
-    if not (config.split is None or isinstance(config.split, str)):
-        raise ConfigError(
-            f"the split is {config.split}; Megatron-LM takes a string such as '969,30,1' alone"
-        )
+        refused.append(f"Megatron-LM's order, and order is {config.order}")
+    if not isinstance(config.split, str | None):
+        refused.append(f"a split as a string such as '969,30,1', and it is {config.split}")
     for blend in filter(None, map(config.blend_of, range(len(SPLITS)))):
-        for prefix, part in map(source_of, blend[0]):
-            if part is not None:
-                raise ConfigError(
-                    f"the part of {prefix} is {part}; Megatron-LM reads whole token files alone"
-                )
+        parts = [(prefix, part) for prefix, part in map(source_of, blend[0]) if part is not None]
+        refused += [
+            f"whole token files, and {prefix} has the part {part}" for prefix, part in parts
+        ]
+    if refused:
+        raise ConfigError(f"Megatron-LM's cache files hold {refused[0]}: leave out one of the two")
 
 
 def _write_megatron_cache(

@@ -1,6 +1,5 @@
 """`inspect`, `verify`, `merge`, `split` and `convert`."""
 
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +72,9 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
             folder, dtype=options.dtype, tokenizer=decoder, document=number
         )
         if options.svg is not None:
-            _write_shares(folder, options.dtype, options.svg)
+            metadata = read_metadata(folder, dtype=options.dtype)
+            with atomic_file(options.svg) as file:
+                file.write(inspect.shares_svg(metadata, folder=folder).encode())
         return json_text(shards, ensure_ascii=False) if as_json else inspect.format_shards(shards)
     if (options.svg, options.dtype) != (None, None):
         raise ConfigError(
@@ -84,17 +85,6 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
     if as_json:
         return json_text(description, ensure_ascii=False)
     return inspect.format_description(description)
-
-
-def _write_shares(folder: str, dtype: str | None, svg: str) -> None:
-    place = os.path.dirname(svg) or "."
-    if not os.path.isdir(place):
-        raise ConfigError(f"the folder of {svg} does not exist: make it first")
-    if not svg or os.path.isdir(svg) or not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"the picture cannot be written to {svg!r}: give another --svg")
-    picture = inspect.shares_svg(read_metadata(folder, dtype=dtype), folder=folder)
-    with atomic_file(svg) as file:
-        file.write(picture.encode())
 
 
 def _verify(as_json: bool = False, **values: Any) -> str:
