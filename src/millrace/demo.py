@@ -86,11 +86,9 @@ def run_demo(folder: str) -> None:
 
     _say("What to type next (the command is .venv/bin/millrace if you ran `make demo`)")
     print(f"   millrace inspect {prefixes['docstrings']} --tokenizer {tokenizer.path}")
-    print(
-        f"   millrace tokenize --input YOUR.jsonl --output-prefix {home}/yours "
-        f"--tokenizer {tokenizer.path} --append-eod\n"
-        f"   The files are in {home.resolve()}; the code is in {__file__}"
-    )
+    command = f"millrace tokenize --input YOUR.jsonl --output-prefix {home}/yours --append-eod"
+    print(f"   {command} --tokenizer {tokenizer.path}")
+    print(f"   The files are in {home.resolve()}; the code is in {__file__}")
 
 
 def _make_token_files(home: Path) -> tuple[dict[str, str], Tokenizer]:
@@ -185,12 +183,10 @@ def _draw_steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDA
 
 
 def _print_document_end(samples: NDArray[Any], tokenizer: Tokenizer) -> None:
-    """Decodes the text around the end of a document, inside the first sample that has one."""
-    for number, tokens in enumerate(samples):
-        ends = np.flatnonzero(tokens == tokenizer.eod)
-        if len(ends) > 0 and 40 < ends[0] < SEQUENCE_LENGTH - 40:
-            print(f"   sample {number} has {len(ends)} document ends; around the first:")
-            text = tokenizer.decode(tokens[ends[0] - 40 : ends[0] + 40])
-            text = text.replace(EOD, f"\n==== {EOD} ====\n")
-            print(textwrap.indent(text, "   | ", lambda line: True))
-            return
+    """Decodes the text around the first end of a document in the first sample that has one."""
+    number = int(np.argmax((samples == tokenizer.eod).any(axis=1)))
+    end = int(np.argmax(samples[number] == tokenizer.eod))
+    print(f"   the end of a document in sample {number}:")
+    text = tokenizer.decode(samples[number, max(end - 40, 0) : end + 40])
+    text = text.replace(EOD, f"\n==== {EOD} ====\n")
+    print(textwrap.indent(text, "   | ", lambda line: True))
