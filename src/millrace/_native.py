@@ -13,35 +13,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _core
-from millrace._core import GPTOrder as GPTOrder
-from millrace._core import Order as Order
-from millrace._core import RowForm as RowForm
-from millrace._core import SequenceOrder as SequenceOrder
-from millrace._core import TokenBuffer as TokenBuffer
-from millrace._core import TokenSource as TokenSource
-from millrace._core import copy_pieces as copy_pieces
-from millrace._core import fill_in_middle as fill_in_middle
-from millrace._core import fill_rows as fill_rows
-from millrace._core import find_documents as find_documents
-from millrace._core import first_bad_document as first_bad_document
-from millrace._core import first_bad_sequence as first_bad_sequence
-from millrace._core import gather_samples as gather_samples
-from millrace._core import gather_tokens as gather_tokens
-from millrace._core import locate_spans as locate_spans
-from millrace._core import look_up_draws as look_up_draws
-from millrace._core import map_file as map_file
-from millrace._core import mark_ranges as mark_ranges
-from millrace._core import mask_losses as mask_losses
-from millrace._core import prefetch_file as prefetch_file
-from millrace._core import prefetch_mapped as prefetch_mapped
-from millrace._core import read_packed as read_packed
-from millrace._core import read_pieces as read_pieces
-from millrace._core import spans as spans
-from millrace._core import start_writeback as start_writeback
-from millrace._core import swap_or_not as swap_or_not
-from millrace.checks import MAX_INT32 as MAX_INT32
-from millrace.checks import MAX_INT64 as MAX_INT64
-from millrace.checks import check_within
+from millrace._core import (
+    GPTOrder as GPTOrder,
+    Order as Order,
+    RowForm as RowForm,
+    SequenceOrder as SequenceOrder,
+    TokenBuffer as TokenBuffer,
+    TokenSource as TokenSource,
+    copy_pieces as copy_pieces,
+    fill_in_middle as fill_in_middle,
+    fill_rows as fill_rows,
+    find_documents as find_documents,
+    first_bad_document as first_bad_document,
+    first_bad_sequence as first_bad_sequence,
+    gather_samples as gather_samples,
+    gather_tokens as gather_tokens,
+    locate_spans as locate_spans,
+    look_up_draws as look_up_draws,
+    map_file as map_file,
+    mark_ranges as mark_ranges,
+    mask_losses as mask_losses,
+    prefetch_file as prefetch_file,
+    prefetch_mapped as prefetch_mapped,
+    read_packed as read_packed,
+    read_pieces as read_pieces,
+    spans as spans,
+    start_writeback as start_writeback,
+    swap_or_not as swap_or_not,
+)
+from millrace.checks import MAX_INT32 as MAX_INT32, MAX_INT64 as MAX_INT64, check_within
 from millrace.cores import available_cores
 from millrace.errors import ConfigError
 

@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from millrace.encoding import edge_cases as built_in
-from millrace.encoding import tiktoken_file as tiktoken
+from millrace.encoding import edge_cases as built_in, tiktoken_file as tiktoken
 from millrace.encoding.encoder_check import choose_encoder, difference_on
 from millrace.encoding.hugging_face import JsonVocabulary
 from millrace.encoding.vocabulary import Options
@@ -107,10 +106,7 @@ TOKENS = ("<tok>", "ab", "<TOK>x", "  ", "é", "<t", "the", "1", "\n", "'s")
 @cache
 def models() -> dict[str, dict[str, Any]]:
     """Small vocabularies of every kind, trained on the edge cases."""
-    from tokenizers import Tokenizer
-    from tokenizers import models as m
-    from tokenizers import pre_tokenizers as pre
-    from tokenizers import trainers as t
+    from tokenizers import Tokenizer, models as m, pre_tokenizers as pre, trainers as t
 
     parts = (built_in._phrases(), built_in._contractions(), built_in._whitespace())
     texts = [text for part in parts for text in part]

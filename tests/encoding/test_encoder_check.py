@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.encoding import Tokenizer
-from millrace.encoding import edge_cases as edge_cases_module
+from millrace.encoding import Tokenizer, edge_cases as edge_cases_module
 from millrace.encoding.edge_cases import _around_tokens, edge_cases
 from millrace.encoding.tokenizer import checked_tokenizer, compare_encoders
 from tests.encoding import encoder_variants as variants

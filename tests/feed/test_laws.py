@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from tests.feed import laws
 from tests.feed.soak import FlakyReader, Soak

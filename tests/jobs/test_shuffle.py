@@ -24,8 +24,7 @@ from millrace.provenance import OriginsWriter
 from millrace.shards.metadata import read_metadata
 from millrace.store import verify_shards
 from tests.conftest import make_texts, write_documents
-from tests.jobs import shuffle_cases as cases
-from tests.jobs import shuffle_kills
+from tests.jobs import shuffle_cases as cases, shuffle_kills
 from tests.jobs.kills import DEADLINE, KILLED, finish, finished_tasks, run_and_die
 from tests.jobs.shuffle_kills import VERB
 

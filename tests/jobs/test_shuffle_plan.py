@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.ragged import even_sizes, starts_of

@@ -21,8 +21,7 @@ import millrace
 # torch and megatron-core warn of their own deprecations, and of optional packages, on import.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from megatron.core.datasets import helpers as helpers
-    from megatron.core.datasets import indexed_dataset
+    from megatron.core.datasets import helpers as helpers, indexed_dataset
     from megatron.core.datasets.blended_dataset import BlendedDataset as BlendedDataset
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
     from megatron.core.datasets.utils import Split

@@ -12,8 +12,7 @@ import numpy as np
 import oracle_megatron as oracle
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 import millrace.megatron as ours
 from millrace.errors import ConfigError

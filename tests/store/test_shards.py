@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from millrace import ConfigError, DataError, ShardedDataset
 from millrace.shards.metadata import is_shards_folder, read_metadata, write_metadata

@@ -8,8 +8,7 @@ from torch import distributed
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.interrupts import interrupts_held
-from millrace.run import DatasetConfig, Datasets
-from millrace.run import build_datasets as _build_datasets
+from millrace.run import DatasetConfig, Datasets, build_datasets as _build_datasets
 
 T = TypeVar("T")
 
