@@ -5,6 +5,7 @@ ConfigError for any other value than its docstring names. NumPy's integers becom
 sums do not overflow and which JSON can hold. Floats and bools are never counts.
 """
 
+import json
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -164,6 +165,15 @@ def check_path(name: str, value: Any) -> str:
     if "\0" in path:  # which no file can have
         raise ConfigError(f"{name} must be a path, not {shown(value)}")
     return path
+
+
+def plain_json(value: Any) -> Any:
+    """The value as JSON returns it: tuples become lists."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        problem = f"{shown(value)} cannot be stored as JSON: {error}"
+        raise ConfigError(f"{problem}. Give texts, numbers, lists and dicts") from None
 
 
 def check_paths(name: str, values: Any) -> list[str]:

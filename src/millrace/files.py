@@ -49,7 +49,7 @@ def written_name(temporary: str) -> str | None:
 
 def files_below(
     folder: str, is_skipped: Callable[[str], bool], parents: tuple[tuple[int, int], ...] = ()
-) -> Iterator[str]:
+) -> Iterator[os.DirEntry[str]]:
     """The files in a folder and in all folders below it, without those whose names are skipped.
 
     Links are followed, but not to one of the folder's own parents (device and inode of each).
@@ -64,7 +64,7 @@ def files_below(
         if entry.is_dir():
             yield from files_below(entry.path, is_skipped, (*parents, identity))
         else:
-            yield entry.path
+            yield entry
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace import checks, files
-from millrace.checks import absolute_path, place_of, shown
+from millrace.checks import absolute_path, place_of, plain_json, shown
 from millrace.errors import ConfigError, MillraceError
 
 _FORMAT = 3  # version of the folder's layout
@@ -276,17 +276,6 @@ def _explained(path: str) -> Iterator[None]:
             f"the journal {path} cannot be written: {error}. The job keeps what it has done there: "
             "make room and grant access, or write to another folder"
         ) from error
-
-
-def plain_json(value: Any) -> Any:
-    """The value as JSON returns it: tuples become lists."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{shown(value)} cannot be stored as JSON: {error}. Give texts, numbers, lists and "
-            "dicts"
-        ) from None
 
 
 def differences(old: Any, new: Any) -> str:

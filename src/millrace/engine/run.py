@@ -36,9 +36,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from millrace.checks import check_path
+from millrace.checks import check_path, plain_json
 from millrace.engine import ray
-from millrace.engine.journal import Journal, differences, plain_json
+from millrace.engine.journal import Journal, differences
 from millrace.engine.local import run_local
 from millrace.engine.progress import Progress
 from millrace.engine.tasks import Executor, Function, Task, run_attempt

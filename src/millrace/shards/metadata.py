@@ -181,12 +181,12 @@ def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> 
         file.write(text + _last_lines(text))
 
 
-def metadata_problem(folder: str, metadata: ShardsMetadata, storage: Storage = LOCAL) -> str | None:
+def metadata_problem(folder: str, metadata: ShardsMetadata) -> str | None:
     """A sentence if the checksum in `metadata.json` shows a change of it."""
     if metadata.is_of_another_tool:
         return None
     path = metadata_path(folder)
-    content = read_file(storage, path)
+    content = read_file(LOCAL, path)
     text = content[: -len(_last_lines(b""))]
     if content == text + _last_lines(text):
         return None

@@ -195,7 +195,7 @@ def _is_skipped(name: str) -> bool:
 
 def _walk(folder: str) -> list[str]:
     with read_errors_of(folder):
-        return sorted(files_below(folder, _is_skipped))
+        return sorted(file.path for file in files_below(folder, _is_skipped))
 
 
 def _token_paths(paths: Sequence[str]) -> list[str]:

@@ -67,7 +67,9 @@ def read_errors_of(path: str) -> Iterator[None]:
     except OSError as error:
         if is_of_the_process(error):
             raise
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise DataError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}"
+        ) from None
 
 
 def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:

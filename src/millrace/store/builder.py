@@ -1,7 +1,6 @@
 """Writing an indexed dataset."""
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from millrace.checks import MAX_INT32, check_bool, check_ints, check_path, shown
+from millrace.checks import MAX_INT32, check_bool, check_ints, check_path, plain_json, shown
 from millrace.errors import ConfigError
 from millrace.files import naming, temporary_name
 from millrace.interrupts import interrupts_held
@@ -309,11 +308,7 @@ def _check_prefix(prefix: str) -> None:
 def _plain_json(provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if provenance is not None and not isinstance(provenance, Mapping):
         raise ConfigError(f"provenance is {shown(provenance)}; a dict is needed")
-    try:
-        plain: dict[str, Any] | None = json.loads(json.dumps(provenance))
-    except (TypeError, ValueError, RecursionError) as error:
-        remedy = "give texts, numbers, lists and dicts"
-        raise ConfigError(f"the provenance cannot be written as JSON ({error}); {remedy}") from None
+    plain: dict[str, Any] | None = plain_json(provenance)
     return plain
 
 

@@ -22,7 +22,6 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
 from millrace.storage import LOCAL, StoredFile, exists, storage_of
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
-from millrace.store.layout import read_header
 from millrace.store.publish import bin_path, idx_path, open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
 
@@ -181,10 +180,8 @@ def _check_pair(prefix: str, checks: Checks) -> None:
     with checks.errors_of():
         data, index = open_pair(prefix, "file", storage=storage_of(prefix))
         assert data is not None
-        # Errors of the index are reported by the check of the structure.
         opened = partial(IndexedDataset, prefix, access="file")
-        header = partial(read_header, index, idx_path(prefix))
-        checks.blocks(idx_path(prefix), index, info.idx, lambda a, b: header().parts_in(a, b))
+        checks.blocks(idx_path(prefix), index, info.idx)
         checks.blocks(bin_path(prefix), data, info.bin, lambda a, b: _sequences_in(opened(), a, b))
         checks.report.num_bytes = checks.report.num_bytes or index.size
         dataset = opened()

@@ -87,18 +87,6 @@ class Header:
         """The size of the index file in bytes."""
         return self.columns["modes"].end
 
-    def parts_in(self, start: int, stop: int) -> str:
-        """The parts of the index file between two of its bytes."""
-        parts = ["header"] if start < HEADER.size else []
-        for name, column in self.columns.items():
-            first, end = max(start, column.offset), min(stop, column.end)
-            if first < end:
-                size = column.dtype.itemsize
-                low, high = (first - column.offset) // size, (end - 1 - column.offset) // size
-                label = "document indices" if name == "documents" else f"{name} of sequences"
-                parts.append(f"{label} {low} to {high}")
-        return ", ".join(parts)
-
     def pack(self) -> bytes:
         counts = self.num_sequences, self.num_document_entries
         return HEADER.pack(MAGIC, VERSION, dtype_code(self.dtype), *counts)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from millrace import checks
 from millrace.errors import ConfigError, TextError
+from millrace.files import files_below
 from millrace.names import is_beside_documents
 from millrace.text.formats import PlainText, known_formats
 from millrace.text.parts import Format, InputFile
@@ -171,7 +172,11 @@ class _Finder:
                 yield from self._files_of(path) if os.path.isdir(path) else (path,)
 
     def _files_of(self, folder: str) -> list[str]:
-        formats = {path: self._by_name(path) for path in sorted(_walk(folder, ()))}
+        with readable(folder):
+            found = list(files_below(folder, _is_skipped))
+        # Not pipes, sockets and devices; a link to a missing file is an error when it is read.
+        paths = [one.path for one in found if one.is_file() or not os.path.exists(one.path)]
+        formats = {path: self._by_name(path) for path in sorted(paths)}
         files = [path for path, format_ in formats.items() if format_]
         self._others += [path for path, format_ in formats.items() if not format_]
         texts = {path for path in files if isinstance(formats[path], PlainText)}
@@ -187,23 +192,8 @@ class _Finder:
         return files
 
 
-def _walk(folder: str, parents: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """The files that may be documents, also behind links, but not links to a parent folder."""
-    with readable(folder):
-        status = os.stat(folder)
-        identity = status.st_dev, status.st_ino
-        if identity in parents:
-            return
-        with os.scandir(folder) as scan:
-            entries = list(scan)
-    for entry in entries:
-        if entry.name.startswith((".", "_")) or _is_ours(entry.name):
-            continue
-        if entry.is_dir():
-            yield from _walk(entry.path, (*parents, identity))
-        # Not pipes, sockets and devices; a link to a missing file is an error when it is read.
-        elif entry.is_file() or not os.path.exists(entry.path):
-            yield entry.path
+def _is_skipped(name: str) -> bool:
+    return name.startswith((".", "_")) or _is_ours(name)
 
 
 def _is_ours(path: str) -> bool:

@@ -64,7 +64,9 @@ def readable(source: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TextError(f"{source} cannot be read: {error.strerror or error}") from None
+        raise TextError(
+            f"{error.filename or source} cannot be read: {error.strerror or error}"
+        ) from None
 
 
 def is_of_a_process(path: str) -> bool:
