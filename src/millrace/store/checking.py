@@ -2,7 +2,8 @@
 
 The structure is always checked: the header, the sizes, and that each sequence and each document
 starts where the one before it ends. Checksums are checked if the pair has a sidecar with them; a
-damaged block is reported with its sequences and documents. A sidecar of origins is checked too.
+damaged block of tokens is reported with its sequences and documents. A sidecar of origins is
+checked too.
 """
 
 import contextlib
