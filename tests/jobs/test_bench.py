@@ -48,16 +48,16 @@ def test_bench_measures_cold_paced_and_warm_data(config: DatasetConfig) -> None:
         assert one.bound_by in ("step", "disk", "memory", "CPU", "other")
     cold = result.measurements[0]
     assert cold.accelerators == int(cold.tokens_per_second // 10_000)
+    lines = format_result(result).splitlines()
+    for one in result.measurements:
+        assert any(line.startswith(one.name) for line in lines)
+    assert f"{result.num_samples:,} samples of 16 tokens" in lines[0]
 
 
-def test_bench_without_dropping_the_cache_has_no_cold_measurement(config: DatasetConfig) -> None:
-    result = bench(config, drop_cache=False, prefetch=0, **SHORT)
+def test_bench_feeds_several_ranks_and_leaves_the_page_cache(config: DatasetConfig) -> None:
+    result = bench(config, ranks=2, threads=2, prefetch=0, drop_cache=False, **SHORT)
     assert [one.name for one in result.measurements] == ["paced", "warm"]
     assert result.page_cache == "left as it was"
-
-
-def test_bench_feeds_several_ranks_from_separate_processes(config: DatasetConfig) -> None:
-    result = bench(config, ranks=2, threads=2, drop_cache=False, **SHORT)
     assert (result.options["ranks"], result.options["threads"]) == (2, 2)
     assert all(one.num_steps >= 2 for one in result.measurements)
 
@@ -70,14 +70,6 @@ def test_bench_of_a_run_with_a_cache_folder(config: DatasetConfig, tmp_path: Pat
         result = bench(cached, **SHORT)
         num_files.append(result.page_cache.rpartition(" in ")[2])
     assert num_files[-1] == "9 files)"
-
-
-def test_the_text_has_a_line_for_each_measurement(config: DatasetConfig) -> None:
-    result = bench(config, **SHORT)
-    lines = format_result(result).splitlines()
-    for one in result.measurements:
-        assert any(line.startswith(one.name) for line in lines)
-    assert f"{result.num_samples:,} samples of 16 tokens" in lines[0]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

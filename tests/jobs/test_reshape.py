@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -96,17 +95,6 @@ def test_datasets_of_different_dtypes_or_modes_cannot_be_merged(tmp_path: Path) 
     assert not list(tmp_path.glob("all*"))
 
 
-def test_a_damaged_part_cannot_be_merged(tmp_path: Path) -> None:
-    write(tmp_path / "a", 1)
-    size = len(IndexedDataset(tmp_path / "a"))
-    with open(tmp_path / "a.idx", "r+b") as file:
-        file.seek(34 + 4 * size + 8 * (size // 2))
-        file.write(b"\x01")
-    with pytest.raises(DataError, match="should start at byte"):
-        merge([str(tmp_path / "a")], str(tmp_path / "all"))
-    assert not list(tmp_path.glob("all*"))
-
-
 @pytest.mark.parametrize("options", [{}, {"documents": 1, "num_bytes": 1}, {"documents": 0}])
 def test_a_split_needs_one_size(tmp_path: Path, options: dict[str, int]) -> None:
     write(tmp_path / "a")
@@ -122,9 +110,10 @@ def test_a_dtype_can_be_changed_and_changed_back(tmp_path: Path) -> None:
     assert np.array_equal(wide.tokens, IndexedDataset(tmp_path / "a").tokens)
     convert(str(tmp_path / "wide"), str(tmp_path / "back"), dtype=np.uint16)
     assert content(tmp_path / "back") == content(tmp_path / "a")
-    write_documents(tmp_path / "big", [[70_000]], np.int32)
-    with pytest.raises(ConfigError, match="70000 does not fit uint16"):
-        convert(str(tmp_path / "big"), str(tmp_path / "small"), dtype=np.uint16)
+    write_documents(tmp_path / "big", [[1, 70_000]], np.int32)
+    for target in ("small", "small.npy"):
+        with pytest.raises(ConfigError, match=r"70000 .*does not fit uint16"):
+            convert(str(tmp_path / "big"), str(tmp_path / target), dtype=np.uint16)
     assert not list(tmp_path.glob("small*"))
 
 
@@ -200,29 +189,19 @@ def test_a_source_that_is_not_an_array_of_tokens_is_refused(
     assert not list(tmp_path.glob("out*"))
 
 
-def test_tokens_that_do_not_fit_an_array_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "a", 3)
-    write_documents(tmp_path / "big", [[1, 300]], np.int32)
-    with pytest.raises(ConfigError, match="token 300 at position 1 does not fit uint8"):
-        convert(str(tmp_path / "big"), str(tmp_path / "out.npy"), dtype=np.uint8)
-    assert not list(tmp_path.glob("out*"))
-
-
 # ---- damage, and leftovers ----
 
 
-def write_with_bad_entry(prefix: Path, entry: int, value: int) -> None:
-    """A pair of 10 documents, one of whose document entries is damaged."""
-    write_documents(prefix, [[number] for number in range(10)], np.int32)
-    index = bytearray(Path(f"{prefix}.idx").read_bytes())
-    place = 34 + 12 * 10 + 8 * entry
-    index[place : place + 8] = value.to_bytes(8, "little", signed=True)
-    Path(f"{prefix}.idx").write_bytes(index)
-
-
-@pytest.mark.parametrize(("entry", "value"), [(4, 2), (4, 7), (5, -1), (9, 11), (1, 2**62)])
-def test_damaged_document_entries_are_not_copied(tmp_path: Path, entry: int, value: int) -> None:
-    write_with_bad_entry(tmp_path / "bad", entry, value)
+@pytest.mark.parametrize(
+    ("table", "entry", "value"),
+    [(12, 4, 2), (12, 4, 7), (12, 5, -1), (12, 9, 11), (12, 1, 2**62), (4, 5, 1), (4, 0, 8)],
+)
+def test_damaged_entries_are_not_copied(tmp_path: Path, table: int, entry: int, value: int) -> None:
+    """Of documents, or of pointers: their table starts after so many bytes for each sequence."""
+    write_documents(tmp_path / "bad", [[number] for number in range(10)], np.int32)
+    with open(tmp_path / "bad.idx", "r+b") as file:
+        file.seek(34 + 10 * table + 8 * entry)
+        file.write(value.to_bytes(8, "little", signed=True))
     for work in (
         lambda: merge([tmp_path / "bad"], tmp_path / "out", checksums=True),
         lambda: split(tmp_path / "bad", tmp_path / "out", documents=3, checksums=True),
@@ -230,7 +209,7 @@ def test_damaged_document_entries_are_not_copied(tmp_path: Path, entry: int, val
         lambda: convert(tmp_path / "bad", tmp_path / "out", dtype=np.int64, checksums=True),
         lambda: convert(tmp_path / "bad", tmp_path / "out.npy"),
     ):
-        with pytest.raises(DataError, match="The index is damaged"):
+        with pytest.raises(DataError, match=r"The index is damaged|should start at byte"):
             work()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.bin", "bad.idx"]
 
@@ -283,33 +262,6 @@ def test_a_split_does_not_remove_its_source(tmp_path: Path) -> None:
     write_documents(tmp_path / "shard_00007", [[1]], np.int32)
     split(tmp_path / "shard_00007", tmp_path / "shard", documents=1)
     assert len(IndexedDataset(tmp_path / "shard_00007")) == 1
-
-
-def test_two_writers_of_one_array_leave_it_whole(tmp_path: Path) -> None:
-    """Each has its own temporary file: at every instant readers see a whole array of one writer."""
-    for number in range(2):
-        write_documents(tmp_path / f"data{number}", [np.full(200_000, number)], np.int32)
-    stop = threading.Event()
-    errors: list[BaseException] = []
-
-    def write_all_the_time(number: int) -> None:
-        try:
-            while not stop.is_set():
-                convert(tmp_path / f"data{number}", tmp_path / "out.npy")
-        except BaseException as error:
-            errors.append(error)
-
-    convert(tmp_path / "data0", tmp_path / "out.npy")
-    threads = [threading.Thread(target=write_all_the_time, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(300):
-        assert np.unique(np.load(tmp_path / "out.npy")).tolist() in ([0], [1])
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 @pytest.mark.parametrize("modes", [False, True])
