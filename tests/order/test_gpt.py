@@ -1,6 +1,10 @@
 """Plans with counts beyond 32 bits, and ranges too large for an index; without such data."""
 
+import os
 import pickle
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -56,3 +60,22 @@ def test_an_order_is_made_of_its_indices() -> None:
     assert order.indices is indices
     assert (len(order), order.fingerprint()["seed"], order.sequences) == (14, 3, (0, 4))
     assert pickle.loads(pickle.dumps(order)).spans([0, 1]).counts.sum() == 10
+
+
+def test_a_fork_beside_a_thread_that_makes_an_order_is_not_blocked() -> None:
+    lengths, plan = np.array([9, 0, 4, 17], np.int32), plan_gpt(30, 12, 4)
+    indices = Deferred.of(build_gpt_indices(lengths, (0, 4), plan, 3))
+
+    def load() -> np.ndarray:
+        time.sleep(0.5)
+        return lengths
+
+    order = GPTOrder(plan, sequences=(0, 4), seed=3, lengths=Deferred(load), indices=indices)
+    with ThreadPoolExecutor(1) as pool:
+        making = pool.submit(order.spans, [0])
+        time.sleep(0.1)
+        if (child := os.fork()) == 0:
+            signal.alarm(20)
+            os._exit(int(order.spans([0]).counts.sum() - 5))
+        assert os.waitpid(child, 0)[1] == 0
+        assert making.result().counts.sum() == 5

@@ -8,7 +8,7 @@ holds the sequences of all epochs in shuffled order; the tokens between the plac
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,8 +115,7 @@ class GPTOrder(CoreOrder):
     def indices(self) -> GPTIndices:
         return self._indices.value
 
-    @cached_property
-    def core(self) -> _native.Order:
+    def _make_core(self) -> _native.Order:
         return _native.gpt_order(
             self._lengths.value,
             *self.indices,

@@ -1,6 +1,5 @@
 """What an order is: a function from sample numbers to token spans."""
 
-from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -57,17 +56,24 @@ class Order(Protocol):
 class CoreOrder:
     """An order of the native core, with which a batch is one call."""
 
-    @cached_property
-    def core(self) -> _native.Order:
-        """The same order in the native core, which no pickle holds."""
+    _core: _native.Order | None = None
+
+    def _make_core(self) -> _native.Order:
         raise NotImplementedError
+
+    @property
+    def core(self) -> _native.Order:
+        """The same order in the native core, which no pickle holds; as `Deferred`, without a lock
+        (which `cached_property` has on Python 3.11)."""
+        self._core = self._core or self._make_core()
+        return self._core
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """The spans of some samples; a ValueError for an index that points outside its arrays."""
         return Spans(*_native.spans(self.core, check_ints("sample numbers", sample_numbers)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "core"}
+        return vars(self) | {"_core": None}
 
 
 class SequenceOrder(CoreOrder):
@@ -83,8 +89,7 @@ class SequenceOrder(CoreOrder):
     def __len__(self) -> int:
         return self.num_samples
 
-    @cached_property
-    def core(self) -> _native.Order:
+    def _make_core(self) -> _native.Order:
         return _native.sequence_order(self.num_samples, self.sequence_length + self.add_extra_token)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
