@@ -20,6 +20,7 @@ def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "data:\n  data-path: [0.3, a, 0.7, b]\n  split: 9,1,0\nseq-length: 8\ntrain_samples: 100\n"
         "global-batch-size: 4\nreset-position-ids: true\n"
+        "layers: [[&a {<<: {depth: 1}, depth: 2}], {<<: *a}]\n"  # nothing is given twice
     )
     (tmp_path / "run.toml").write_text(
         'seq-length = 8\ntrain_samples = 100\n"global-batch-size" = 4\nreset-position-ids = true\n'

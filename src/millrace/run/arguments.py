@@ -61,9 +61,10 @@ def _load_yaml(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        def compose_mapping_node(self, anchor: str | None) -> Any:
+            node = super().compose_mapping_node(anchor)  # as written: `<<` is not merged yet
             _refuse_twice([key.value for key, _ in node.value if isinstance(key.value, str)])
-            return super().construct_mapping(node, deep)
+            return node
 
     try:
         return yaml.load(text, Loader)

@@ -127,7 +127,7 @@ def _find(config: DatasetConfig) -> tuple[RunPlan, Mapping[str, SplitArrays]] | 
     """The run by its manifest, if there is one that fits the token files and its sets."""
     manifest = Manifest.find(config)
     plan = None if manifest is None else manifest.plan(config)
-    arrays = None if plan is None else _find_sets(plan, str(config.cache))
+    arrays = None if plan is None else _find_sets(plan, os.fspath(config.cache or ""))
     if plan is None or arrays is None:
         return None
     has_changed = not config.trust_cache and any(file.record.change() for file in plan.files)

@@ -151,7 +151,7 @@ class DatasetConfig:
         if blend is None:
             return None
         if not _is_list(blend) or len(blend) != 2 or not _is_list(blend[0]) or not len(blend[0]):
-            raise ConfigError(f"{name} blend must be (prefixes, weights), not {shown(blend)}")
+            raise ConfigError(f"{name} blend must be (1+ prefixes, weights), not {shown(blend)}")
         sources = [_checked_source(name, source) for source in blend[0]]
         if blend[1] is None:
             return sources, None
@@ -201,7 +201,7 @@ def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
     if order is None:
         return None
     if not callable(order) or "<" in getattr(order, "__qualname__", "<"):
-        raise ConfigError(f'order must be of a module, or its "module:name", not {shown(order)}')
+        raise ConfigError(f'order must be at module level, or "module:name", not {shown(order)}')
     needed = ("of", "arrays", "build", "load") if isinstance(order, type) else ()
     missing = [name for name in needed if not hasattr(order, name)]
     if missing:
