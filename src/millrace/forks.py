@@ -33,14 +33,14 @@ def watch_forks(one: Any) -> None:
 
     It forgets what a child cannot use, before any other code runs there.
     """
-    _objects.add(one)
+    _objects[id(one)] = one  # not a set: an object may have no hash
 
 
-_objects: weakref.WeakSet[Any] = weakref.WeakSet()
+_objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _tell_all() -> None:
-    for one in list(_objects):
+    for one in list(_objects.values()):
         one.after_fork()
 
 

@@ -228,8 +228,8 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_frozen(part) for part in value]
     if hasattr(value, "__array__") and not isinstance(value, np.generic):
-        has_objects = getattr(getattr(value, "dtype", None), "hasobject", False)
-        return _frozen(value.tolist()) if has_objects else _Array(value)
+        array = _Array(value)
+        return _frozen(array.values.tolist()) if array.values.dtype.hasobject else array
     return copy.deepcopy(value)
 
 

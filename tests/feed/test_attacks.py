@@ -658,6 +658,11 @@ class RemoteReader(MemoryReader):
         self.told |= set(byte_offsets.tolist())
 
 
+class StandsStill(SequentialSampler):
+    def consumed_after(self, consumed_samples: int) -> int:
+        return min(super().consumed_after(consumed_samples), 10)
+
+
 def test_remote_storage_is_told_what_is_read_next(make_dataset: Make, tmp_path: Path) -> None:
     make_dataset([100] * 50)
     reader = RemoteReader(tmp_path / "data.bin")
@@ -672,5 +677,7 @@ def test_remote_storage_is_told_what_is_read_next(make_dataset: Make, tmp_path: 
         assert reader.untold_reads <= 30  # the first steps
     expected = plain.batch(np.arange(5))
     assert np.array_equal(next(Loader(dataset, micro_batch_size=5))["tokens"], expected["tokens"])
+    with pytest.raises(ConfigError, match="consumed_after must be at least 11"):  # and no hang
+        list(Loader(dataset, sampler=StandsStill(len(dataset), micro_batch_size=5)))
     reader.error = OSError("busy")  # of a hint: it is not the batch's own
     assert len(list(Loader(dataset, micro_batch_size=5))) == len(dataset) // 5

@@ -7,6 +7,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
@@ -271,6 +272,20 @@ def test_copies_draw_for_themselves() -> None:
     numbers_again = sampler.sample_numbers(20)
     numbers_again[:] = 0  # the caller's own
     assert sampler.sample_numbers(20).tolist() == numbers
+
+
+def test_a_sampler_may_be_a_dataclass_and_lack_optional_methods() -> None:
+    @dataclass(kw_only=True)  # equal to others, so that it has no hash
+    class Mine(CyclicSampler):
+        consumed_at = num_steps = fingerprint = check_position = explain_difference = None  # type: ignore[assignment]
+
+    sampler = Mine(10, micro_batch_size=5)
+    loader = Loader(Numbers(10), sampler=sampler)
+    assert is_true_in_child(lambda: len(sampler.sample_numbers(0)) == 5)
+    assert loader.batch(1)["tokens"].tolist() == permutation(10, 0)[5:]
+    loader.load_state_dict(loader.state_dict())
+    with pytest.raises(TypeError, match="no number of steps"):
+        len(loader)
 
 
 # ---- batch sizes that change ----

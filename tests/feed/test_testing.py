@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from millrace import ConfigError, GPTDataset, IndexedDataset, Loader
@@ -101,6 +102,7 @@ def test_batches_of_any_plain_kind_are_compared() -> None:
                 torch.full((2,), number, dtype=torch.bfloat16, requires_grad=True),
                 np.array([np.nan, -0.0]),
                 {"deep": [number, None, "text", 1.5, float("nan")], "object": np.array([None])},
+                pa.array(["a", None]),
                 np.int64(number),
             )
 
@@ -235,6 +237,10 @@ def making(make: Callable[[Any, int], Any]) -> type[Plain]:
         (
             making(lambda self, _: {"x": np.zeros(3, self.dtype())}),
             r"batch\.x is an array float32 \[",
+        ),
+        (
+            making(lambda self, _: pa.array([str(self.was_resumed)])),
+            r"batch\[0\] is 'False' .* 'True'",
         ),
         (making(lambda self, _: {"xy"[self.was_resumed]: np.zeros(3)}), "array .*, nothing now"),
         (

@@ -184,8 +184,8 @@ class Loader(Renewed):
     def batch(self, step: int) -> Any:
         """The batch of a step, counted from sample 0, or an IndexError; the position stays."""
         step, start = check_int("step", step, 0), Position(0)
-        if hasattr(self.sampler, "consumed_at"):
-            return self.batch_at(self.sampler.consumed_at(step))
+        if (consumed_at := getattr(self.sampler, "consumed_at", None)) is not None:
+            return self.batch_at(consumed_at(step))
         for _ in range(step):
             start = _found(self._maker.outline(start), shown(step)).after or start
         return self.batch_at(start.consumed_samples)

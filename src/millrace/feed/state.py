@@ -36,7 +36,7 @@ class Fingerprint(NamedTuple):
     def at(self, consumed_samples: int) -> dict[str, Any]:
         """The fingerprint of the samples up to a number of consumed samples."""
         fingerprint: dict[str, Any] = plain(fingerprint_of(self.dataset, consumed_samples))
-        if not hasattr(self.sampler, "fingerprint"):
+        if not getattr(self.sampler, "fingerprint", None):
             return fingerprint
         sampler = plain(fingerprint_of(self.sampler, consumed_samples), "fingerprint.sampler")
         return {**fingerprint, "sampler": sampler} if sampler else fingerprint

@@ -353,7 +353,7 @@ class LookAhead:
             while sum(self._told.values()) < _DISTANCE and self._sampler.has_step(self._end):
                 steps.append(self._sampler.sample_numbers(self._end))
                 self._told[self._end] = max(len(steps[-1]), 1)  # a rank's last step may be empty
-                self._end = self._sampler.consumed_after(self._end)
+                self._end = max(self._sampler.consumed_after(self._end), self._end + 1)
         return steps
 
 

@@ -25,7 +25,7 @@ class Sampler(Protocol):
 
 
 class OptionalMethods(Protocol):
-    """What a `Sampler` may have beside its methods. A `Loader` uses each one that is there."""
+    """What a `Sampler` may have beside its methods. A `Loader` uses what is there and not None."""
 
     def num_steps(self, consumed_samples: int = 0) -> int:
         """Number of steps from there to the end."""
@@ -49,7 +49,7 @@ class OptionalMethods(Protocol):
 
 def num_steps(sampler: Any, consumed_samples: int = 0) -> int:
     """The number of steps from a position to the end; TypeError if there is no end."""
-    if not hasattr(sampler, "num_steps"):
+    if not getattr(sampler, "num_steps", None):
         raise TypeError(f"a {type(sampler).__name__} has no number of steps")
     return check_int("num_steps", sampler.num_steps(consumed_samples), 0)
 
@@ -57,11 +57,11 @@ def num_steps(sampler: Any, consumed_samples: int = 0) -> int:
 def checked_position(sampler: Any, consumed_samples: Any) -> int:
     """A position as a whole number; ConfigError where no step of the sampler can start."""
     position = check_int("consumed_samples", consumed_samples, 0)
-    if hasattr(sampler, "check_position"):
+    if getattr(sampler, "check_position", None):
         sampler.check_position(position)
     return position
 
 
 def explanation(sampler: Any) -> str:
     """The sampler's sentence on how its order can differ; empty if it has none."""
-    return str(getattr(sampler, "explain_difference", str)())
+    return str((getattr(sampler, "explain_difference", None) or str)())

@@ -152,11 +152,11 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
     sampler: Any = loader.sampler
     if num_batches == 0:
         return
-    if isinstance(loader.dataset, IN_TURN) or not hasattr(sampler, "consumed_at"):
+    if isinstance(loader.dataset, IN_TURN) or not getattr(sampler, "consumed_at", None):
         name = type(sampler).__name__
         raise ConfigError(f"a {name} cannot tell earlier steps: leave out checksum_batches")
     position = loader.consumed_samples
-    limit = sampler.num_steps() if hasattr(sampler, "num_steps") else position
+    limit = sampler.num_steps() if getattr(sampler, "num_steps", None) else position
     step = bisect_right(range(limit + 1), position, key=sampler.consumed_at) - 1
     for start in map(sampler.consumed_at, range(max(0, step - num_batches), step)):
         with loader._maker.lock:  # a thread of the loader may be in the dataset

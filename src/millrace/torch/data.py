@@ -188,7 +188,7 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
 
     def _state(self, consumed_samples: int) -> dict[str, Any]:
         state: dict[str, Any] = {"consumed_samples": consumed_samples}
-        if hasattr(self.sampler, "fingerprint"):
+        if getattr(self.sampler, "fingerprint", None):
             fingerprint = fingerprint_of(self.sampler, consumed_samples)
             state |= {"sampler": fingerprint} if fingerprint else {}
         return state
