@@ -21,6 +21,7 @@ from millrace._core import (
     TokenBuffer as TokenBuffer,
     TokenSource as TokenSource,
     copy_pieces as copy_pieces,
+    copy_sequences as copy_sequences,
     fill_in_middle as fill_in_middle,
     fill_rows as fill_rows,
     find_documents as find_documents,
@@ -32,6 +33,7 @@ from millrace._core import (
     look_up_draws as look_up_draws,
     map_file as map_file,
     mark_ranges as mark_ranges,
+    mark_repeats as mark_repeats,
     mask_losses as mask_losses,
     prefetch_file as prefetch_file,
     prefetch_mapped as prefetch_mapped,
@@ -266,30 +268,6 @@ def torch_randperm(size: int, seed: int, *, dtype: Any = np.int64) -> NDArray[An
     # torch draws two words of the generator for each of so many numbers.
     has_64_bit_draws = size >= (2**32 - 1) // 20
     return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
-
-
-def copy_sequences(
-    data: NDArray[np.uint8],
-    pointers: Numbers,
-    lengths: NDArray[np.int32],
-    ids: Numbers,
-    token_size: int,
-) -> tuple[NDArray[np.uint8], Numbers]:
-    """The bytes of sequences, one after the other, and their offsets in tokens: [ids + 1].
-
-    A token has 1 to 8 bytes; negative ids count from the end.
-    """
-    check_within("token_size", token_size, 1, 8)
-    return _core.copy_sequences(data, pointers, lengths, ids, token_size)
-
-
-def mark_repeats(
-    tokens: Numbers, ends: Numbers, max_period: int, min_repeats: int, is_whole: bool
-) -> NDArray[np.uint8]:
-    """Marks of the tokens in runs of up to `max_period` that stand `min_repeats` times in a row."""
-    check_within("max_period", max_period, 1, MAX_INT32)
-    check_within("min_repeats", min_repeats, 2, MAX_INT32)
-    return _core.mark_repeats(tokens, ends, max_period, min_repeats, is_whole)
 
 
 def _dtype(value: Any, *names: str) -> np.dtype[Any]:

@@ -141,7 +141,7 @@ def test_what_counts_as_white_space_beside_spaces_and_apostrophes(
 def test_an_encoder_that_agrees_is_used_without_a_message(tokenizer_file: Path) -> None:
     for name, expected in (("auto", "fastokens"), ("tokenizers", "tokenizers")):
         tokenizer, message = checked_tokenizer(Tokenizer(tokenizer_file, encoder=name), ["a"])
-        assert (tokenizer.encoder_name, message, tokenizer.is_auto) == (expected, "", False)
+        assert (tokenizer.encoder_name, message, tokenizer._encoder) == (expected, "", expected)
     assert checked_tokenizer(Tokenizer("bytes"))[1] == ""
 
 

@@ -136,7 +136,7 @@ def test_auto_takes_the_fast_encoder(tokenizer: Tokenizer, sentencepiece_file: P
     references = {tokenizer: "tokenizers", Tokenizer(sentencepiece_file): "sentencepiece"}
     for each, reference in references.items():
         assert (each.encoder_name, each.reference_name) == ("fastokens", reference)
-        assert each.with_encoder("auto").is_auto
+        assert each.with_encoder("auto")._encoder == "auto"
 
 
 def test_truncation_and_padding_settings_are_ignored(edited: Edit, tokenizer: Tokenizer) -> None:

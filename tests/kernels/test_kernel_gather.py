@@ -395,26 +395,6 @@ def test_refuses_sequences_outside_the_token_file(dtype: Any) -> None:
     assert_refused([arrays], [0], [0])
 
 
-def test_refuses_one_past_the_end_where_all_else_is_right() -> None:
-    right: Arrays = {
-        "tokens": np.arange(40, dtype=np.uint16),
-        "sequence_pointers": np.array([0, 40]),
-        "sequence_lengths": np.array([20, 20], np.int32),
-        "document_index": np.array([0, 1], np.int32),
-        "sample_index": np.array([[0, 0], [1, 0], [1, 8]], np.int32),
-        "shuffle_index": np.array([1, 1], np.uint32),
-    }
-    assert_twin([right], [0, 0], [0, 1])
-    sizes = {"tokens": 28, "document_index": 1, "sample_index": 2, "shuffle_index": 1}
-    for name, size in sizes.items():
-        short = right | {name: right[name][:size]}  # what is cut off still lies behind the end
-        with pytest.raises(ValueError, match="outside"):
-            gather(_native, [short], [0, 0], [0, 1])
-    short = {name: array[:1] if "sequence" in name else array for name, array in right.items()}
-    with pytest.raises(ValueError, match="outside"):
-        gather(_native, [short], [0], [0])
-
-
 @given(data=st.data())
 @settings(deadline=None, derandomize=True, max_examples=400)
 def test_any_damage_is_refused_or_read_as_the_twin_reads_it(data: st.DataObject) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from tests.kernels import reference
 from tests.kernels.twins import assert_refused, assert_twin
 
-from millrace import ConfigError, _native
+from millrace import _native
 
 FIM: dict[str, Any] = {
     "rate": 1.0,
@@ -209,10 +209,3 @@ def test_other_arrays_that_do_not_fit_are_refused() -> None:
         _native.mark_ranges(np.zeros((2, 2), np.int32), one, one, one)
     with pytest.raises(ValueError, match="counts has 2 entries; 1 are needed"):
         _native.mark_ranges(ranges, one, one, np.array([1, 1]))
-
-
-def test_repeats_outside_their_limits_are_refused() -> None:
-    """The kernel would divide by zero."""
-    for max_period, min_repeats in ((0, 2), (1, 1), (1, 0), (1, -1), (2**31, 2), (1, 2**31)):
-        with pytest.raises(ConfigError, match=r"max_period|min_repeats"):
-            _native.mark_repeats(np.arange(4), np.array([4]), max_period, min_repeats, False)

@@ -103,13 +103,14 @@ def process_group() -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def config_of(cache: Path | None, **options: Any) -> GPTDatasetConfig:
-    """A configuration; without a cache folder, the indices are cached below each prefix."""
+def config_of(cache: Path | None, kind: Any = GPTDatasetConfig, **options: Any) -> Any:
+    """A configuration of either side; without a cache folder, each prefix has a cache below it."""
+    is_per_split = "blend_per_split" in options
     everything: dict[str, Any] = {
         "random_seed": 1234,
         "sequence_length": 16,
-        "blend": (["unused"], None),
-        "split": None if "blend_per_split" in options else "1,0,0",
+        "blend": None if is_per_split else (["unused"], None),
+        "split": None if is_per_split else "1,0,0",
         "tokenizer": Tokenizer(),
         "reset_position_ids": False,
         "reset_attention_mask": False,
@@ -117,9 +118,7 @@ def config_of(cache: Path | None, **options: Any) -> GPTDatasetConfig:
         "create_attention_mask": False,
         "path_to_cache": None if cache is None else str(cache),
     } | options
-    if "blend_per_split" in options:
-        everything["blend"] = None
-    return GPTDatasetConfig(**everything)
+    return kind(**everything)
 
 
 def gpt_dataset(

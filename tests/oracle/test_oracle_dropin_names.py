@@ -23,16 +23,7 @@ GUIDE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding=
 FINALISERS = ("__del__",)  # not called by name; ours keep files mapped as long as arrays live
 
 
-GPT = ours.GPTDatasetConfig(
-    random_seed=1,
-    sequence_length=8,
-    blend=(["unused"], None),
-    split="1,0,0",
-    tokenizer=oracle.Tokenizer(),
-    reset_position_ids=False,
-    reset_attention_mask=False,
-    eod_mask_loss=False,
-)
+GPT = oracle.config_of(None, ours.GPTDatasetConfig, random_seed=1, sequence_length=8)
 
 
 def missing_names() -> set[tuple[str, str]]:

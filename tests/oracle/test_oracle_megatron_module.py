@@ -37,17 +37,7 @@ THEIR_NAMES = {
 }
 
 
-class Namespace:
-    """One side's names as attributes."""
-
-    def __init__(self, names: dict[str, Any]) -> None:
-        self.__dict__.update(names)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
-
-
-SIDES = (Namespace(OUR_NAMES), Namespace(THEIR_NAMES))
+SIDES = (SimpleNamespace(**OUR_NAMES), SimpleNamespace(**THEIR_NAMES))
 
 
 def on_both(work: Callable[[Any], Any]) -> tuple[Any, Any]:
@@ -55,18 +45,9 @@ def on_both(work: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def config(side: Any, cache: Path | None = None, **options: Any) -> Any:
-    everything = {
-        "random_seed": 1234,
-        "sequence_length": 16,
-        "blend": (["unused"], None),
-        "split": "1,0,0",
-        "tokenizer": oracle.Tokenizer(),
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "eod_mask_loss": False,
-        "path_to_cache": None if cache is None else str(cache),
-    } | options
-    return side.GPTDatasetConfig(**everything)
+    return oracle.config_of(
+        cache, side.GPTDatasetConfig, **({"create_attention_mask": True} | options)
+    )
 
 
 @pytest.fixture
@@ -368,10 +349,10 @@ BAD_CONFIGS: list[dict[str, Any]] = [
     {"split": None},
     {"blend": (["a", "b"], [1.0])},
     {"split": "1,2,3,4"},
-    {"blend_per_split": [ONE, None, None]},
-    {"blend": None, "blend_per_split": [ONE, None, None]},
-    {"blend": None, "split": None, "blend_per_split": [ONE, None]},
-    {"blend": None, "split": None, "blend_per_split": [(["a"], [1.0, 2.0]), None, None]},
+    {"blend": ONE, "split": "1,0,0", "blend_per_split": [ONE, None, None]},
+    {"split": "1,0,0", "blend_per_split": [ONE, None, None]},
+    {"blend_per_split": [ONE, None]},
+    {"blend_per_split": [(["a"], [1.0, 2.0]), None, None]},
     {"fast_cache_load": True},
     {"defer_npy_index_mmap": True},
     {"fast_cache_load": True, "path_to_cache": "cache"},
@@ -452,7 +433,7 @@ def test_bad_builders_raise_alike(
     def work(side: Any) -> Any:
         options: dict[str, Any] = {"blend": (names, blend[1]), "split": "1,1,1"}
         if per_split:
-            options = {"blend": None, "split": None, "blend_per_split": [(names, blend[1])] * 3}
+            options = {"blend_per_split": [(names, blend[1])] * 3}
         build(side, sizes, config(side, **options))
 
     assert_raises_alike(work)
@@ -462,17 +443,16 @@ def test_bad_builders_raise_alike(
 def test_other_errors_are_alike(prefix: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.bin").write_bytes(b"1234")
     (tmp_path / "bad.idx").write_bytes(b"no index of any kind, but long enough to look at")
-    dataset = [side.IndexedDataset(str(prefix)) for side in SIDES]
-    at = dict(zip(SIDES, dataset, strict=True))
+    at = {id(side): side.IndexedDataset(str(prefix)) for side in SIDES}
     for work in (
         lambda side: side.IndexedDataset(str(tmp_path / "none")),
         lambda side: side.IndexedDataset(str(tmp_path / "bad")),
         lambda side: side.IndexedDataset(str(prefix), multimodal=True),
-        lambda side: at[side][0:8:2],
-        lambda side: at[side][60],
-        lambda side: at[side][60:],
-        lambda side: at[side]["a"],
-        lambda side: at[side].get(61),
+        lambda side: at[id(side)][0:8:2],
+        lambda side: at[id(side)][60],
+        lambda side: at[id(side)][60:],
+        lambda side: at[id(side)]["a"],
+        lambda side: at[id(side)].get(61),
         lambda side: side.DType.dtype_from_code(9),
         lambda side: side.DType.code_from_dtype(np.complex64),
         lambda side: side.DType.size("a" if side is SIDES[0] else str),
@@ -673,8 +653,6 @@ def test_options_that_trust_the_cache_name_missing_or_damaged_files(
 ) -> None:
     cache = tmp_path / "cache"
     options: dict[str, Any] = {
-        "blend": None,
-        "split": None,
         "blend_per_split": [([str(prefix)], None), None, None],
         "path_to_cache": str(cache),
     }

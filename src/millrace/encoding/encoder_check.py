@@ -17,7 +17,7 @@ from millrace.errors import ConfigError, TextError
 _BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
 _NUM_TOKENS_AS_TEXTS = 3000
 
-Result = NDArray[np.uint32] | str  # the ids of a text, or the error that it raises
+Result = tuple[str, NDArray[np.uint32] | str]  # a text, and its ids or the error that it raises
 _VERDICTS: dict[tuple[str, Options, str], str | None] = {}
 """How the first built-in text differs, or None, by file, options and encoder: a second job of this
 process need not compare 13,000 texts again."""
@@ -42,8 +42,7 @@ def choose_encoder(
         # The reference encodes while the candidate is loaded, which takes about as long. So do the
         # fingerprints, which every job needs.
         *of_built_in, of_texts = [
-            thread.submit(_texts_and_results, vocabulary.encode_batch, batch)
-            for batch in (*batches, texts)
+            thread.submit(_results, vocabulary.encode_batch, batch) for batch in (*batches, texts)
         ]
         other_thread.submit(lambda: vocabulary.fingerprint)
         try:
@@ -63,7 +62,7 @@ def choose_encoder(
 
 def difference_on(texts: list[str], encode: EncodeBatch, reference: EncodeBatch) -> str | None:
     """As `compare_encoders`."""
-    return _difference(texts, _results(encode, texts), _results(reference, texts))
+    return _difference(encode, _results(reference, texts))
 
 
 def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
@@ -82,18 +81,13 @@ def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
 
 
 def _first_difference(encode: EncodeBatch, expected: Iterable[Future[Any]]) -> str | None:
-    pairs = (future.result() for future in expected)
-    differences = (_difference(texts, _results(encode, texts), ids) for texts, ids in pairs)
+    differences = (_difference(encode, future.result()) for future in expected)
     return next(filter(None, differences), None)
 
 
-def _texts_and_results(encode: EncodeBatch, batch: Iterable[str]) -> tuple[list[str], list[Result]]:
-    texts = list(batch)
-    return texts, _results(encode, texts)
-
-
-def _difference(texts: list[str], results: list[Result], expected: list[Result]) -> str | None:
-    for text, ids, reference_ids in zip(texts, results, expected, strict=True):
+def _difference(encode: EncodeBatch, expected: list[Result]) -> str | None:
+    results = _results(encode, [text for text, _ in expected])
+    for (text, ids), (_, reference_ids) in zip(results, expected, strict=True):
         if isinstance(reference_ids, str):
             continue
         if isinstance(ids, str):
@@ -110,17 +104,18 @@ def _difference(texts: list[str], results: list[Result], expected: list[Result])
     return None
 
 
-def _results(encode: EncodeBatch, texts: list[str]) -> list[Result]:
-    """The ids of each text, or the error that it raises."""
+def _results(encode: EncodeBatch, batch: Iterable[str]) -> list[Result]:
+    texts = list(batch)
     try:
         ids, lengths = encode(texts)
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         if len(lengths) != len(texts) or bounds[-1] != len(ids):
             raise TextError(f"it returned {len(lengths)} lengths for {len(texts)} texts")
-        return [ids[start:stop] for start, stop in itertools.pairwise(bounds)]
+        parts = (ids[start:stop] for start, stop in itertools.pairwise(bounds))
+        return list(zip(texts, parts, strict=True))
     except BaseException as error:
         if must_pass(error):
             raise
         if len(texts) == 1:
-            return [f"{error}" or type(error).__name__]
+            return [(texts[0], f"{error}" or type(error).__name__)]
     return [result for text in texts for result in _results(encode, [text])]

@@ -23,7 +23,6 @@ class JsonVocabulary(Vocabulary):
     Truncation and padding settings are ignored: documents stay whole.
     """
 
-    path: str
     content: str
     options: Options
     file_sha256: str = ""
@@ -42,7 +41,7 @@ class JsonVocabulary(Vocabulary):
     def load(cls, path: str, content: bytes, options: Options, **tokens: Any) -> JsonVocabulary:
         """`tokens` are the `eod_token` and `bos_token` that other files name."""
         try:
-            vocabulary = cls(path, content.decode(), options, sha256(content), **tokens)
+            vocabulary = cls(content.decode(), options, sha256(content), **tokens)
             _ = vocabulary.library  # fails here if the file is damaged
             dropout = json.loads(vocabulary.content)["model"].get("dropout")
         except BaseException as error:  # such as panics of Rust

@@ -214,23 +214,18 @@ class Tokenizer:
     @property
     def encoder_name(self) -> str:
         """Name of the library that encodes; with "auto", this checks the encoders."""
-        if self.is_auto:
+        if self._encoder == "auto":
             self.load()
         return self._encoder
 
     def load(self) -> EncodeBatch:
         """Chooses and loads the encoder, which otherwise the first call of `encode_batch` does."""
         if self._encode_batch is None:
-            if self.is_auto:
+            if self._encoder == "auto":
                 self._encoder, self._encode_batch, _ = choose_encoder(self.vocabulary)
             else:
                 self._encode_batch = self.vocabulary.encoder(self._encoder)
         return self._encode_batch
-
-    @property
-    def is_auto(self) -> bool:
-        """Whether the encoder is still to be chosen."""
-        return self._encoder == "auto"
 
     def with_encoder(self, name: str, encode_batch: EncodeBatch | None = None) -> Tokenizer:
         """The same tokenizer with another encoder, which may be loaded already; ConfigError for one

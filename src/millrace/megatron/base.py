@@ -172,7 +172,7 @@ class CachedIndices(ABC):
                 f"the cached {self._description} in {files.folder} do not fit: {error}. Remove "
                 f"{files.stem}-*, and build them without fast_cache_load and defer_npy_index_mmap"
             ) from None
-        self._log_load()
+        log_on_first_rank(f"Load the {self._description}")
         return arrays
 
     def _load_or_build(self) -> cache.Arrays:
@@ -182,7 +182,7 @@ class CachedIndices(ABC):
             return self._log_and_build("")
         arrays, is_built = cache.load_or_build(self._files, self._check, self._log_and_build)
         if not is_built:
-            self._log_load()
+            log_on_first_rank(f"Load the {self._description}")
         return arrays
 
     def _log_and_build(self, problem: str) -> cache.Arrays:
@@ -191,9 +191,6 @@ class CachedIndices(ABC):
             log_on_first_rank(problem, is_warning=True)
         log_on_first_rank(f"Build and save the {self._description}")
         return self._build()
-
-    def _log_load(self) -> None:
-        log_on_first_rank(f"Load the {self._description}")
 
     def __getstate__(self) -> dict[str, Any]:
         paths = {

@@ -1,5 +1,6 @@
 """Megatron-LM's compiled helpers, by their names and arguments."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,14 +51,8 @@ def build_sample_idx(
     )
 
 
-def build_sample_idx_int32(*args: Any, **kwargs: Any) -> NDArray[np.int32]:
-    """See `build_sample_idx`."""
-    return build_sample_idx(*args, **kwargs, dtype=np.int32)
-
-
-def build_sample_idx_int64(*args: Any, **kwargs: Any) -> NDArray[np.int64]:
-    """See `build_sample_idx`."""
-    return build_sample_idx(*args, **kwargs, dtype=np.int64)
+build_sample_idx_int32 = partial(build_sample_idx, dtype=np.int32)
+build_sample_idx_int64 = partial(build_sample_idx, dtype=np.int64)
 
 
 def build_blending_indices(
