@@ -250,7 +250,7 @@ def test_an_output_folder_that_is_not_empty(folder: Path) -> None:
     output.rmdir()
     output.write_text("a")
     for path in (output, output / "shuffled", f"{output}/"):
-        with pytest.raises(ConfigError, match=f"^{output}/* is a file; give a folder"):
+        with pytest.raises(ConfigError, match=f"{path} cannot be made: (File exists|Not a dir)"):
             run(folder, output_dir=path)
 
 

@@ -58,19 +58,14 @@ def verify_shards(
     folder = check_path("folder", folder)
     with make_pool(threads) as pool:
         checks = Checks(folder, pool, on_bytes)
-        metadata = None
         with checks.errors_of():
             metadata = parse_metadata(folder, dtype)
-        if metadata is None:
-            return checks.report
-        checks.report.has_checksums = bool(metadata.checksums)
-        with checks.errors_of():
+            checks.report.has_checksums = bool(metadata.checksums)
             checks.add(metadata_problem(folder, metadata))
-        sums = metadata.checksums.items()
-        structure = checks.map(partial(_check_shard, folder, metadata), range(metadata.num_shards))
-        checks.report.num_bytes = checks.map(partial(_check_sum, folder), sums) or structure
-    with checks.errors_of():
-        _check_strays(folder, metadata, checks.report)
+            shards, sums = range(metadata.num_shards), metadata.checksums.items()
+            structure = checks.map(partial(_check_shard, folder, metadata), shards)
+            checks.report.num_bytes = checks.map(partial(_check_sum, folder), sums) or structure
+            _check_strays(folder, metadata, checks.report)
     return checks.report
 
 

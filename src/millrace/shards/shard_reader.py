@@ -135,9 +135,3 @@ class Shards(OpenTokens):
     def lengths_checksum(self) -> str:
         """A checksum (16 hex digits) of the sequence lengths: their number, and the length."""
         return checksum([np.array([len(self), self.sequence_length], np.int64).data])
-
-    def __repr__(self) -> str:
-        return (
-            f"Shards({self.prefix!r}: {self.metadata.num_shards:,} shards, {len(self):,} sequences "
-            f"of {self.sequence_length:,} tokens, {self.metadata.dtype})"
-        )

@@ -51,7 +51,7 @@ def output_folder(folder: str) -> Iterator[None]:
     """
     try:
         entries = sorted(os.listdir(folder))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # of the second, `_make_folder` tells more
         _make_folder(folder)
         try:
             yield
@@ -59,10 +59,6 @@ def output_folder(folder: str) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
         return
-    except NotADirectoryError:  # it is a file, or lies in one
-        while not os.path.exists(folder):
-            folder = os.path.dirname(folder)
-        raise ConfigError(f"{folder} is a file; give a folder for the output") from None
     may_have_shards = SHUFFLE_JOURNAL in entries or METADATA in entries  # of this job
     for entry in entries:
         if not (entry.startswith(f"{JOB}.") or (_OUTPUT.fullmatch(entry) and may_have_shards)):

@@ -206,7 +206,7 @@ def _check_origins(dataset: IndexedDataset, info: Info, checks: Checks) -> None:
     checks.blocks(path, file, info.origins)
     if checks.report.problems:  # of a damaged pair, the fingerprint may have changed
         return
-    with checks.errors_of(), contextlib.suppress(ConfigError):  # pyarrow is not installed
+    with contextlib.suppress(ConfigError):  # pyarrow is not installed
         origins = dataset.origins_file
         if origins is not None and info.origins is None:
             for _ in origins.tables(0, dataset.num_documents):

@@ -51,6 +51,9 @@ class OpenTokens:
                 "replaced since. Open the dataset anew, and pickle that one"
             )
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.prefix!r}: {self.num_tokens:,} tokens, {self.dtype})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_same, (type(self), self.prefix, self._options, self.identity())
 

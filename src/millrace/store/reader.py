@@ -409,12 +409,6 @@ class IndexedDataset(OpenTokens):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return (
-            f"IndexedDataset({self.prefix!r}: {self.num_documents:,} documents, "
-            f"{len(self):,} sequences, {self.num_tokens:,} tokens, {self.dtype})"
-        )
-
 
 def _cut(
     flat: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]

@@ -233,7 +233,7 @@ class PairWriter:
         hasher = None if self._hasher is None else BlockHasher()
         header = self.columns.header
         with open(self.temporaries.idx, "wb", buffering=1 << 20) as index:
-            for chunk in self.columns.chunks(header):
+            for chunk in self.columns.chunks():
                 index.write(chunk)
                 if hasher is not None:
                     hasher.update(chunk)
@@ -315,13 +315,13 @@ class IndexColumns:
     def header(self) -> Header:
         return Header(self.dtype, self._lengths.count, self._documents.count, self.has_modes)
 
-    def chunks(self, header: Header) -> Iterator[Any]:
+    def chunks(self) -> Iterator[Any]:
         """The bytes of the index file, in pieces."""
-        yield header.pack()
+        yield self.header.pack()
         yield from self._lengths.chunks()
         end = 0
         for lengths in self._lengths.chunks():
-            sizes = np.multiply(lengths, header.dtype.itemsize, dtype="<i8")
+            sizes = np.multiply(lengths, self.dtype.itemsize, dtype="<i8")
             ends = end + np.cumsum(sizes)
             yield ends - sizes
             end = int(ends[-1])
@@ -413,4 +413,4 @@ def write_index(
                 f"{header.num_document_entries - 1} documents and {num_bytes} bytes; the .bin has "
                 f"{size}. No index is written"
             )
-        file.writelines(columns.chunks(header))
+        file.writelines(columns.chunks())
