@@ -117,6 +117,7 @@ def test_an_index_of_other_sequences_is_found(folder: Path) -> None:
 def test_all_missing_and_truncated_files_are_named(folder: Path) -> None:
     (folder / "shard_0000.bin").unlink()
     (folder / "shard_0001.idx").unlink()
+    (folder / "shard_0001.idx").symlink_to("nowhere")
     path = folder / "shard_0002.bin"
     path.write_bytes(path.read_bytes()[:-1])
     report = verify_shards(folder)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from millrace import ConfigError, DataError, ShardedDataset
+from millrace.shards import Shards
 from millrace.shards.metadata import is_shards_folder, read_metadata, write_metadata
 from tests.shard_folders import (
     make_sequences,
@@ -155,6 +156,9 @@ def test_missing_and_truncated_shards(folder: Path) -> None:
         DataError, match=r"shard_0001\.bin is missing: restore it.* \(2 shards have"
     ):
         read_metadata(folder)
+    path.mkdir()
+    with pytest.raises(DataError, match=r"shard_0001\.bin"):
+        Shards(folder)
 
 
 def test_the_dtype_of_metadata_that_do_not_say_it(tmp_path: Path) -> None:

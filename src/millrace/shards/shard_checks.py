@@ -76,7 +76,7 @@ def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: 
     with checks.errors_of(prefix):
         if problem := shard_problem(folder, metadata, number):
             checks.add(problem)
-        elif not os.path.lexists(path):
+        elif not os.path.exists(path):
             if not metadata.is_of_another_tool:
                 checks.add(f"{path} is missing: restore it, or shuffle again")
         else:

@@ -66,7 +66,7 @@ class Shards(OpenTokens):
         self.dtype = self.metadata.token_dtype
         readers: list[StoredFile] = []
         for number, path in enumerate(bin_paths(self.prefix, self.metadata)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 readers.append(storage.open(path, access))
                 expected = self.metadata.shard_sizes[number] * self.metadata.sequence_bytes
                 if readers[-1].size == expected:
