@@ -45,6 +45,20 @@ def test_the_ids_equal_the_tokenizers_ids(tmp_path: Path, tokenizer: Tokenizer) 
     assert data.dtype == np.uint16
 
 
+def test_a_long_line_is_read_to_the_limit_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """One line may be a file of 100 GB, as of a JSON list: to refuse it must not take minutes."""
+
+    def num_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    with open(tmp_path / "a.jsonl", "wb") as file:
+        file.truncate(200_000_000)
+    before = num_read()
+    with pytest.raises(TextError, match=r"line 1: the line is longer than 1000 bytes"):
+        run(tmp_path, [tmp_path / "a.jsonl"], tokenizer, max_document_size=1000)
+    assert num_read() - before < 50_000_000
+
+
 def test_each_key_becomes_a_pair(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "the mill", "body": "water"}\n{"title": "", "body": "wheel"}\n')
@@ -70,7 +84,7 @@ def test_ids_beyond_the_vocabularys_size_widen_the_dtype(tmp_path: Path) -> None
         (["</s>", "<pad>"], None, "</s>"),
         (["<eos>", "</s>"], "</s>", "</s>"),
         (["<pad>"], "<pad>", "<pad>"),
-        (["<pad>"], None, "has none of the usual"),
+        (["<pad>"], None, "has none of "),
         (["<eos>", "</s>"], None, r"has several \(</s>, <eos>\)"),
         (["<eos>"], "<end>", "no token '<end>'"),
     ],

@@ -213,6 +213,8 @@ def test_a_writer_goes_on_after_bad_origins(tmp_path: Path) -> None:
             ((["a"], [0], [0], [0], []), "0 ids for 1 source_numbers"),
             ((["a"], [0], [0], [0], [7]), "ids are"),
             ((["a"], [0], [0], [0], "x"), "ids are"),
+            ((["a"], [0], [0], [0], 7), "ids are 7"),
+            ((7, [0], [0], [0]), "sources are 7"),
             (("a", [0], [0], [0]), "sources are 'a'"),
             (([b"a"], [0], [0], [0]), "sources are"),
             ((["a"], [0.5], [0], [0]), "source_numbers"),

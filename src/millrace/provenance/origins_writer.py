@@ -111,12 +111,12 @@ class OriginsWriter:
                     f"there are {len(column)} {name} for {len(numbers)} source_numbers; give one "
                     "of each for every document"
                 )
-        low, high = int(numbers.min(initial=0)), int(numbers.max(initial=-1))
-        if low < 0 or high >= len(sources):
-            raise ConfigError(
-                f"source_numbers go from {low} to {high}; there are {len(sources)} sources"
-            )
         names = _texts("sources", sources, (str,))
+        low, high = int(numbers.min(initial=0)), int(numbers.max(initial=-1))
+        if low < 0 or high >= len(names):
+            raise ConfigError(
+                f"source_numbers go from {low} to {high}; there are {len(names)} sources"
+            )
         source = pa.DictionaryArray.from_arrays(numbers.astype(np.int32), names)
         self.add_table(pa.Table.from_arrays([source, *columns.values()], schema=schema()))
 
@@ -227,13 +227,18 @@ def copied_origins(
 
 def _texts(name: str, values: Sequence[str | None], types: tuple[type, ...]) -> Any:
     """Texts as an array; a lone surrogate (of a file name that is not UTF-8) is written \\udc80."""
-    if isinstance(values, str) or not all(isinstance(value, types) for value in values):
-        raise ConfigError(f"{name} are {shown(values)}; give a list of texts")
     pa = import_pyarrow()
     try:
-        return pa.array(values, pa.string())
+        # Arrow's and NumPy's values become Python's.
+        texts = getattr(values, "tolist", lambda: list(values))()
+        if isinstance(values, str) or not all(isinstance(text, types) for text in texts):
+            raise TypeError
+    except TypeError:
+        raise ConfigError(f"{name} are {shown(values)}; give a list of texts") from None
+    try:
+        return pa.array(texts, pa.string())
     except UnicodeEncodeError:
-        safe = [v and v.encode("utf-8", "backslashreplace").decode() for v in values]
+        safe = [text and text.encode("utf-8", "backslashreplace").decode() for text in texts]
         return pa.array(safe, pa.string())
 
 

@@ -122,10 +122,9 @@ def id_of(record: dict[str, Any], key: str, line: bytes) -> str | None:
     >>> id_of({"id": 7}, "id", b'{"id": 7}'), id_of({"id": None}, "id", b'{"id": null}')
     ('7', None)
     """
-    value = record.get(key)
-    if isinstance(value, str) and value.isascii():
+    value = _value_at(record, key) if "." in key else record.get(key)
+    if value is None or (isinstance(value, str) and value.isascii()):
         return value
-    value = _value_at(record, key)
     if isinstance(value, float):  # orjson rounds whole numbers beyond 64 bits
         with contextlib.suppress(RecursionError):  # orjson reads deeper nesting
             value = _value_at(json.loads(line), key)
@@ -136,8 +135,9 @@ def id_text(value: Any) -> str | None:
     """An id as text: a string as it is, a number as JSON text, and None for others."""
     if isinstance(value, str):
         return value if value.isascii() or is_unicode(value) else None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return json.dumps(value) if is_number else None
+    if type(value) is int:
+        return str(value)
+    return json.dumps(value) if isinstance(value, float) else None
 
 
 def _value_at(record: dict[str, Any], key: str) -> Any:

@@ -103,7 +103,7 @@ class _RawFile(ByteStream):
     def __init__(self, file: io.FileIO, source: str, size: int | None) -> None:
         self._file, self.source, self.size = file, source, size
         self._ahead = b""
-        self._file_size, self._place, self._end = size or 0, 0, sys.maxsize
+        self._file_size, self._place, self._has_ended = size or 0, 0, False
         self._start, self._stop = 0, sys.maxsize
 
     def peek(self, size: int) -> bytes:
@@ -118,33 +118,35 @@ class _RawFile(ByteStream):
         self._start, self._stop = start, stop
         self.size = max(min(stop, self._file_size) - start, 0)
         with readable(self.source):
-            first = self._line_start(start, stop)
+            first = self._first_line()
             self.first_byte = start if first is None else first
-            self._place = self._end = stop
-            if first is not None and first < stop:
-                self._place, self._end = first, self._line_start(stop, sys.maxsize) or sys.maxsize
+            self._place = stop if first is None else first
+            self._has_ended = self._place >= stop
             self._file.seek(self._place)
 
-    def _line_start(self, place: int, stop: int) -> int | None:
-        """Where the first line begins in [place, stop]; None if none does."""
-        if place == 0:
+    def _first_line(self) -> int | None:
+        """Where the first line begins in [start, stop]; None if none does."""
+        if self._start == 0:
             return 0
-        place -= 1  # a line break there is the end of the line before
+        place = self._start - 1  # a line break there is the end of the line before
         self._file.seek(place)
-        while place < stop and (data := self._file.read(BLOCK_SIZE)):
+        while place < self._stop and (data := self._file.read(BLOCK_SIZE)):
             if end := data.find(b"\n") + 1:
-                return place + end if place + end <= stop else None
+                return place + end if place + end <= self._stop else None
             place += len(data)
         return None
 
     def read(self, size: int, /) -> bytes:
         data, self._ahead = self._ahead[:size], self._ahead[size:]
-        if not data:
+        if not (data or self._has_ended):
             with readable(self.source):
-                data = self._file.read(min(size, self._end - self._place))
+                data = self._file.read(size)
+        # The last line ends with the first line break from the last byte of the range.
+        if end := data.find(b"\n", max(self._stop - 1 - self._place, 0)) + 1:
+            data, self._has_ended = data[:end], True
         self._place += len(data)
         self.position = min(self._place, self._stop) - self._start
-        if not data and self._place < min(self._end, self._file_size):
+        if not (data or self._has_ended) and self._place < self._file_size:
             raise TextError(
                 f"{self.source} had {self._file_size} bytes when it was opened, and ended after "
                 f"{self._place}: it was truncated in between. Run again with the whole file"

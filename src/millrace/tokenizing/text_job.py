@@ -17,7 +17,7 @@ from millrace.errors import ConfigError, TextError
 from millrace.files import checksum
 from millrace.option_class import StrPath, identity_of
 from millrace.store.publish import LOCK, files_of, idx_path, remove_leftovers
-from millrace.text import InputFile, Query, find_inputs, parts_of, read_documents
+from millrace.text import InputFile, Query, find_inputs, parts_of
 from millrace.tokenizing import input_tasks
 from millrace.tokenizing.chunk import run_task, texts_of
 from millrace.tokenizing.output import Output, quarantine_path
@@ -307,11 +307,12 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
     """Texts of the first documents, about 200 kB; none of a pipe, which can be read only once."""
     size, limit = 0, input_tasks.MB
     # A line that is left out here is met again by the job itself.
-    query = Query(keys=tuple(options.json_keys), reject=lambda *line: None, max_size=limit)
+    keys, id_key = tuple(options.json_keys), options.id_key
+    query = Query(keys=keys, id_key=id_key, reject=lambda *line: None, max_size=limit)
     for file in files[:_FIRST_FILES]:
         # An Arrow file without batches has no part.
         for part in [] if file.is_pipe else parts_of(file, limit)[:1]:
-            for documents in itertools.islice(read_documents(part, query), _MOST_BATCHES):
+            for documents in itertools.islice(part.format.read(part, query), _MOST_BATCHES):
                 for text in texts_of(itertools.chain.from_iterable(documents.texts)):
                     yield text[:_FIRST_SIZE]
                     size += len(text)
