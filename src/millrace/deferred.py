@@ -1,5 +1,10 @@
-"""Values that are loaded at their first use."""
+"""Values that are loaded at their first use.
 
+Neither has a lock, which a fork beside a thread that loads would leave locked for ever in the
+child: two threads may both load a value.
+"""
+
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -25,14 +30,21 @@ class Deferred(Generic[T]):
 
     @property
     def value(self) -> T:
-        # Without a lock, which a fork beside a thread that loads would leave locked for ever: two
-        # threads may both load the value.
         if not self._values:
             self._values = [self._load()]
         return self._values[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Deferred, (self._load,)
+
+
+class cached_property(functools.cached_property[T]):  # noqa: N801 - as Python's
+    """Python's `cached_property`; before 3.12, that has one lock for all objects of a class."""
+
+    def __get__(self, one: Any, owner: type[Any] | None = None) -> T:  # type: ignore[override]
+        if one is None:
+            return self  # type: ignore[return-value]
+        return vars(one).setdefault(self.attrname, self.func(one))  # type: ignore[no-any-return]
 
 
 def _same(value: T) -> T:

@@ -3,7 +3,7 @@
 import operator
 import os
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.cache import megatron as cache
+from millrace.deferred import cached_property
 from millrace.dtypes import shuffle_index_dtype
 from millrace.errors import ConfigError
 from millrace.megatron.base import CachedIndices, MegatronDataset

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import check_bool, check_int, check_ints, check_within, shown
-from millrace.deferred import Deferred
+from millrace.deferred import Deferred, cached_property
 from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError, DataError
 from millrace.order.order_plans import NOT_IN_KEY, Arrays, Layout, OrderInputs, check_range
@@ -115,7 +115,8 @@ class GPTOrder(CoreOrder):
     def indices(self) -> GPTIndices:
         return self._indices.value
 
-    def _make_core(self) -> _native.Order:
+    @cached_property
+    def core(self) -> _native.Order:
         return _native.gpt_order(
             self._lengths.value,
             *self.indices,

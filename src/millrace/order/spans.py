@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
 from millrace.checks import check_bool, check_int, check_ints
+from millrace.deferred import cached_property
 from millrace.errors import ConfigError
 
 RULES_VERSION = 1
@@ -56,24 +57,17 @@ class Order(Protocol):
 class CoreOrder:
     """An order of the native core, with which a batch is one call."""
 
-    _core: _native.Order | None = None
-
-    def _make_core(self) -> _native.Order:
-        raise NotImplementedError
-
-    @property
+    @cached_property
     def core(self) -> _native.Order:
-        """The same order in the native core, which no pickle holds; as `Deferred`, without a lock
-        (which `cached_property` has on Python 3.11)."""
-        self._core = self._core or self._make_core()
-        return self._core
+        """The same order in the native core, which no pickle holds."""
+        raise NotImplementedError
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """The spans of some samples; a ValueError for an index that points outside its arrays."""
         return Spans(*_native.spans(self.core, check_ints("sample numbers", sample_numbers)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_core": None}
+        return {name: value for name, value in vars(self).items() if name != "core"}
 
 
 class SequenceOrder(CoreOrder):
@@ -89,7 +83,8 @@ class SequenceOrder(CoreOrder):
     def __len__(self) -> int:
         return self.num_samples
 
-    def _make_core(self) -> _native.Order:
+    @cached_property
+    def core(self) -> _native.Order:
         return _native.sequence_order(self.num_samples, self.sequence_length + self.add_extra_token)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:

@@ -14,12 +14,12 @@ offset  size     content
 
 import struct
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.storage import BinReader, gather_range
 

@@ -2,7 +2,6 @@
 
 import io
 import os
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from millrace import _native
 from millrace.checks import check_path, shown
+from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b
 from millrace.storage import Access, Storage, StoredFile, gather_range, sample_of, storage_of

@@ -5,7 +5,6 @@ import importlib
 import operator
 import os
 from collections.abc import Iterator
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, overload
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
 from millrace.checks import check_int, check_ints, check_path
+from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
 from millrace.storage import (
