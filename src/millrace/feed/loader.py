@@ -15,7 +15,7 @@ from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_pr
 from millrace.feed.stream_data import IN_TURN, StreamDataset, check_dataset, sampler_of
 from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset
-from millrace.samples.fields import FIELDS, Batch, BatchForm
+from millrace.samples.fields import Batch, form_of
 from millrace.sampling import Sampler
 from millrace.sampling.protocols import checked_position, num_steps
 
@@ -91,11 +91,8 @@ class Loader(Renewed):
         check_dataset(dataset)
         share = (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last)
         sampler = sampler_of(dataset, sampler, share)
-        form = None
-        if (fields, token_dtype, share_labels, vocab_size) != (None, "int64", False, None):
-            options: Any = {"share_labels": share_labels, "vocab_size": vocab_size}
-            names = FIELDS if fields is None else fields
-            form = BatchForm(fields=names, token_dtype=token_dtype, **options)
+        options = {"share_labels": share_labels, "vocab_size": vocab_size}
+        form = form_of(fields, token_dtype=token_dtype, **options)
         self.transform = transform
         if prefetch is not None:
             prefetch = check_int("prefetch", prefetch, 0, _MAX_PREFETCH)

@@ -1,13 +1,13 @@
 """Datasets: sample numbers in, the arrays of a batch out."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import check_int, check_ints, shown
+from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.options import SampleOptions
 from millrace.samples.fields import Batch, BatchForm
@@ -186,21 +186,20 @@ class TokenDataset:
         except ConfigError:  # of the call, not of a sample
             raise
         except (MillraceError, OSError) as error:
+            samples, found = f"samples {shown(numbers.tolist())}", error
             for number in numbers.tolist():
                 try:
                     self._read_alone(read, np.array([number]), *form)
                 except (MillraceError, OSError) as its_error:
-                    raise self._placed(f"sample {number}", its_error) from None
-            raise self._placed(f"samples {shown(numbers.tolist())}", error) from None
+                    samples, found = f"sample {number}", its_error
+                    break
+            place = self._place.format(prefix=self.prefix, samples=samples)
+            if isinstance(found, OSError):
+                raise OSError(found.errno, f"{place}: {found.strerror or found}") from None
+            raise type(found)(f"{place}: {found}") from None
 
     def _read_alone(self, read: Callable[..., Any], number: Numbers, *form: Any) -> None:
         read(number, *form)
-
-    def _placed(self, samples: str, error: Exception) -> Exception:
-        place = self._place.format(prefix=self.prefix, samples=samples)
-        if isinstance(error, OSError):
-            return OSError(error.errno, f"{place}: {error.strerror or error}")
-        return type(error)(f"{place}: {error}")
 
     @cached_property
     def file_dtype(self) -> np.dtype[Any] | None:

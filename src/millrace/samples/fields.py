@@ -91,6 +91,12 @@ class BatchForm:
         )
 
 
+def form_of(fields: tuple[str, ...] | None, **options: Any) -> BatchForm | None:
+    """The form of some fields and options; None where none of them is given."""
+    form = BatchForm(fields=FIELDS if fields is None else fields, **options)
+    return None if fields is None and form == BatchForm() else form
+
+
 def _check_fields(fields: Any) -> tuple[str, ...]:
     if isinstance(fields, str) or not isinstance(fields, Sequence) or len(fields) == 0:
         raise ConfigError(f"fields is {shown(fields)}; give a list of names, such as {FIELDS}")

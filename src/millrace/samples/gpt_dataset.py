@@ -175,8 +175,8 @@ class ShardedDataset(GPTDataset):
                 f"Give sequence_length {size} without the extra token, {size - 1} with it, or "
                 "shuffle again with another --seq-len"
             )
-        shape = {name: getattr(options, name) for name in ("sequence_length", "add_extra_token")}
-        order = SequenceOrder(len(shards), **shape)
+        length, has_extra = options.sequence_length, options.add_extra_token
+        order = SequenceOrder(len(shards), sequence_length=length, add_extra_token=has_extra)
         super().__init__(shards, order=order, options=options)
 
     @property

@@ -87,23 +87,20 @@ class LossRanges:
     ) -> None:
         self.dataset = dataset
         self.only = check_bool("only", only)
-        self._ranges: dict[str, _Ranges] = {}
         stores: Any = dataset.stores if isinstance(dataset, TokenDataset) else (None,)
         if any(store is None or isinstance(store._file, RawTokens) for store in stores):
             raise ConfigError(
                 f"a {type(dataset).__name__} does not say which tokens of a token file it takes: "
                 "ranges need a GPTDataset, or a blend of these; else write a transform of your own"
             )
-        self._prefixes = [store.prefix for store in stores]  # by number of the source of a part
-        count = len(set(self._prefixes))
-        if ranges is not None and count != 1:
+        files = {store.prefix: store for store in stores}
+        if ranges is not None and len(files) != 1:
             raise ConfigError(
-                f"there is one set of ranges for {count} token files: write ranges beside each "
-                "(write_loss_ranges), or transform each dataset of the blend alone"
+                f"there is one set of ranges for {len(files)} token files: write ranges beside "
+                "each (write_loss_ranges), or transform each dataset of the blend alone"
             )
-        for store in stores:
-            if store.prefix not in self._ranges:
-                self._ranges[store.prefix] = _ranges_of(store, ranges)
+        found = {prefix: _ranges_of(store, ranges) for prefix, store in files.items()}
+        self._ranges = [found[store.prefix] for store in stores]  # of each source of parts
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
         starts, sequences, offsets = batch.part_starts, batch.part_sequence, batch.part_offset
@@ -115,7 +112,7 @@ class LossRanges:
         marks = np.zeros(len(batch.tokens), np.bool_)
         source_of_token = np.repeat(sources, counts)
         for source in np.unique(sources).tolist():
-            ranges, here = self._ranges[self._prefixes[source]], sources == source
+            ranges, here = self._ranges[source], sources == source
             try:
                 flags = _native.mark_ranges(
                     ranges.arrays[_ARRAY], sequences[here], offsets[here], counts[here]
@@ -126,7 +123,7 @@ class LossRanges:
         return None, batch.untrained(~marks if self.only else marks)
 
     def fingerprint(self) -> dict[str, Any]:
-        checksums = [self._ranges[prefix].checksum for prefix in self._prefixes]
+        checksums = [ranges.checksum for ranges in self._ranges]
         return {"kind": _KIND, "only": self.only, "ranges": checksums}
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.deferred import cached_property
 from millrace.options import SampleOptions
 from millrace.order import Order, Spans
 from millrace.order.spans import checked_spans
@@ -33,10 +34,9 @@ class StoredTokens:
     def __init__(self, store: TokenStore | TokenFile, order: Order | _native.Order) -> None:
         self._file = store
         self.order: Any = order
-        self._core: tuple[_native.TokenSource, _native.Order | None, bool] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_core": None}  # made again where it is needed
+        return {name: value for name, value in vars(self).items() if name != "core"}
 
     def __len__(self) -> int:
         return len(self.order)
@@ -50,15 +50,13 @@ class StoredTokens:
         """The store, opened."""
         return self._file.dataset if isinstance(self._file, TokenFile) else self._file
 
-    @property
+    @cached_property
     def core(self) -> tuple[_native.TokenSource, _native.Order | None, bool]:
         """The tokens and the order in the core (None: only Python knows it), and `is_in_core`."""
-        if self._core is None:
-            order = self.order
-            core_order = order if isinstance(order, _native.Order) else getattr(order, "core", None)
-            is_in_core = core_order is not None and self.store.is_mapped
-            self._core = self.store.token_source(), core_order, is_in_core
-        return self._core
+        order = self.order
+        core_order = order if isinstance(order, _native.Order) else getattr(order, "core", None)
+        is_in_core = core_order is not None and self.store.is_mapped
+        return self.store.token_source(), core_order, is_in_core
 
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
         """See `TokenSource`; DataError where an index, or an order, points outside the store."""

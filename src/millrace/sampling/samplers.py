@@ -12,7 +12,7 @@ from millrace import _native
 from millrace.checks import MAX_INT64, check_bool, check_int, shown
 from millrace.errors import ConfigError
 from millrace.forks import Renewed
-from millrace.sampling.schedules import BatchSizeSchedule, as_schedule
+from millrace.sampling.schedules import BatchSizeSchedule
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -70,7 +70,10 @@ class GlobalBatchSampler(RankSampler):
         self.drop_last = check_bool("drop_last", self.drop_last)
         # The classes below have no such argument: their steps take one block.
         size = getattr(self, "global_batch_size", self.block_size)
-        self.schedule = as_schedule("global_batch_size", size)
+        if not isinstance(size, BatchSizeSchedule):
+            size = check_int("global_batch_size", size, 1, MAX_INT64)
+            size = BatchSizeSchedule([(0, size)])
+        self.schedule = size
         self.schedule.check_micro_batches(
             self.num_samples, self.micro_batch_size, self.data_parallel_size
         )

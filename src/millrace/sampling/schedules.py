@@ -158,13 +158,6 @@ class RampUp(BatchSizeSchedule):
 _first = itemgetter(0)
 
 
-def as_schedule(name: str, value: int | BatchSizeSchedule) -> BatchSizeSchedule:
-    """A schedule as it is, or a constant batch size as a schedule."""
-    if isinstance(value, BatchSizeSchedule):
-        return value
-    return BatchSizeSchedule([(0, check_int(name, value, 1, MAX_INT64))])
-
-
 def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
     try:
         pairs = [(start, size) for start, size in changes]

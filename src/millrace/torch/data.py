@@ -22,7 +22,7 @@ from millrace.feed import Dataset, Loader, Sampler
 from millrace.feed.state import STATE_VERSION, Fingerprint
 from millrace.feed.stream_data import IN_TURN
 from millrace.samples.dataset import batch_of_form
-from millrace.samples.fields import FIELDS, BatchForm
+from millrace.samples.fields import form_of
 from millrace.samples.tokens import fingerprint_of
 from millrace.sampling.protocols import checked_position, explanation, num_steps
 from millrace.torch.tensors import to_tensors
@@ -56,10 +56,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         self.dataset = dataset
         self._fingerprint = Fingerprint(dataset, None)
         self._state: dict[str, str] | None = None
-        self._form: BatchForm | None = None
-        if fields is not None or token_dtype != "int64":
-            fields = FIELDS if fields is None else fields
-            self._form = BatchForm(fields=fields, token_dtype=token_dtype)
+        self._form = form_of(fields, token_dtype=token_dtype)
 
     def __len__(self) -> int:
         return len(self.dataset)
