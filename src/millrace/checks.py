@@ -9,6 +9,7 @@ import json
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -22,7 +23,6 @@ T = TypeVar("T")
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 _MIN_INT64 = -(2**63)
-_INT64 = np.dtype(np.int64)
 
 
 def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -135,23 +135,16 @@ def check_ints(name: str, values: ArrayLike) -> NDArray[np.int64]:
         raise ConfigError(f"{name} must be integers of shape [n], not {shown(values)}") from None
     if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64)
-    is_list = not isinstance(values, np.ndarray)
-    if array.ndim == 1 and (array.dtype.kind == "O" or (is_list and array.dtype.kind == "f")):
-        # NumPy makes floats of a list of int64 and uint64, and objects of large ints.
-        return np.array(
-            [
-                check_int(f"one of {name}", value, _MIN_INT64, MAX_INT64)
-                for value in values  # type: ignore[union-attr]
-            ],
-            np.int64,
-        )
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    # NumPy makes floats of a list of int64 and uint64, and objects of large ints.
+    kind, is_list = array.dtype.kind, not isinstance(values, np.ndarray)
+    if array.ndim != 1 or kind not in ("iuOf" if is_list else "iuO"):
         raise ConfigError(
             f"{name} must be integers of shape [n], not {array.dtype} of shape {list(array.shape)}"
         )
-    if array.dtype == _INT64 and array.flags.c_contiguous and array.flags.aligned:
-        return array
-    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.max() > MAX_INT64:
+    if kind in "Of":
+        check = partial(check_int, least=_MIN_INT64, most=MAX_INT64)
+        return np.array(check_list(name, values, "integers", check), np.int64)
+    if array.dtype == np.uint64:
         check_within(name, int(array.max()), most=MAX_INT64)
     return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
 
