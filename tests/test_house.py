@@ -128,20 +128,13 @@ def test_functions_and_classes_can_be_read() -> None:
 
 def attributes_of(class_: ast.ClassDef) -> set[str]:
     """The annotated names of a class, and what its methods assign to `self`."""
-    names = {
-        node.target.id
-        for node in class_.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    for node in ast.walk(class_):
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        ):
-            names.add(node.attr)
-    return names
+    body = [ast.unparse(node.target) for node in class_.body if isinstance(node, ast.AnnAssign)]
+    stored = [
+        ast.unparse(node).split(".", 1)
+        for node in ast.walk(class_)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    ]
+    return {*body, *(name for owner, name in stored if owner == "self" and "." not in name)}
 
 
 def test_no_two_rooms_have_a_module_of_one_name() -> None:

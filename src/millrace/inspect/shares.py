@@ -1,6 +1,7 @@
 """A picture of the domains' shares along the output of a global shuffle, as SVG."""
 
 import os
+from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
@@ -34,44 +35,40 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
         )
     bands = _bands(parts_of(metadata, name, "windows"))
     height = _TITLE + 2 * _PLOT + _GAP + _FOOT
-    picture = _Picture(_WIDTH, height)
-    picture.text(_LEFT, 24, "Shares of the domains along the output", size=17)
+    edges = np.linspace(_LEFT, _RIGHT, len(bands.counts) + 1)
     item = "documents" if metadata.has_documents else "sequences"
     title = f"{metadata.num_items:,} {item} in {metadata.num_shards:,} shards"
-    picture.text(_LEFT, 46, f"{name + ': ' if name else ''}{title}, {len(bands.counts)} windows")
-    edges = np.linspace(_LEFT, _RIGHT, len(bands.counts) + 1)
-    _draw_shares(picture, bands, edges)
-    _draw_legend(picture, bands)
-    _draw_deviations(picture, bands, edges)
-    picture.text(_LEFT, height - 12, "first item")
-    picture.text(_RIGHT, height - 12, "last item", anchor="end")
-    return "\n".join([*picture.lines, "</svg>", ""])
+    title = f"{name + ': ' if name else ''}{title}, {len(bands.counts)} windows"
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 '
+        f'0 {_WIDTH} {height}" font-family="sans-serif" font-size="13" fill="{_INK}">',
+        _shape("rect", width=_WIDTH, height=height, fill="#fff"),
+        _text(_LEFT, 24, "Shares of the domains along the output", size=17),
+        _text(_LEFT, 46, title),
+        *_shares(bands, edges),
+        *_legend(bands),
+        *_deviations(bands, edges),
+        _text(_LEFT, height - 12, "first item"),
+        _text(_RIGHT, height - 12, "last item", anchor="end"),
+    ]
+    return "\n".join([*lines, "</svg>", ""])
 
 
-class _Picture:
-    """An SVG picture on white; what is drawn later covers what was drawn before."""
+def _shape(name: str, **attributes: float | str) -> str:
+    """A shape of SVG, "path" or "rect", which covers what stands before it.
 
-    def __init__(self, width: int, height: int) -> None:
-        self.lines = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 '
-            f'0 {width} {height}" font-family="sans-serif" font-size="13" fill="{_INK}">'
-        ]
-        self.shape("rect", width=width, height=height, fill="#fff")
+    The attributes are those of SVG, with `_` for `-`.
+    """
+    items = attributes.items()
+    text = " ".join(f"{key.replace('_', '-')}={quoteattr(str(value))}" for key, value in items)
+    return f"<{name} {text}/>"
 
-    def shape(self, name: str, **attributes: float | str) -> None:
-        """Draws a shape of SVG: "path" or "rect"; `_` in a name stands for `-`."""
-        text = " ".join(
-            f"{key.replace('_', '-')}={quoteattr(str(value))}" for key, value in attributes.items()
-        )
-        self.lines.append(f"<{name} {text}/>")
 
-    def text(self, x: float, y: float, text: str, *, size: int = 13, anchor: str = "start") -> None:
-        """Writes a line of text; `anchor` says which end of it is at x."""
-        text = "".join(one if one.isprintable() else "?" for one in text)  # else it may not be XML
-        self.lines.append(
-            f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}">'
-            f"{escape(text)}</text>"
-        )
+def _text(x: float, y: float, text: str, *, size: int = 13, anchor: str = "start") -> str:
+    """A line of text; `anchor` says which end of it is at x."""
+    text = "".join(one if one.isprintable() else "?" for one in text)  # else it may not be XML
+    place = f'x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}"'
+    return f"<text {place}>{escape(text)}</text>"
 
 
 def _bands(parts: Parts) -> Parts:
@@ -85,50 +82,50 @@ def _bands(parts: Parts) -> Parts:
     return Parts(parts.name, tuple(names), counts, counts.sum(axis=0))
 
 
-def _draw_shares(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) -> None:
+def _shares(bands: Parts, edges: NDArray[np.float64]) -> Iterator[str]:
     # The upper edge of each band in each window: 0 is the bottom of the plot, 1 its top.
     tops = np.cumsum(bands.counts, axis=1) / bands.sizes[:, None]
     lower = np.zeros(len(edges) - 1)
     for colour, upper in zip(_ALL_COLOURS, tops.T, strict=False):
         forth = _steps(edges, _TITLE + _PLOT * (1 - upper))
         back = _steps(edges[::-1], _TITLE + _PLOT * (1 - lower[::-1]))
-        picture.shape("path", d=f"M{forth}L{back}Z", fill=colour, fill_opacity=0.85)
+        yield _shape("path", d=f"M{forth}L{back}Z", fill=colour, fill_opacity=0.85)
         lower = upper
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = _TITLE + _PLOT * (1 - share)
-        picture.shape("path", d=f"M{_LEFT - 4} {y:.1f}H{_LEFT}", stroke=_INK)
-        picture.text(_LEFT - 8, y + 4, f"{share:.0%}", anchor="end")
+        yield _shape("path", d=f"M{_LEFT - 4} {y:.1f}H{_LEFT}", stroke=_INK)
+        yield _text(_LEFT - 8, y + 4, f"{share:.0%}", anchor="end")
     expected = np.cumsum(bands.totals)[:-1] / bands.totals.sum()
     for y in (_TITLE + _PLOT * (1 - expected)).tolist():
-        picture.shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke="#fff", stroke_dasharray="4 4")
+        yield _shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke="#fff", stroke_dasharray="4 4")
 
 
-def _draw_deviations(picture: _Picture, bands: Parts, edges: NDArray[np.float64]) -> None:
+def _deviations(bands: Parts, edges: NDArray[np.float64]) -> Iterator[str]:
     scores, top = bands.deviations, _TITLE + _PLOT + _GAP
     scale = max(4, float(np.ceil(np.abs(scores).max())))  # standard deviations
     middle, unit = top + _PLOT / 2, _PLOT / 2 / scale
-    picture.text(_LEFT, top - 12, "Deviation from the expected share, in standard deviations")
+    yield _text(_LEFT, top - 12, "Deviation from the expected share, in standard deviations")
     band = {"y": middle - 3 * unit, "height": 6 * unit}
-    picture.shape("rect", x=_LEFT, width=_RIGHT - _LEFT, fill="#eef3ee", **band)
+    yield _shape("rect", x=_LEFT, width=_RIGHT - _LEFT, fill="#eef3ee", **band)
     for score in (-scale, -3, 0, 3, scale):
         y = middle - unit * score
-        picture.shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke=_GRID)
-        picture.text(_LEFT - 8, y + 4, f"{score:+g}" if score else "0", anchor="end")
+        yield _shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke=_GRID)
+        yield _text(_LEFT - 8, y + 4, f"{score:+g}" if score else "0", anchor="end")
     centres = ((edges[:-1] + edges[1:]) / 2).tolist()
     for colour, column in zip(_ALL_COLOURS, scores.T, strict=False):
         points = zip(centres, (middle - unit * column).tolist(), strict=True)
         dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)  # round ends make dots of them
-        picture.shape("path", d=dots, stroke=colour, stroke_width=5, stroke_linecap="round")
+        yield _shape("path", d=dots, stroke=colour, stroke_width=5, stroke_linecap="round")
 
 
-def _draw_legend(picture: _Picture, bands: Parts) -> None:
+def _legend(bands: Parts) -> Iterator[str]:
     shares = (bands.totals / bands.totals.sum()).tolist()
     rows = zip(bands.domains, _ALL_COLOURS, shares, strict=False)
     for row, (name, colour, share) in enumerate(rows):
         x, y = _RIGHT + 16, _TITLE + 12 + 20 * (len(shares) - 1 - row)  # as in the plot: upwards
         label = name if len(name) <= 20 else f"{name[:19]}…"
-        picture.shape("rect", x=x, y=y - 10, width=12, height=12, fill=colour)
-        picture.text(x + 18, y, f"{label} {share:.2%}")
+        yield _shape("rect", x=x, y=y - 10, width=12, height=12, fill=colour)
+        yield _text(x + 18, y, f"{label} {share:.2%}")
 
 
 def _steps(edges: NDArray[np.float64], heights: NDArray[np.float64]) -> str:

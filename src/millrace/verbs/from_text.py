@@ -142,10 +142,10 @@ def _tokenize(
             "prefixes": result.prefixes,
         }
         return json.dumps(report)
-    lines = []
-    for key, prefix in result.prefixes.items():
-        counts = f"{result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
-        lines.append(f"{prefix}.bin/.idx: {counts}")
+    lines = [
+        f"{prefix}.bin/.idx: {result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
+        for key, prefix in result.prefixes.items()
+    ]
     lines.append(
         f"{result.num_bytes / 1e6:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s, "
         f"by {result.encoder}"
@@ -157,8 +157,7 @@ def _tokenize(
         )
     if result.num_skipped:
         lines.append(f"{result.num_skipped:,} lines were skipped:")
-        for row in result.skipped:
-            lines.append(f"  {row['file']}, line {row['line']}: {row['reason']}")
+        lines += ["  {file}, line {line}: {reason}".format_map(row) for row in result.skipped]
         if result.num_skipped > len(result.skipped):
             lines.append(f"  and {result.num_skipped - len(result.skipped):,} more")
     return "\n".join(lines)
