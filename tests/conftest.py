@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,22 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def results_of_processes(
+    method: str, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]], num_each: int = 1
+) -> list[Any]:
+    """What processes put into a queue, their last argument; each must end with exit code 0."""
+    context: Any = multiprocessing.get_context(method)
+    out = context.Queue()
+    processes = [context.Process(target=work, args=(*given, out)) for given in arguments]
+    for process in processes:
+        process.start()
+    results = [out.get(timeout=200) for _ in range(num_each * len(processes))]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    return results
 
 
 def train_tokenizer(path: Path, special_tokens: Sequence[str] = ("<|endoftext|>",)) -> Path:

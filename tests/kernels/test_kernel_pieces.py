@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from tests.kernels import reference
+from tests.kernels.twins import int64
 
 from millrace import _native
 
@@ -22,10 +23,6 @@ from millrace import _native
 # of two.
 COUNTS = sorted({0, 1, 2, 3} | {2**k + d for k in (2, 9, 10, 11) for d in (-1, 0, 1, 2)})
 GAPS = (0, 1, 511, 512, 513, 4095, 4096, 4097, 10_000)
-
-
-def int64(values: object) -> np.ndarray:
-    return np.array(values, np.int64).reshape(-1)
 
 
 def read_into(

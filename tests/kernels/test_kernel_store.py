@@ -7,17 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tests.kernels.twins import assert_refused, assert_twin
+from tests.kernels.twins import assert_refused, assert_twin, int64
 
 from millrace import _native
 
 INTEGERS = ("uint8", "int8", "int16", "uint16", "int32", "int64")
 SOURCES = (*INTEGERS, "uint32", "uint64")
 COUNTS = sorted({0, 1, 1023, 1024, 1025} | {2**k + d for k in (3, 7, 9, 12) for d in (-1, 0, 1)})
-
-
-def int64(values: object) -> np.ndarray:
-    return np.array(values, np.int64).reshape(-1)
 
 
 # ---- pieces ----

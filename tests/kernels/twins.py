@@ -8,6 +8,11 @@ from tests.kernels import reference
 
 from millrace import _native
 
+
+def int64(values: object) -> np.ndarray:
+    return np.array(values, np.int64).reshape(-1)
+
+
 MODULES: tuple[Any, ...] = (_native, reference)
 
 

@@ -13,7 +13,6 @@ same class. What cannot be compared has a name here: see `Known`.
 import argparse
 import contextlib
 import dataclasses
-import logging
 import operator
 import os
 import shutil
@@ -329,26 +328,9 @@ def arguments_of(case: Case, folder: Path, counts: dict[str, Any]) -> dict[str, 
     return options | {"path_to_cache": caches[case.cache]}
 
 
-@contextlib.contextmanager
-def captured(name: str) -> Iterator[list[str]]:
-    lines: list[str] = []
-    logger, handler = logging.getLogger(name), logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
-
-
 def build(side: Any, case: Case, arguments: dict[str, Any], **more: Any) -> Built:
     result = Built()
-    with captured(side.log) as result.log:
+    with oracle.captured(side.log) as result.log:
         try:
             config = side.GPTDatasetConfig(**arguments | more)
             kind = side.GPTDataset if case.mock_size is None else side.MockGPTDataset

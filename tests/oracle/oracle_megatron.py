@@ -6,6 +6,7 @@ Importing it imports torch, which takes some seconds.
 import contextlib
 import dataclasses
 import importlib
+import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,24 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def captured(name: str) -> Iterator[list[str]]:
+    """The lines of a logger, which go nowhere else."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def config_of(cache: Path | None, kind: Any = GPTDatasetConfig, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import logging
-import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import numpy as np
 import oracle_megatron as oracle
 import pytest
 import torch
+from tests.conftest import results_of_processes
 
 import millrace
 import millrace.megatron as ours
@@ -727,24 +727,19 @@ def run_rank(rank: int, prefix: Path, folder: Path, results: Any) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("millrace.megatron")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     found = {}
-    for on_all in (True, False):
-        for mine, side in zip((True, False), SIDES, strict=True):
-            found[on_all, mine] = []
-            for blend in (([str(prefix), f"{prefix}2"], [3.0, 1.0]), ([str(prefix)], None)):
-                cache = folder / f"cache-{on_all}-{mine}"
-                options = {"blend": blend, "split": "2,1,0", "num_dataset_builder_threads": 2}
-                needs_it = lambda on_all=on_all: rank == 0 or on_all  # noqa: E731
-                what = side.GPTDataset, [30, 9, 0], needs_it, config(side, cache, **options)
-                datasets = side.BlendedMegatronDatasetBuilder(*what).build()
-                found[on_all, mine].append([first_tokens(dataset) for dataset in datasets])
-    failure = fail_to_cache(prefix, folder)
+    with oracle.captured("millrace.megatron") as lines:
+        for on_all in (True, False):
+            for mine, side in zip((True, False), SIDES, strict=True):
+                found[on_all, mine] = []
+                for blend in (([str(prefix), f"{prefix}2"], [3.0, 1.0]), ([str(prefix)], None)):
+                    cache = folder / f"cache-{on_all}-{mine}"
+                    options = {"blend": blend, "split": "2,1,0", "num_dataset_builder_threads": 2}
+                    needs_it = lambda on_all=on_all: rank == 0 or on_all  # noqa: E731
+                    what = side.GPTDataset, [30, 9, 0], needs_it, config(side, cache, **options)
+                    datasets = side.BlendedMegatronDatasetBuilder(*what).build()
+                    found[on_all, mine].append([first_tokens(dataset) for dataset in datasets])
+        failure = fail_to_cache(prefix, folder)
     results.put((rank, found, [line for line in lines if line.startswith("Build and")], failure))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -761,18 +756,8 @@ def fail_to_cache(prefix: Path, folder: Path) -> tuple[str, str]:
 def test_two_ranks_build_one_after_the_other(prefix: Path, tmp_path: Path) -> None:
     random = np.random.default_rng(9)
     oracle.write_sequences(Path(f"{prefix}2"), random.integers(5, 40, 30), random, np.int32, (0, 9))
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    processes = [
-        context.Process(target=run_rank, args=(rank, prefix, tmp_path, results))
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
-    answers = {answer[0]: answer[1:] for answer in (results.get(timeout=180) for _ in processes)}
-    for process in processes:
-        process.join()
-        assert process.exitcode == 0
+    ranks = [(rank, prefix, tmp_path) for rank in range(2)]
+    answers = {answer[0]: answer[1:] for answer in results_of_processes("spawn", run_rank, ranks)}
     for on_all in (True, False):
         for rank in (0, 1):
             found = answers[rank][0][on_all, True]

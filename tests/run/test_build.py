@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 import pickle
 import re
@@ -25,6 +24,7 @@ from millrace.files import file_lock
 from millrace.order import OrderInputs, plan_gpt
 from millrace.run.build import build_run
 from tests.cache.test_arrays import stamps
+from tests.conftest import results_of_processes
 
 S = 8  # the sequence length
 
@@ -625,16 +625,7 @@ def _build_and_report(config: DatasetConfig, as_nobody: bool, out: Any) -> None:
 
 def errors_of_processes(config: DatasetConfig, *, as_nobody: bool = False) -> list[str]:
     """The errors of four processes that build the same datasets at once."""
-    context = multiprocessing.get_context("fork")
-    out = context.Queue()
-    arguments = (config, as_nobody, out)
-    processes = [context.Process(target=_build_and_report, args=arguments) for _ in range(4)]
-    for process in processes:
-        process.start()
-    errors = [out.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join()
-    return errors
+    return results_of_processes("fork", _build_and_report, [(config, as_nobody)] * 4)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become nobody")

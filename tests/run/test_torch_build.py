@@ -1,6 +1,5 @@
 """build_datasets over torch.distributed."""
 
-import multiprocessing
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import pytest
 
 import millrace
 from millrace import ConfigError, DatasetConfig
+from tests.conftest import results_of_processes
 from tests.run.test_build import write
 
 RANKS = 3
@@ -52,18 +52,8 @@ def test_ranks_get_the_same_datasets_and_the_same_errors(tmp_path: Path) -> None
         (config_of(tmp_path, cache=str(tmp_path / "file")), {}),
         (config_of(tmp_path, blend=([str(tmp_path / "nowhere")], None)), {}),
     ]
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(rank, str(tmp_path / "meeting"), cases, out))
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    found = sorted(out.get(timeout=200) for _ in range(RANKS * len(cases)))
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    ranks = [(rank, str(tmp_path / "meeting"), cases) for rank in range(RANKS)]
+    found = sorted(results_of_processes("spawn", _rank, ranks, len(cases)))
     alone: Any = millrace.build_datasets(config_of(tmp_path, cache=None)).train
     expected = alone.batch(np.arange(300))["tokens"].tolist()
     by_case = [[result for number, _, result in found if number == n] for n in range(len(cases))]

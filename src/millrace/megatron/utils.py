@@ -2,6 +2,7 @@
 
 # ruff: noqa: N803 - the arguments of `S3Client` are named by boto3
 
+import contextlib
 import itertools
 import logging
 import os
@@ -260,7 +261,10 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
         return None
     require(len(blend) > 0, "the blend is an empty list; give path prefixes, or None")
     words = blend[::2]
-    weights = [weight for weight in map(_weight, words) if weight is not None]
+    weights = []
+    for word in words:
+        with contextlib.suppress(TypeError, ValueError):
+            weights.append(float(word))
     if len(blend) % 2 == 1 or not weights:
         return [_prefix(word) for word in blend], None
     require(
@@ -269,13 +273,6 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
         f"{words}. Write a weight before each prefix, or none",
     )
     return [_prefix(word) for word in blend[1::2]], weights
-
-
-def _weight(word: Any) -> float | None:
-    try:
-        return float(word)
-    except (TypeError, ValueError):
-        return None
 
 
 def _prefix(word: Any) -> str:
