@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from importlib.metadata import version as version_of
@@ -257,7 +258,9 @@ class Tokenizer:
             if must_pass(error):
                 raise
             for text in texts:
-                _check_unicode(text)
+                if lone := re.search(r"[\ud800-\udfff]", text):
+                    what = f"the lone surrogate U+{ord(lone[0]):04X}: repair the text"
+                    raise TextError(f"character {lone.start() + 1} is {what}") from None
             which = "the text" if len(texts) == 1 else f"one of {len(texts)} texts (try each alone)"
             reason = str(error) or type(error).__name__
             raise TextError(f"{self.encoder_name} cannot encode {which}: {reason}") from error
@@ -308,11 +311,3 @@ def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[
     """
     name, encode, message = choose_encoder(tokenizer.vocabulary, tokenizer._encoder, texts)
     return tokenizer.with_encoder(name, encode), message
-
-
-def _check_unicode(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        what = f"the lone surrogate U+{ord(text[error.start]):04X}"
-        raise TextError(f"character {error.start + 1} is {what}: repair the text") from None
