@@ -205,13 +205,8 @@ def test_the_table_has_a_row_for_each_option() -> None:
 
 
 def test_sizes_and_escapes() -> None:
-    assert [parse_size(text) for text in ("7", "2k", "3M", "20G", "1T")] == [
-        7,
-        2000,
-        3 * 10**6,
-        20 * 10**9,
-        10**12,
-    ]
+    sizes = [parse_size(text) for text in "7 2k 3M 20G 1T".split()]
+    assert sizes == [7, 2000, 3 * 10**6, 20 * 10**9, 10**12]
     for text in ("", "0", "-1", "1.5G", "G", "5X"):
         with pytest.raises(ConfigError, match="size"):
             parse_size(text)
