@@ -107,7 +107,7 @@ def test_prefixes_that_no_file_can_have_are_reported(tmp_path: Path) -> None:
     for name in ("folder.bin", "folder.idx", "folder.info.json"):
         (tmp_path / name).mkdir()
     unreadable = [f"{tmp_path}/none", f"{tmp_path}/folder"]
-    prefixes = [*unreadable, f"{file}/x", "x" * 5000, "a\0b", "a\ud800", str(tmp_path / "data")]
+    prefixes = [*unreadable, f"{file}/x", "x" * 5000, "a\ud800", str(tmp_path / "data")]
     reports = verify(prefixes)
     assert [report.prefix for report in reports] == prefixes
     assert all(report.problems for report in reports[:-1])
@@ -115,3 +115,5 @@ def test_prefixes_that_no_file_can_have_are_reported(tmp_path: Path) -> None:
     assert not reports[-1].problems
     with pytest.raises(ConfigError, match=r"threads must be .* not 0"):
         verify(prefixes, threads=0)
+    with pytest.raises(ConfigError, match="must be a path"):
+        verify(["a\0b"])
