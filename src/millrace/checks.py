@@ -23,6 +23,7 @@ T = TypeVar("T")
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 _MIN_INT64 = -(2**63)
+_INT64 = np.dtype(np.int64)
 
 
 def check_int(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
@@ -144,6 +145,8 @@ def check_ints(name: str, values: ArrayLike) -> NDArray[np.int64]:
     if kind in "Of":
         check = partial(check_int, least=_MIN_INT64, most=MAX_INT64)
         return np.array(check_list(name, values, "integers", check), np.int64)
+    if array.dtype == _INT64 and array.flags.c_contiguous and array.flags.aligned:
+        return array
     if array.dtype == np.uint64:
         check_within(name, int(array.max()), most=MAX_INT64)
     return np.require(array, np.int64, ["C_CONTIGUOUS", "ALIGNED"])
