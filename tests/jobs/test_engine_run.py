@@ -358,6 +358,23 @@ def test_without_locks_the_owner_keeps_others_out(
 # ---- folders that cannot be used ----
 
 
+def test_a_journal_may_go_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process finishes the job: this one is refused by its lock or result, or begins."""
+    (tmp_path / "out.journal").mkdir()
+    listdir = os.listdir
+
+    def removed(path: str) -> list[str]:
+        monkeypatch.undo()
+        os.rmdir(path)
+        return listdir(path)
+
+    monkeypatch.setattr("os.listdir", removed)
+    with start(tmp_path) as run:
+        assert not do_tasks(run, 0)[0].is_kept
+
+
 def test_a_file_or_a_foreign_folder_at_the_place_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.journal"
     path.write_text("mine")

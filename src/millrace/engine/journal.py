@@ -221,16 +221,19 @@ def _check_folder(path: str) -> None:
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
         raise ConfigError(f"{parent} is not a folder; create it, or give another output")
-    is_folder = os.path.isdir(path)
-    foreign = [name for name in os.listdir(path) if not _ENTRY.fullmatch(name)] if is_folder else []
+    names, problem = [], ""
+    try:
+        names = os.listdir(path)
+    except FileNotFoundError:
+        pass  # or another process has just finished the job
+    except NotADirectoryError:
+        problem = "is a file"
     # Files are renamed between the journal and the folder of the output.
     if os.path.islink(path) or os.path.ismount(path):
         problem = "is a link or a mounted file system"
-    elif foreign:
+    elif foreign := [name for name in names if not _ENTRY.fullmatch(name)]:
         problem = f"holds {shown(min(foreign))}, which is not part of a journal"
-    elif os.path.lexists(path) and not is_folder:
-        problem = "is a file"
-    else:
+    if not problem:
         return
     raise ConfigError(
         f"{path} {problem}; a folder of this name is to hold the journal of the job, beside the "
