@@ -167,7 +167,7 @@ def blend_by_weights(weights: NDArray[np.float64], size: int, threads: int | Non
     if not np.all(np.isfinite(weights) & (weights > 0)):
         raise ConfigError(f"weights are {weights}; each must be positive and finite")
     check_within("size", size, 0, MAX_INT64 // 8)
-    return _core.blend_by_weights(weights, size, _num_threads(threads))
+    return _core.blend_by_weights(weights, size, threads or available_cores())
 
 
 def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> Blend:
@@ -181,7 +181,7 @@ def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> Blend:
     total = sum(sizes.tolist())
     if np.any(sizes < 0) or total > MAX_INT64 // 8:
         raise ConfigError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
-    return _core.blend_by_sizes(sizes, total, _num_threads(threads))
+    return _core.blend_by_sizes(sizes, total, threads or available_cores())
 
 
 def sharded_source(
@@ -275,12 +275,6 @@ def _dtype(value: Any, *names: str) -> np.dtype[Any]:
     if dtype not in [np.dtype(name) for name in names]:
         raise ConfigError(f"dtype is {dtype}; {', '.join(names[:-1])} or {names[-1]} is needed")
     return dtype
-
-
-def _num_threads(threads: int | None) -> int:
-    threads = available_cores() if threads is None else threads
-    check_within("threads", threads, 1, MAX_INT32)
-    return threads
 
 
 def _check_rows(sequence_length: int, num_rows: int) -> None:

@@ -30,10 +30,6 @@ def tokens_of(lengths: list[int], seed: int, num_values: int) -> tuple[np.ndarra
     return np.random.default_rng(seed).integers(0, num_values, sum(lengths)), ends
 
 
-def flags_of(count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 2, count).astype(np.uint8)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     lengths=LENGTHS,
@@ -179,7 +175,8 @@ def test_mask_losses_equals_its_twin(lengths: list[int], seed: int, spare: int) 
     random = np.random.default_rng(seed)
     masks = random.integers(0, 2, (len(lengths), length)).astype(np.float32)
     ends = np.cumsum(lengths, dtype=np.int64)
-    assert_twin("mask_losses", masks, flags_of(sum(lengths), seed), ends)
+    flags = random.integers(0, 2, sum(lengths)).astype(np.uint8)
+    assert_twin("mask_losses", masks, flags, ends)
 
 
 @pytest.mark.parametrize("ends", [[3], [5], [2, 1, 4], [-1, 4], [], [2**62]])

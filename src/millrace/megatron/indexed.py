@@ -256,14 +256,11 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         """int32 [sequences], in tokens."""
         return self.index.sequence_lengths
 
-    @property
-    def document_indices(self) -> NDArray[np.int64]:
+    def get_document_indices(self) -> NDArray[np.int64]:
         """int64 [documents + 1]: the first sequence of each document, and their number."""
         return self.index.document_indices
 
-    def get_document_indices(self) -> NDArray[np.int64]:
-        """See `document_indices`."""
-        return self.index.document_indices
+    document_indices = property(get_document_indices)
 
     def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
         """Replaces the document indices, in memory alone."""
