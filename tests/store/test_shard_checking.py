@@ -110,6 +110,12 @@ def test_an_index_of_other_sequences_is_found(folder: Path) -> None:
         builder.add_documents(np.zeros(24, np.int32), [8, 9, 7])
     (folder / "other.idx").rename(folder / "shard_0002.idx")
     assert "sequence 1 has 9 tokens" in verify_shards(folder).problems[0]
+    with IndexedDatasetBuilder(folder / "other", np.int32) as builder:
+        builder.end_document()  # which has no sequence, and the next has two
+        builder.add_document(np.zeros(16, np.int32), lengths=[8, 8])
+        builder.add_document(np.zeros(8, np.int32))
+    (folder / "other.idx").rename(folder / "shard_0002.idx")
+    assert "document 1 begins with sequence 0" in verify_shards(folder).problems[0]
     (folder / "shard_0002.idx").write_bytes(b"MMIDIDX")
     assert "truncated" in verify_shards(folder).problems[0]
 
