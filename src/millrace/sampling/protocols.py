@@ -11,7 +11,17 @@ from millrace.checks import check_int
 class Sampler(Protocol):
     """The steps of one rank, each a pure function of the number of samples consumed before it.
 
-    A sampler may have more methods, which a `Loader` uses: see `OptionalMethods`.
+    It may have more methods, of which a `Loader` uses those that are there and not None:
+
+    - `num_steps(consumed_samples=0)`: number of steps from there to the end;
+    - `consumed_at(step)`: number of samples consumed before a step; step 0 starts at sample 0, and
+      the step after the last one at the end; IndexError for a later one;
+    - `step_at(consumed_samples)`: the number of the step that starts there; ConfigError inside a
+      step or past the end;
+    - `check_position(consumed_samples)`: raises ConfigError where no step can start;
+    - `fingerprint()`: what decides the global order of the samples, for a loader's state;
+    - `explain_difference()`: a sentence on how the order can differ, for the error of another
+      fingerprint.
     """
 
     def has_step(self, consumed_samples: int) -> bool:
@@ -22,29 +32,6 @@ class Sampler(Protocol):
 
     def consumed_after(self, consumed_samples: int) -> int:
         """The number of consumed samples after the step that starts there."""
-
-
-class OptionalMethods(Protocol):
-    """What a `Sampler` may have beside its methods. A `Loader` uses what is there and not None."""
-
-    def num_steps(self, consumed_samples: int = 0) -> int:
-        """Number of steps from there to the end."""
-
-    def consumed_at(self, step: int) -> int:
-        """Number of samples consumed before a step; step 0 starts at sample 0, and the step after
-        the last one at the end. IndexError for a later one."""
-
-    def step_at(self, consumed_samples: int) -> int:
-        """The number of the step that starts there; ConfigError inside a step or past the end."""
-
-    def check_position(self, consumed_samples: int) -> None:
-        """Raises ConfigError where no step can start."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What decides the global order of the samples, for a loader's state."""
-
-    def explain_difference(self) -> str:
-        """A sentence on how the order can differ, for the error of another fingerprint."""
 
 
 def num_steps(sampler: Any, consumed_samples: int = 0) -> int:
