@@ -211,7 +211,7 @@ def test_a_loader_goes_on_after_it_has_refused_a_state(dataset: GPTDataset, pref
                 ({"consumed_samples": value}, ConfigError, f"consumed_samples .*{problem}")
                 for value, problem in positions.items()
             ),
-            ({"version": 1}, ResumeError, r"version 1, .* Loader\(\.\.\., consumed_samples=2\)"),
+            ({"version": 1}, ResumeError, r"version 1; .* Loader\(\.\.\., consumed_samples=2\)"),
             ({"version": 4}, ResumeError, "version 4; millrace reads 3"),
             ({"version": "3"}, ResumeError, "version '3'"),
             ({"version": None}, ResumeError, "version None"),

@@ -102,14 +102,12 @@ def _saved_fingerprint(state: Any) -> Any:
         raise ResumeError(f"the state has no {', '.join(sorted(missing))}: it is not a Loader's")
     version = state["version"]
     number = version if isinstance(version, (int, np.integer)) else None
-    if number == 1:
-        raise ResumeError(
-            "the state has version 1, of an earlier millrace, which noted less of the data: it "
-            "cannot be compared. The order has stayed the same: if data and options have too, "
-            f"go on with Loader(..., consumed_samples={shown(state['consumed_samples'])})"
-        )
     if number not in (2, STATE_VERSION):
-        raise ResumeError(f"the state has version {shown(version)}; millrace reads {STATE_VERSION}")
+        raise ResumeError(
+            f"the state has version {shown(version)}; millrace reads {STATE_VERSION}, and compares "
+            "no other. If data, options and their order have stayed the same, go on with "
+            f"Loader(..., consumed_samples={shown(state['consumed_samples'])})"
+        )
     return _from_version_2(state["fingerprint"]) if number == 2 else state["fingerprint"]
 
 

@@ -60,10 +60,9 @@ def to_device(
         target = torch.device(device)
         if target.type != "cuda":
             torch.empty(0, device=target)  # Devices such as "mps" are known, but not always there.
+            return partial(_copy, device=target)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device is {device!r}: {error}") from None
-    if target.type != "cuda":
-        return partial(_copy, device=target)
     if not torch.cuda.is_available():
         raise ConfigError(f"device is {device!r}, but CUDA is not available here: use 'cpu'")
     count = torch.cuda.device_count()
