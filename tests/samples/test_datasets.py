@@ -111,6 +111,15 @@ def parts(make_dataset: Make) -> list[GPTDataset]:
     ]
 
 
+def test_parts_of_a_blend_name_their_stores_where_some_are_not_drawn(parts: list[Any]) -> None:
+    blend = BlendedDataset(parts)
+    for numbers in ([0], np.flatnonzero(blend.dataset_index != 0)):
+        batch = blend.tokens(numbers)
+        drawn = np.repeat(blend.dataset_index[numbers], np.diff(batch.part_bounds))
+        assert batch.part_source.tolist() == drawn.tolist()
+    assert {*drawn.tolist()} == {1, 2}
+
+
 @pytest.mark.parametrize(
     ("weights", "size", "message"),
     [
