@@ -119,3 +119,10 @@ def test_prefixes_that_no_file_can_have_are_reported(tmp_path: Path) -> None:
         verify([*prefixes, "a\0b"])
     with pytest.raises(ConfigError, match="must be a path"):
         verify(["a\0b"])
+
+
+def test_files_of_another_size_are_reported(prefix: Path) -> None:
+    path = Path(f"{prefix}.bin")
+    path.write_bytes(path.read_bytes()[:-2])
+    problems = verify([prefix])[0].problems
+    assert any("when its checksums were made it had 2000" in text for text in problems)
