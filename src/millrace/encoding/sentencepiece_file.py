@@ -14,13 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.encoding.flat_ids import (
-    EncodeBatch,
-    FlatIds,
-    joined_ids,
-    starts_and_ends,
-    with_tokens,
-)
+from millrace.encoding import flat_ids
 from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
 from millrace.errors import TextError
 
@@ -103,10 +97,10 @@ class SentencePieceVocabulary(Vocabulary):
             parts += self.library.id_to_piece(run) if is_control else [self.library.decode(run)]
         return "".join(parts)
 
-    def encode_batch(self, texts: list[str]) -> FlatIds:
+    def encode_batch(self, texts: list[str]) -> flat_ids.FlatIds:
         bos, eos = (token is not None for token in self._ends())
         options = {"add_bos": bos, "add_eos": eos, "num_threads": 1, "out_type": "numpy"}
-        return joined_ids(self.library.encode(texts, **options))
+        return flat_ids.joined_ids(self.library.encode(texts, **options))
 
     def _ends(self) -> tuple[int | None, int | None]:
         """The tokens to add before and after each text."""
@@ -116,7 +110,7 @@ class SentencePieceVocabulary(Vocabulary):
         first, last = (token if has_ends and token >= 0 else None for token in ids)
         return first, last
 
-    def fast_encoder(self) -> EncodeBatch:
+    def fast_encoder(self) -> flat_ids.EncodeBatch:
         """The fast encoder. It knows no user-defined symbols and mistakes the names of bytes: texts
         with these are rare and left to sentencepiece."""
         content = tokenizer_json(self.content, self.path)
@@ -128,9 +122,11 @@ class SentencePieceVocabulary(Vocabulary):
         # fastokens takes "<0x0A>" for the byte if no merges form it.
         marks = [*([prefix] if len(prefix) > 1 else symbols), "<0x"]
 
-        def encode(texts: list[str]) -> FlatIds:
+        def encode(texts: list[str]) -> flat_ids.FlatIds:
             ids, lengths = encode_batch(texts)
-            ids = with_tokens(ids, *starts_and_ends(lengths), first, last, ids.dtype)
+            ids = flat_ids.with_tokens(
+                ids, *flat_ids.starts_and_ends(lengths), first, last, ids.dtype
+            )
             lengths = lengths + (first is not None) + (last is not None)
             others = [i for i, text in enumerate(texts) if any(mark in text for mark in marks)]
             if not others:
@@ -138,7 +134,7 @@ class SentencePieceVocabulary(Vocabulary):
             parts = np.split(ids, np.cumsum(lengths)[:-1])
             for i in others:
                 parts[i] = self.encode_batch([texts[i]])[0]
-            return joined_ids(parts)
+            return flat_ids.joined_ids(parts)
 
         return encode
 

@@ -12,16 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _native
-from millrace.checks import (
-    MAX_INT32,
-    MAX_INT64,
-    check_bool,
-    check_float,
-    check_int,
-    check_token,
-    shown,
-)
+from millrace import _native, checks
 from millrace.errors import ConfigError
 from millrace.samples.tokens import Numbers, TokenBatch, check_tokens
 
@@ -94,7 +85,9 @@ def _applied(name: str, transform: Any, batch: TokenBatch, sample_numbers: Numbe
 
 def _check_tuple(name: str, answer: Any, *entries: str) -> None:
     if not isinstance(answer, tuple) or len(answer) != len(entries):
-        raise ConfigError(f"{name} returned {shown(answer)}; ({', '.join(entries)}) is needed")
+        raise ConfigError(
+            f"{name} returned {checks.shown(answer)}; ({', '.join(entries)}) is needed"
+        )
 
 
 def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
@@ -105,7 +98,7 @@ def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
 def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
     """The transforms as a list; a ConfigError if they cannot work."""
     if not isinstance(transforms, Iterable):
-        raise ConfigError(f"transforms is {shown(transforms)}; give a list of transforms")
+        raise ConfigError(f"transforms is {checks.shown(transforms)}; give a list of transforms")
     transforms = list(transforms)
     has_moved = False
     for place, transform in enumerate(transforms):
@@ -116,7 +109,9 @@ def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
         call = "apply" if hasattr(transform, "apply") else "__call__"
         for name in ("fingerprint", "changes_tokens", call):
             if not hasattr(transform, name):
-                raise ConfigError(f"transform {place} is {shown(transform)}, which has no {name!r}")
+                raise ConfigError(
+                    f"transform {place} is {checks.shown(transform)}, which has no {name!r}"
+                )
         own = getattr(transform, "dataset", None)
         if own is not None and own is not source:
             raise ConfigError(f"transform {place}, {kind}, was made for another dataset")
@@ -174,16 +169,16 @@ class FillInMiddle:
     changes_tokens = True
 
     def __post_init__(self) -> None:
-        plain: dict[str, Any] = {"seed": check_int("seed", self.seed, 0, MAX_INT64)}
+        plain: dict[str, Any] = {"seed": checks.check_int("seed", self.seed, 0, checks.MAX_INT64)}
         for name in ("rate", "spm_rate"):
-            plain[name] = check_float(name, getattr(self, name))
+            plain[name] = checks.check_float(name, getattr(self, name))
             if not 0 <= plain[name] <= 1:  # NaN too
                 raise ConfigError(f"{name} is {plain[name]}; 0 to 1 is possible")
         inserted = ("prefix_token", "middle_token", "suffix_token")
         for name in inserted:
-            plain[name] = check_int(name, getattr(self, name), 0, MAX_INT64)
+            plain[name] = checks.check_int(name, getattr(self, name), 0, checks.MAX_INT64)
         for name in ("eod_token", "pad_token"):
-            plain[name] = check_token(name, getattr(self, name))
+            plain[name] = checks.check_token(name, getattr(self, name))
         names: dict[int, str] = {}
         for name in (*inserted, "eod_token", "pad_token"):
             other = names.setdefault(plain[name], name)
@@ -228,9 +223,9 @@ class RepeatGuard:
 
     def __post_init__(self) -> None:
         vars(self).update(
-            max_period=check_int("max_period", self.max_period, 1, MAX_INT32),
-            min_repeats=check_int("min_repeats", self.min_repeats, 2, MAX_INT32),
-            whole_sample=check_bool("whole_sample", self.whole_sample),
+            max_period=checks.check_int("max_period", self.max_period, 1, checks.MAX_INT32),
+            min_repeats=checks.check_int("min_repeats", self.min_repeats, 2, checks.MAX_INT32),
+            whole_sample=checks.check_bool("whole_sample", self.whole_sample),
         )
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:

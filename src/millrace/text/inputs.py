@@ -10,16 +10,9 @@ from millrace import checks
 from millrace.errors import ConfigError, TextError
 from millrace.files import files_below
 from millrace.names import is_beside_documents
+from millrace.text import streams
 from millrace.text.formats import PlainText, known_formats
 from millrace.text.parts import Format, InputFile
-from millrace.text.streams import (
-    NUM_MAGIC_BYTES,
-    STDIN,
-    compression_of,
-    is_of_a_process,
-    open_path,
-    readable,
-)
 
 _COMPRESSED_ENDINGS = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
 
@@ -84,9 +77,9 @@ def read_input_list(path: str | os.PathLike[str]) -> list[str]:
         TextError: A list that cannot be read, or names nothing.
     """
     path = checks.check_path("path", path)
-    with readable(path), open_path(path) as file:
+    with streams.readable(path), streams.open_path(path) as file:
         data = file.read()
-    if compression_of(data[:NUM_MAGIC_BYTES]) or b"\0" in data:
+    if streams.compression_of(data[: streams.NUM_MAGIC_BYTES]) or b"\0" in data:
         raise TextError(f"{path} is not a list of files; give a text file with a path a line")
     lines = [os.fsdecode(line) for line in data.removeprefix(b"\xef\xbb\xbf").splitlines()]
     inputs = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
@@ -106,17 +99,17 @@ class _Finder:
     def input_file(self, path: str) -> InputFile:
         """Format, compression and size of one file."""
         first_bytes = b""
-        with readable(path):
-            status = os.fstat(0) if path == STDIN else os.stat(path)
+        with streams.readable(path):
+            status = os.fstat(0) if path == streams.STDIN else os.stat(path)
             if stat.S_ISDIR(status.st_mode):
                 raise TextError(f"{path} is a folder; name its files")
-            is_pipe = not stat.S_ISREG(status.st_mode) or is_of_a_process(path)
-            if is_pipe and path != STDIN and not os.access(path, os.R_OK):
+            is_pipe = not stat.S_ISREG(status.st_mode) or streams.is_of_a_process(path)
+            if is_pipe and path != streams.STDIN and not os.access(path, os.R_OK):
                 raise PermissionError(13, os.strerror(13))
             if not is_pipe:
-                with open_path(path) as file:
-                    first_bytes = file.read(NUM_MAGIC_BYTES)
-        compression = compression_of(first_bytes)
+                with streams.open_path(path) as file:
+                    first_bytes = file.read(streams.NUM_MAGIC_BYTES)
+        compression = streams.compression_of(first_bytes)
         matching = (format_ for format_ in self._formats if format_.matches(first_bytes))
         format_ = next(matching, None) or self._by_name(path) or self._formats[0]
         if compression and format_.needs_file:
@@ -152,9 +145,9 @@ class _Finder:
 
     def expand(self, entry: str) -> Iterator[str]:
         """The paths of one input: of a folder and of a pattern, sorted."""
-        if entry != STDIN and os.path.isdir(entry):
+        if entry != streams.STDIN and os.path.isdir(entry):
             yield from self._files_of(entry)
-        elif entry == STDIN or os.path.lexists(entry) or not glob.has_magic(entry):
+        elif entry == streams.STDIN or os.path.lexists(entry) or not glob.has_magic(entry):
             yield entry
         else:
             literal = entry.split(os.sep)
@@ -172,7 +165,7 @@ class _Finder:
                 yield from self._files_of(path) if os.path.isdir(path) else (path,)
 
     def _files_of(self, folder: str) -> list[str]:
-        with readable(folder):
+        with streams.readable(folder):
             found = list(files_below(folder, _is_skipped))
         # Not pipes, sockets and devices; a link to a missing file is an error when it is read.
         paths = [one.path for one in found if one.is_file() or not os.path.exists(one.path)]

@@ -11,15 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from millrace import checks
 from millrace.errors import ConfigError, TextError
+from millrace.text import streams
 from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
-from millrace.text.streams import (
-    BLOCK_SIZE,
-    ByteStream,
-    is_of_a_process,
-    open_path,
-    readable,
-    stream_of,
-)
 
 
 @runtime_checkable
@@ -193,7 +186,7 @@ def pieces_of(
     file: InputFile,
     size: int,
     *,
-    block_size: int = BLOCK_SIZE,
+    block_size: int = streams.BLOCK_SIZE,
     max_document_size: int = MAX_DOCUMENT_SIZE,
 ) -> Iterator[Piece]:
     """The decompressed data of a file in pieces of about `size` bytes, cut between documents.
@@ -236,12 +229,12 @@ def first_line_of(part: Part) -> int:
 
 
 @contextlib.contextmanager
-def open_part(part: Part) -> Iterator[ByteStream]:
+def open_part(part: Part) -> Iterator[streams.ByteStream]:
     """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
-    with readable(part.source):
-        file = open_path(part.path)
+    with streams.readable(part.source):
+        file = streams.open_path(part.path)
     with file, unchanged(part, lambda: os.fstat(file.fileno())) as size:
-        yield stream_of(file, part.source, size, part.compression, part.start, part.stop)
+        yield streams.stream_of(file, part.source, size, part.compression, part.start, part.stop)
 
 
 @contextlib.contextmanager
@@ -250,7 +243,7 @@ def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[i
     size of a regular file; None of others, whose size and time say nothing."""
 
     def check(size: int | None, mtime_ns: int | None) -> os.stat_result:
-        with readable(part.source):
+        with streams.readable(part.source):
             status = status_of()
         if size is not None and status.st_size != size:
             change = f"has {status.st_size} bytes, and had {size} before: it was changed"
@@ -263,7 +256,7 @@ def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[i
         )
 
     status = check(*part.identity)
-    is_regular = stat.S_ISREG(status.st_mode) and not is_of_a_process(part.path)
+    is_regular = stat.S_ISREG(status.st_mode) and not streams.is_of_a_process(part.path)
     yield status.st_size if is_regular else None
     if is_regular:
         check(status.st_size, status.st_mtime_ns)
@@ -285,7 +278,7 @@ class Span(NamedTuple):
     is_end: bool
 
 
-def _spans(stream: ByteStream, separator: bytes, block_size: int) -> Iterator[Span]:
+def _spans(stream: streams.ByteStream, separator: bytes, block_size: int) -> Iterator[Span]:
     """The bytes of a stream up to the last separator of each block, and after it."""
     tail = b""  # may be the start of a separator
     if not separator:
@@ -302,7 +295,9 @@ def _spans(stream: ByteStream, separator: bytes, block_size: int) -> Iterator[Sp
 
 
 def cut_pieces(
-    file: InputFile, size: int, contents: Callable[[ByteStream], tuple[Iterator[Span], int, bytes]]
+    file: InputFile,
+    size: int,
+    contents: Callable[[streams.ByteStream], tuple[Iterator[Span], int, bytes]],
 ) -> Iterator[Piece]:
     """Pieces of about `size` bytes of a file.
 
