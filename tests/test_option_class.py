@@ -89,7 +89,7 @@ def test_values_become_plain() -> None:
         ({"plan": "slow"}, "^plan must be one of auto, fast, not 'slow'$"),
         ({"plan": 3}, "^plan must be"),
         ({"keys": "text"}, "^keys must be a list"),
-        ({"keys": [1]}, "^each of keys must be a text, not 1$"),
+        ({"keys": [1]}, r"^keys\[0\] must be a text, not 1$"),
         ({"keys": 1}, "^keys must be a list"),
         ({"inputs": "a"}, "^inputs .* a list"),
         ({"output": None}, "^output .* a path"),

@@ -120,7 +120,7 @@ def check_list(name: str, values: Any, kind: str, check: Callable[[str, Any], T]
         entries = list(values)
     except TypeError:
         raise ConfigError(f"{name} must be a list of {kind}, not {shown(values)}") from None
-    return [check(f"each of {name}", value) for value in entries]
+    return [check(f"{name}[{place}]", value) for place, value in enumerate(entries)]
 
 
 def check_floats(name: str, values: Any) -> list[float]:

@@ -410,7 +410,7 @@ def test_any_function(tmp_path: Path) -> None:
     [
         ([500], "an id must be between 0 and 499, not 500"),
         ([-1], "an id must be .* not -1"),
-        ([1.5], "one of ids must be a whole number, not 1.5"),
+        ([1.5], r"ids\[0\] must be a whole number, not 1.5"),
         ([[1]], r"ids must be .* not int64 of shape \[1, 1\]"),
         (None, "ids must be integers"),
     ],

@@ -174,9 +174,9 @@ def test_paths_of_any_kind_and_numpys_numbers(tmp_path: Path, tokenizer: Tokeniz
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"inputs": "a.jsonl"}, r"inputs .*\['a.jsonl'\]"),
-        ({"inputs": Path("a.jsonl")}, r"inputs .*\[PosixPath"),
-        ({"inputs": [3]}, r"inputs .*\[3\]"),
+        ({"inputs": "a.jsonl"}, "inputs must be a list of paths, not 'a.jsonl'"),
+        ({"inputs": Path("a.jsonl")}, "inputs must be a list of paths, not PosixPath"),
+        ({"inputs": [3]}, r"inputs\[0\] must be a path, not 3"),
         ({"inputs": []}, "no inputs"),
         ({"inputs": None}, "inputs .*None"),
         ({"json_keys": "text"}, r"json_keys .*'text'.*\['text'\]"),

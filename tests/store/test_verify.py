@@ -115,7 +115,7 @@ def test_prefixes_that_no_file_can_have_are_reported(tmp_path: Path) -> None:
     assert not reports[-1].problems
     with pytest.raises(ConfigError, match=r"threads must be .* not 0"):
         verify(prefixes, threads=0)
-    with pytest.raises(ConfigError, match="each of prefixes must be a path, not"):
+    with pytest.raises(ConfigError, match=r"prefixes\[[0-9]\] must be a path, not"):
         verify([*prefixes, "a\0b"])
     with pytest.raises(ConfigError, match="must be a path"):
         verify(["a\0b"])

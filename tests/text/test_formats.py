@@ -221,11 +221,11 @@ def test_tables_without_the_column_are_refused(tmp_path: Path) -> None:
     write_table(tmp_path / "a.parquet", {"n": [1], "s": [{"a": "b"}]})
     (tmp_path / "a.csv").write_text("a,b,b\n1,2,3\n")
     for name, key, message in [
-        ("a.parquet", "text", 'has not one column "text" of texts; its columns are: n, s'),
-        ("a.parquet", "s.b", r'has not one column "s\.b"'),
+        ("a.parquet", "text", 'has no single column "text" of texts; its columns are: n, s'),
+        ("a.parquet", "s.b", r'has no single column "s\.b"'),
         ("a.parquet", "n", 'column "n" of texts, but of int64'),
         ("a.csv", "text", '"text" of texts; its columns are: a, b, b'),
-        ("a.csv", "b", 'has not one column "b" of texts'),
+        ("a.csv", "b", 'has no single column "b" of texts'),
     ]:
         with pytest.raises(TextError, match=message):
             read_file(tmp_path / name, [key])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,6 +80,7 @@ class Batch:
         self._query, self._size = query, size
         self._num_lines = self._num_bytes = 0
         self._documents: list[tuple[Sequence[Text], int, int, str | None]] = []
+        self._columns: Any = None  # of documents that were added together
 
     def add(
         self, texts: Sequence[Text], line: int, byte_offset: int = -1, id_: str | None = None
@@ -100,6 +102,15 @@ class Batch:
             raise BadDocumentError("the document is empty")
         self._documents.append((texts, line, byte_offset, id_))
 
+    def add_all(
+        self, texts: list[list[Text]], first: int, byte_offsets: Any, ids: list[str | None]
+    ) -> None:
+        """Adds the documents of consecutive lines from number `first` on, which may be empty.
+
+        The batch has no others until they are taken. `texts` has a list for each key.
+        """
+        self._columns = texts, np.arange(first, first + len(ids)), byte_offsets, ids
+
     def take(self, num_lines: int, position: int, total: int | None) -> Documents:
         """The documents since the last call.
 
@@ -110,10 +121,14 @@ class Batch:
         """
         if total is not None:
             position = self._size * min(position, total) // max(total, 1)
-        rows = self._documents
-        texts, lines, byte_offsets, ids = zip(*rows, strict=True) if rows else [()] * 4
+        if self._columns is None:
+            rows = self._documents
+            values, *columns = zip(*rows, strict=True) if rows else [()] * 4
+            texts = [[one[place] for one in values] for place in range(len(self._query.keys))]
+            self._columns = texts, *columns
+        texts, lines, byte_offsets, ids = self._columns
         documents = Documents(
-            [[values[place] for values in texts] for place in range(len(self._query.keys))],
+            texts,
             np.array(lines, np.int64),
             np.array(byte_offsets, np.int64),
             list(ids),
@@ -121,7 +136,7 @@ class Batch:
             position - self._num_bytes,
         )
         self._num_lines, self._num_bytes = num_lines, position
-        self._documents = []
+        self._documents, self._columns = [], None
         return documents
 
 
@@ -140,10 +155,10 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def no_column(source: str, key: str, columns: list[str], kind: str = "") -> TextError:
-    """The error of a table that has not one column of texts, or lists of texts, under a key."""
+    """The error of a table that has no single column of texts, or lists of texts, under a key."""
     names = ", ".join(columns[:10]) or "none"
     return TextError(
-        f'{source} has not one column "{key}" of texts{kind}; its columns are: {names}. '
+        f'{source} has no single column "{key}" of texts{kind}; its columns are: {names}. '
         "Name the text's column with --json-keys"
     )
 
@@ -156,6 +171,7 @@ def read_records(
     byte_offset: int,
     name: str,
     add: Callable[[bytes, int, int], None],
+    add_all: Callable[[list[bytes], int, int], bool] = lambda *records: False,
 ) -> Iterator[Documents]:
     """The documents of a stream of records, in blocks of about `query.block_size` bytes.
 
@@ -168,6 +184,8 @@ def read_records(
         name: What a record is called, "line" or "text".
         add: Function that adds the document of a record, on a line and at a byte offset, to the
             batch; it may raise a BadDocumentError.
+        add_all: Function that adds the documents of all lines of a block, with the number and byte
+            offset of the first, or none and returns False: where it can do so faster than `add`.
     """
     data, line, offset = b"", 0, byte_offset
     if byte_offset == 0:
@@ -178,6 +196,11 @@ def read_records(
     breaks, is_inside, is_last = separator.count(b"\n"), False, False
     *records, rest = data.split(separator) if separator else [data]
     while True:
+        is_short = not is_inside and max(map(len, records), default=0) <= query.max_size
+        if is_short and add_all(records, line, offset):
+            line += len(records)
+            offset += sum(map(len, records)) + len(records) * len(separator)
+            records = []
         for record in records:
             try:
                 if is_inside:

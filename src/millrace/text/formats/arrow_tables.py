@@ -60,9 +60,13 @@ class _Table(Format):
         batch, row = Batch(query, part.size), 0
         with unchanged(part, lambda: os.stat(part.path)):
             for columns, ids, share in self._rows(part, query):
-                for *values, id_ in zip(*columns, ids, strict=True):
-                    _add_row(values, id_, row, query, batch)
-                    row += 1
+                if not query.skip_empty and _are_short_texts(columns, query.max_size):
+                    batch.add_all(columns, row, [-1] * len(ids), list(map(id_text, ids)))
+                    row += len(ids)
+                else:
+                    for *values, id_ in zip(*columns, ids, strict=True):
+                        _add_row(values, id_, row, query, batch)
+                        row += 1
                 yield batch.take(row, int(share * (1 << 32)), 1 << 32)
 
     def _rows(self, part: Part, query: Query) -> Iterator[tuple[list[list[Any]], list[Any], float]]:
@@ -197,6 +201,14 @@ def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[
 
 
 # ---- documents of rows ----
+
+
+def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
+    """Whether all values are strings that are not too long; a character has at most 4 bytes."""
+    return all(
+        {*map(type, column)} == {str} and 4 * max(map(len, column)) <= max_size
+        for column in columns
+    )
 
 
 def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) -> None:

@@ -1,7 +1,10 @@
 """JSON lines: each is an object, and a document."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from millrace.text.documents import Batch, Documents, Query, read_records
 from millrace.text.json_values import check_unicode, id_of, parse_json, text_at
@@ -62,6 +65,21 @@ class JsonLines(Format):
             texts = [text_at(record, key) for key in keys]
             batch.add(texts, number, offset, id_of(record, query.id_key, line))
 
+        def add_all(lines: list[bytes], first: int, offset: int) -> bool:
+            try:
+                records = list(map(loads, lines))
+                texts = [[record[key] for record in records] for key in keys]
+            except (ValueError, KeyError, TypeError):
+                return False
+            if query.skip_empty or any({*map(type, column)} != {str} for column in texts):
+                return False
+            ids = [record.get(query.id_key) for record in records]
+            if "." in query.id_key or {*map(type, ids)} - {str, type(None)}:
+                ids = list(map(id_of, records, itertools.repeat(query.id_key), lines))
+            sizes = 1 + np.fromiter(map(len, lines), np.int64, len(lines))
+            batch.add_all(texts, first, offset + np.cumsum(sizes) - sizes, ids)
+            return True
+
         with open_part(part) as stream:
             offset = part.byte_offset + stream.first_byte
-            yield from read_records(stream, b"\n", query, batch, offset, "line", add)
+            yield from read_records(stream, b"\n", query, batch, offset, "line", add, add_all)
