@@ -101,7 +101,14 @@ class Parquet(_Table):
             names = _text_columns(file.schema_arrow, query, part.source)
             chosen = slice(part.start, part.stop)
             num_rows = sum(group.num_rows for group in groups[chosen])
-            num_bytes = sum(group.total_byte_size for group in groups[chosen])
+            # Of the columns that are read: others may hold images.
+            roots = tuple(f"{name}." for name in names)
+            num_bytes = sum(
+                column.total_uncompressed_size
+                for group in groups[chosen]
+                for column in map(group.column, range(group.num_columns))
+                if f"{column.path_in_schema}.".startswith(roots)
+            )
             row = 0
             for batch in file.iter_batches(
                 batch_size=_num_rows(num_rows, num_bytes),
