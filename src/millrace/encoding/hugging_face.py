@@ -8,9 +8,9 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
+from millrace.deferred import cached_property
 from millrace.encoding.flat_ids import EncodeBatch, FlatIds, flat_ids
 from millrace.encoding.vocabulary import Options, Vocabulary, must_pass, package, read_file, sha256
 from millrace.errors import TextError

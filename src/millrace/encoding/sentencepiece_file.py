@@ -9,11 +9,11 @@ import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from millrace.deferred import cached_property
 from millrace.encoding import flat_ids
 from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
 from millrace.errors import TextError

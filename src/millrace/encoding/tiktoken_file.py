@@ -8,10 +8,10 @@ import json
 import os
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from millrace.checks import check_choice, shown
+from millrace.deferred import cached_property
 from millrace.encoding.flat_ids import EncodeBatch, FlatIds, flat_ids, joined_ids
 from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
 from millrace.errors import ConfigError, TextError

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import check_bool, check_choice, check_int, check_path, shown
+from millrace.deferred import cached_property
 from millrace.dtypes import optimal_dtype
 from millrace.encoding.encoder_check import choose_encoder, difference_on
 from millrace.encoding.flat_ids import EncodeBatch
