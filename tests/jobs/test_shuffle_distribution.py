@@ -1,8 +1,8 @@
-"""The distribution check: fair shuffles pass, and every other one that we could think of fails."""
+"""The distribution of domains: exact counts, figures, and a check that fair shuffles pass."""
 
+import itertools
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -12,11 +12,9 @@ from millrace.errors import MillraceError
 from millrace.ragged import even_sizes
 from millrace.shuffling import distribution as module
 from millrace.shuffling.distribution import (
-    Distribution,
     Parts,
-    check_distribution,
     distribution_json,
-    format_distribution,
+    format_figures,
     measure_distribution,
 )
 
@@ -31,13 +29,9 @@ class Sources:
         return self._sources[start:stop]
 
 
-def measure(sources: np.ndarray, counts: list[int], num_shards: int = 64) -> Distribution:
+def measure(sources: np.ndarray, counts: list[int], num_shards: int = 64) -> dict[str, Parts]:
     domains = {f"domain {number}": count for number, count in enumerate(counts)}
     return measure_distribution(Sources(sources), domains, even_sizes(len(sources), num_shards))
-
-
-def domains_of(sources: np.ndarray, counts: list[int]) -> np.ndarray:
-    return np.repeat(np.arange(len(counts)), counts)[sources]
 
 
 COUNTS = [60_000, 30_000, 0, 9_000, 1_000]
@@ -62,7 +56,7 @@ def test_counts_are_exact(counts: list[int], num_shards: int, head: int, seed: i
         patch.setattr(module, "HEAD", head)
         patch.setattr(module, "_BLOCK", 7)
         measured = measure(sources, counts, num_shards)
-    domains = domains_of(sources, counts)
+    domains = np.repeat(np.arange(len(counts)), counts)[sources]
     for name, sizes in (
         ("head", [min(head, total)]),
         ("shards", even_sizes(total, num_shards).tolist()),
@@ -90,114 +84,7 @@ def test_very_many_shards_are_counted_in_groups(monkeypatch: pytest.MonkeyPatch)
     starts = np.arange(0, 64, 10)
     assert together.sizes.tolist() == np.add.reduceat(alone.sizes, starts).tolist()
     assert together.counts.tolist() == np.add.reduceat(alone.counts, starts).tolist()
-    assert "7 shard groups: " in format_distribution(measure(sources, COUNTS, 64))
-
-
-# ---- fair shuffles ----
-
-
-@pytest.mark.parametrize("first", range(0, 320, 80))
-def test_fair_shuffles_of_any_shape_pass(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one domain, empty domains, one item, and totals around powers of two."""
-    for seed in range(first, first + 80):
-        random = np.random.default_rng(seed)
-        monkeypatch.setattr(module, "HEAD", int(random.choice([50, 500, 50_000])))
-        total = int(10 ** random.uniform(0, 4.5))
-        if seed % 4 == 0:
-            total = 2 ** int(random.integers(0, 15)) + int(random.integers(0, 3))
-        num_domains = 1 if seed % 10 == 0 else int(random.integers(1, 20))
-        shares = random.dirichlet(np.full(num_domains, 10 ** random.uniform(-1.5, 1)))
-        counts = random.multinomial(total, shares).tolist()
-        num_shards = int(random.integers(1, min(total, 200) + 1))
-        measured = measure(random.permutation(total), counts, num_shards)
-        check_distribution(measured)
-        assert "NOT" not in format_distribution(measured)
-
-
-def test_figures_of_fair_shuffles_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEAD", 1000)
-    counts = [2500, 1000, 300, 100, 50, 40, 8, 2]
-    orders = [np.random.default_rng(seed).permutation(4000) for seed in range(300)]
-    tables = [measure(order, counts, 20) for order in orders]
-    for name in ("head", "shards", "windows"):
-        values = [table[name].figures()["p_value"] for table in tables]
-        tenths = np.bincount((np.array(values) * 10).astype(int).clip(0, 9), minlength=10)
-        assert float(((tenths - 30) ** 2 / 30).sum()) < 34, (name, tenths)  # p = 1e-4
-        deviations = np.concatenate([table[name].deviations for table in tables])
-        assert abs(deviations.mean()) < 0.05, name
-        assert 0.9 < deviations[:, :5].std() < 1.1, name
-    whole = Parts("head", ("a", "b"), np.array([[60, 40]]), np.array([60, 40]))
-    assert whole.deviations.tolist() == [[0.0, 0.0]]
-
-
-def test_the_smallest_outputs_pass() -> None:
-    for counts in ([1], [0, 1, 0]):
-        measured = measure(np.arange(1), counts, 1)
-        check_distribution(measured)
-        assert measured["windows"].chi_square == measured["shards"].chi_square == (0, 0)
-
-
-# ---- other shuffles ----
-
-
-def unfair_shuffles() -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    fair, ends = random.permutation(TOTAL), np.cumsum(COUNTS)
-    starts = ends - COUNTS
-    blocks = np.arange(TOTAL).reshape(-1, 20)
-    missing, crowded = fair.copy(), fair.copy()
-    in_shard = slice(0, even_sizes(TOTAL, 64)[0])
-    domains = domains_of(fair, COUNTS)
-    theirs = np.flatnonzero(domains[in_shard] == 3)  # about 140 of 1,563
-    web = in_shard.stop + np.flatnonzero(domains[in_shard.stop :] == 0)
-    others = random.choice(web, len(theirs), replace=False)
-    missing[theirs], missing[others] = fair[others], fair[theirs]
-    ours = np.flatnonzero(domains[in_shard] == 0)[:80]
-    rare = in_shard.stop + np.flatnonzero(domains[in_shard.stop :] == 4)[:80]
-    crowded[ours], crowded[rare] = fair[rare], fair[ours]
-    even = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in COUNTS])
-    half = TOTAL // 2
-    return {
-        "identity": np.arange(TOTAL),
-        "reversed": np.arange(TOTAL)[::-1],
-        "blocks": blocks[random.permutation(len(blocks))].reshape(-1),
-        "within domains": np.concatenate(
-            [random.permutation(np.arange(a, b)) for a, b in zip(starts, ends, strict=True)]
-        ),
-        "within halves": np.append(random.permutation(half), half + random.permutation(half)),
-        "rotated": np.roll(np.arange(TOTAL), 12_345),
-        "one domain missing from a shard": missing,
-        "one domain crowded into a shard": crowded,
-        "dealt in turn": np.argsort(even, kind="stable"),
-        "a small window": np.argsort(np.arange(TOTAL) + random.uniform(0, 20_000, TOTAL)),
-    }
-
-
-@pytest.mark.parametrize("name", unfair_shuffles())
-def test_other_shuffles_fail(name: str) -> None:
-    sources = unfair_shuffles()[name]
-    assert np.array_equal(np.sort(sources), np.arange(TOTAL))
-    measured = measure(sources, COUNTS)
-    with pytest.raises(MillraceError, match="is not shuffled evenly") as caught:
-        check_distribution(measured)
-    text = format_distribution(measured)
-    assert text.splitlines()[-1].startswith("NOT uniform: ")
-    assert text.splitlines()[-1].removeprefix("NOT uniform: ") in str(caught.value)
-    message = {
-        "one domain missing from a shard": (
-            r"shard 0 has 0 of its 1,563 items from domain domain 3, and a fair shuffle 140\.7; "
-            r"that deviates by -12\.\d sigma"
-        ),
-        "one domain crowded into a shard": "shard 0 has",
-        "dealt in turn": "too small",
-    }
-    assert re.search(message.get(name, ""), str(caught.value))
-
-
-def test_small_outputs_fail_too() -> None:
-    check_distribution(measure(np.random.default_rng(0).permutation(300), [150, 150], 2))
-    with pytest.raises(MillraceError, match="not shuffled evenly"):
-        check_distribution(measure(np.arange(300)[::-1], [150, 150], 2))
+    assert format_figures(together.figures()).startswith("7 shard groups: largest deviation ")
 
 
 # ---- figures ----
@@ -213,48 +100,97 @@ def test_figures_are_what_the_formulas_say() -> None:
     signs = np.array([[1, -1], [-1, 1]])
     assert shards.deviations == pytest.approx(signs * expected)
     assert shards.chi_square == (pytest.approx(expected**2), 1)
+    whole = Parts("head", ("a", "b"), np.array([[60, 40]]), np.array([60, 40]))
+    assert whole.deviations.tolist() == [[0.0, 0.0]]
 
 
-def test_small_domains_are_tested_together() -> None:
-    counts = [5000] + [10] * 200
-    shards = measure(np.random.default_rng(3).permutation(7000), counts, 10)["shards"]
-    # One item of each small domain is expected in a shard: five make a class.
-    assert shards.chi_square[1] == 40 * 9
-    assert abs(shards.z) < 3
+@pytest.mark.parametrize(
+    ("counts", "degrees"),
+    [
+        ([3000, 3000], 9),
+        ([3000, 0], 0),
+        ([3000, 40], 0),  # 4 are expected in a window
+        ([3000, 60, 40], 9),  # the last two are one class
+        ([3000, 60, 40, 30], 18),  # ... and again
+        ([5000] + [10] * 200, 9),
+    ],
+)
+def test_small_domains_are_one_class(counts: list[int], degrees: int) -> None:
+    total = sum(counts)
+    shards = measure(np.random.default_rng(3).permutation(total), counts, 10)["shards"]
+    value, found = shards.chi_square
+    assert found == degrees
+    assert abs(value - degrees) <= 4 * math.sqrt(2 * degrees)
 
 
-# Chi-square, its degrees of freedom, and the probability of at least as much, by mpmath.
-CHI_SQUARES = [(63, 63, 0.4763024), (100.1, 100, 0.4783), (1000, 1000, 0.4957975), (700, 600, 3e-3)]
+def test_figures_of_fair_shuffles_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEAD", 1000)
+    counts = [2500, 1000, 300, 100, 50, 40, 8, 2]
+    orders = [np.random.default_rng(seed).permutation(4000) for seed in range(300)]
+    tables = [measure(order, counts, 20) for order in orders]
+    squares = [table["windows"].chi_square for table in tables]
+    assert {degrees for _, degrees in squares} == {63 * 2}  # the last six are one class
+    scores = np.array([(value - 126) / math.sqrt(2 * 126) for value, _ in squares])
+    assert abs(scores.mean()) < 0.25
+    assert 0.8 < scores.std() < 1.2
+    for name in ("head", "shards", "windows"):
+        deviations = np.concatenate([table[name].deviations for table in tables])
+        assert abs(deviations.mean()) < 0.05, name
+        assert 0.9 < deviations[:, :5].std() < 1.1, name
 
 
-@pytest.mark.parametrize(("value", "degrees", "probability"), CHI_SQUARES)
-def test_p_values(value: float, degrees: int, probability: float) -> None:
-    class Given(Parts):
-        chi_square = value, degrees  # type: ignore[assignment]
-
-    one = np.ones((1, 1), np.int64)
-    parts = Given("head", ("web",), one, one[0])
-    assert parts.figures()["p_value"] == pytest.approx(probability, rel=0.05)
-
-
-# ---- text ----
-
-
-def test_the_table() -> None:
+def test_figures_as_text() -> None:
     """Also of domains whose names have control characters, which do not reach the terminal."""
-    counts = {"\x1b[31mred\n": 25_000, "Ärzte\u202e": 24_000, "C": 1_000, "empty": 0}
-    for order in (np.random.default_rng(1).permutation(50_000), np.arange(50_000)):
-        measured = measure_distribution(Sources(order), counts, even_sizes(50_000, 4))
-        lines = format_distribution(measured).splitlines()
-        assert lines[0] == "distribution of 50,000 items, first 50,000 places:"
-        assert lines[1].split() == ["domain", "actual", "expected", "deviation", "sigma"]
-        assert lines[2].split() == [r"\x1b[31mred\n", "25,000", "25,000.0", "+0.00%", "+0.0"]
-        assert lines[3].startswith(r"  Ärzte\u202e   ")
-        assert lines[5].split() == ["empty", "0", "0.0", "-", "+0.0"]
-        assert lines[6].startswith("head: too few items, parts or domains for chi-square; largest")
-        assert lines[7].startswith("4 shards: chi-square ")
-        assert "degrees of freedom, p = " in lines[7]
-        assert lines[8].startswith("64 windows: chi-square ")
-        is_fair = lines[-1] == "uniform: chance explains all deviations"
-        assert is_fair == (order[0] != 0)
-        assert all(line.isprintable() for line in lines)
+    counts = {"\x1b[31mred\n": 25_000, "\u00c4rzte\u202e": 25_000, "empty": 0}
+    measured = measure_distribution(Sources(np.arange(50_000)), counts, even_sizes(50_000, 4))
+    red = r"\x1b[31mred\n: "
+    assert [format_figures(parts.figures()) for parts in measured.values()] == [
+        f"1 head: largest deviation +0.0 sigma (head 0, {red}25,000, expected 25,000.0)",
+        f"4 shards: largest deviation +129.1 sigma (shard 0, {red}12,500, expected 6,250.0)",
+        f"64 windows: largest deviation +28.2 sigma (window 0, {red}782, expected 391.0); "
+        "chi-square 49,967.3, 63 degrees of freedom",
+    ]
+
+
+# ---- the check ----
+
+
+@pytest.mark.parametrize("first", range(0, 320, 80))
+def test_fair_shuffles_of_any_shape_pass(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one domain, empty domains, one item, and totals around powers of two."""
+    for seed in range(first, first + 80):
+        random = np.random.default_rng(seed)
+        monkeypatch.setattr(module, "HEAD", int(random.choice([50, 500, 50_000])))
+        total = int(10 ** random.uniform(0, 4.5))
+        if seed % 4 == 0:
+            total = 2 ** int(random.integers(0, 15)) + int(random.integers(0, 3))
+        num_domains = 1 if seed % 10 == 0 else int(random.integers(1, 20))
+        shares = random.dirichlet(np.full(num_domains, 10 ** random.uniform(-1.5, 1)))
+        counts = random.multinomial(total, shares).tolist()
+        num_shards = int(random.integers(1, min(total, 200) + 1))
+        for parts in measure(random.permutation(total), counts, num_shards).values():
+            parts.check()
+            assert parts.figures()["parts"] == len(parts.counts)
+
+
+def test_other_shuffles_fail() -> None:
+    random = np.random.default_rng(0)
+    fair, half = random.permutation(TOTAL), TOTAL // 2
+    bounds = itertools.pairwise([0, *np.cumsum(COUNTS).tolist()])
+    crowded = fair.copy()  # one domain into the first shard
+    web = np.flatnonzero(fair[:1500] < 60_000)[:160]
+    code = 1600 + np.flatnonzero((fair[1600:] >= 90_000) & (fair[1600:] < 99_000))[:160]
+    crowded[web], crowded[code] = fair[code], fair[web]
+    for sources in (
+        np.arange(TOTAL),
+        np.arange(TOTAL)[::-1],
+        np.concatenate([random.permutation(np.arange(*pair)) for pair in bounds]),
+        np.append(random.permutation(half), half + random.permutation(half)),
+        np.roll(np.arange(TOTAL), 12_345),
+        np.argsort(np.arange(TOTAL) + random.uniform(0, 20_000, TOTAL)),
+        crowded,
+    ):
+        assert np.array_equal(np.sort(sources), np.arange(TOTAL))
+        measured = measure(sources, COUNTS)
+        with pytest.raises(MillraceError, match=r"deviates by .* sigma, and at most 12 are poss"):
+            [parts.check() for parts in measured.values()]

@@ -315,12 +315,10 @@ def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
     totals = np.array([*domains.values()])
     try:
         columns = [distribution["domains"].index(name) for name in domains]
-        table = np.array(distribution[key]["counts"])
-        if table.dtype.kind != "i" or table.ndim != 2 or table.shape[1] != len(columns):
-            raise ValueError
-        table = table[: 1 if key == "head" else None, columns].astype(np.int64)
-        is_whole = key == "head" or (table.sum(axis=0) == totals).all()
-        if (table < 0).any() or (table > totals).any() or not (table.sum(1).all() and is_whole):
+        counts = np.array(distribution[key]["counts"], np.int64)[:, columns]
+        sums = counts.sum(axis=0)
+        is_whole = (sums <= totals if key == "head" else sums == totals).all()
+        if (counts < 0).any() or not (is_whole and counts.sum(axis=1).all()):
             raise ValueError
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         raise DataError(
@@ -328,9 +326,9 @@ def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
             "domain_stats. The metadata are damaged, the shards may be whole: `millrace verify` "
             "says so. Shuffle again to have a distribution"
         ) from None
-    is_grouped = key == "shards" and len(table) < metadata.num_shards
+    is_grouped = key == "shards" and len(counts) < metadata.num_shards
     name = "shard group" if is_grouped else key.removesuffix("s")
-    return Parts(name, tuple(domains), table, totals)
+    return Parts(name, tuple(domains), counts, totals)
 
 
 def format_shards(description: ShardsDescription) -> str:
@@ -359,7 +357,7 @@ def format_shards(description: ShardsDescription) -> str:
         for name, (count, share) in description.domains.items()
     )
     if description.distribution is not None:
-        lines += ["", "  domains along the output, against what chance allows"]
+        lines += ["", "  domains along the output, beside what chance gives"]
         lines += [f"  {format_figures(one)}" for one in description.distribution.values()]
     if description.document:
         shard = description.document["shard"]

@@ -12,20 +12,18 @@ from millrace.inspect.description import parts_of
 from millrace.shards.metadata import ShardsMetadata, metadata_path
 from millrace.shuffling.distribution import Parts
 
-_WIDTH, _LEFT, _RIGHT = 900, 70, 670  # pixels: of the picture, and the ends of its plots
-_TITLE, _PLOT, _GAP, _FOOT = 64, 220, 64, 40
-_INK, _GRID = "#222", "#ddd"
+_WIDTH, _LEFT, _RIGHT = 900, 70, 670  # pixels: of the picture, and the ends of its plot
+_TITLE, _PLOT, _FOOT = 64, 220, 40
+_INK = "#222"
 _COLOURS = "#3b6fb5 #e08a2b #4f9d5b #c1483f #8363b0 #8c6248 #d681b6 #5f7f8f #b0aa37 #3aa7b5".split()
 _ALL_COLOURS = [*_COLOURS, "#b8b8b8"]  # the last of domains that have none of their own
 
 
 def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "") -> str:
-    """An SVG of the domains along the output, in 64 windows; its title names the folder.
+    """An SVG of the share of each domain in 64 windows of the output, one on top of the other.
 
-    The upper plot has the share of each domain in each window, one on top of the other. The lower
-    one has the deviations from the expected shares, in standard deviations of a fair shuffle, which
-    leaves 99.7 % of them between -3 and 3. A ConfigError if the metadata have no distribution, a
-    DataError if it does not fit them.
+    Dashed lines are the expected shares. The title names the folder. A ConfigError if the metadata
+    have no distribution, a DataError if it does not fit them.
     """
     name = os.fspath(folder)
     if not metadata.distribution:
@@ -34,7 +32,7 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
             "`millrace shuffle` writes one"
         )
     bands = _bands(parts_of(metadata, name, "windows"))
-    height = _TITLE + 2 * _PLOT + _GAP + _FOOT
+    height = _TITLE + _PLOT + _FOOT
     edges = np.linspace(_LEFT, _RIGHT, len(bands.counts) + 1)
     item = "documents" if metadata.has_documents else "sequences"
     title = f"{metadata.num_items:,} {item} in {metadata.num_shards:,} shards"
@@ -47,7 +45,6 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
         _text(_LEFT, 46, title),
         *_shares(bands, edges),
         *_legend(bands),
-        *_deviations(bands, edges),
         _text(_LEFT, height - 12, "first item"),
         _text(_RIGHT, height - 12, "last item", anchor="end"),
     ]
@@ -98,24 +95,6 @@ def _shares(bands: Parts, edges: NDArray[np.float64]) -> Iterator[str]:
     expected = np.cumsum(bands.totals)[:-1] / bands.totals.sum()
     for y in (_TITLE + _PLOT * (1 - expected)).tolist():
         yield _shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke="#fff", stroke_dasharray="4 4")
-
-
-def _deviations(bands: Parts, edges: NDArray[np.float64]) -> Iterator[str]:
-    scores, top = bands.deviations, _TITLE + _PLOT + _GAP
-    scale = max(4, float(np.ceil(np.abs(scores).max())))  # standard deviations
-    middle, unit = top + _PLOT / 2, _PLOT / 2 / scale
-    yield _text(_LEFT, top - 12, "Deviation from the expected share, in standard deviations")
-    band = {"y": middle - 3 * unit, "height": 6 * unit}
-    yield _shape("rect", x=_LEFT, width=_RIGHT - _LEFT, fill="#eef3ee", **band)
-    for score in (-scale, -3, 0, 3, scale):
-        y = middle - unit * score
-        yield _shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke=_GRID)
-        yield _text(_LEFT - 8, y + 4, f"{score:+g}" if score else "0", anchor="end")
-    centres = ((edges[:-1] + edges[1:]) / 2).tolist()
-    for colour, column in zip(_ALL_COLOURS, scores.T, strict=False):
-        points = zip(centres, (middle - unit * column).tolist(), strict=True)
-        dots = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)  # round ends make dots of them
-        yield _shape("path", d=dots, stroke=colour, stroke_width=5, stroke_linecap="round")
 
 
 def _legend(bands: Parts) -> Iterator[str]:

@@ -12,10 +12,9 @@ from millrace.ragged import even_sizes, starts_of
 from millrace.shards.metadata import DOCUMENTS, SEQUENCES
 from millrace.shuffling import shard_publication as publication
 from millrace.shuffling.distribution import (
-    Distribution,
-    check_distribution,
+    Parts,
     distribution_json,
-    format_distribution,
+    format_figures,
     measure_distribution,
 )
 from millrace.shuffling.domains import Input, find_domains
@@ -208,7 +207,9 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
     return {**publication.publication(done, metadata), "result": asdict(result)}
 
 
-def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutation, Distribution]:
+def _permute(
+    run: Run, options: ShuffleOptions, items: Items
+) -> tuple[Permutation, dict[str, Parts]]:
     """The permutation, after a check that it spreads the domains evenly."""
     label, size = "phase 2: permutation", items.num_items
 
@@ -222,6 +223,7 @@ def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutati
         permutation = make_permutation(name, size, options.seed, run.scratch)
         shard_sizes = even_sizes(size, options.num_shards)
         distribution = measure_distribution(permutation, items.domain_stats, shard_sizes)
-        progress.note(format_distribution(distribution))
-        check_distribution(distribution)
+        for parts in distribution.values():
+            progress.note(format_figures(parts.figures()))
+            parts.check()
     return permutation, distribution
