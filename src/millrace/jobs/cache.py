@@ -5,15 +5,15 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.cache import arrays
+from millrace.checks import check_float
 from millrace.errors import CacheError, ConfigError
 from millrace.files import file_lock, written_name
-from millrace.option_class import StrPath, check_options, option
-from millrace.order import RULES_VERSION
+from millrace.option_class import StrPath, option
 from millrace.run.plan import MANIFEST, Manifest, manifests_lock
 
 _DAY = 24 * 60 * 60.0
@@ -27,9 +27,6 @@ class CacheOptions:
     """The option of every action on a cache folder."""
 
     folder: StrPath = option("cache folder", flags="folder", metavar="DIR")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +48,14 @@ class CacheEntry:
 
     Attributes:
         name: Name that its files share.
-        kind: "run" (a manifest), "set", or "leftover": files that belong to no whole set.
+        kind: "run" (a manifest); "set"; "leftover": files that belong to no whole one of them; or
+            "unknown": files that cannot be read, or another version's.
         paths: Paths of its files.
         num_bytes: Size of all its files.
         age: Seconds since its last file was written.
-        prefixes: Token files that a manifest was made from, as absolute paths where it has them.
+        prefixes: Token files that a manifest was made from, as absolute paths.
         sets: Names of the sets that a manifest needs.
-        problems: Why it cannot be used any more, a line each.
-        doubts: What cannot be checked from here, a line each: it may be of use elsewhere.
+        problems: Why no run can use it, a line each.
         reason: Why `prune_cache` removes it.
     """
 
@@ -70,7 +67,6 @@ class CacheEntry:
     prefixes: list[str] = field(default_factory=list)
     sets: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
     reason: str = ""
 
 
@@ -87,24 +83,28 @@ def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) 
     place = os.fspath(folder)
     if not os.path.isdir(place):
         raise ConfigError(f"{place} is not a folder; give the cache folder of a run")
-    groups = _groups(place).items()
-    return [_entry(place, name, paths, check_contents) for (name, _), paths in groups]
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for file in sorted(os.listdir(place)):
+        written = written_name(file)
+        match = _FILE.fullmatch(file if written is None else written)
+        if match is not None:  # else it is another program's file
+            groups.setdefault((match[1], written is None), []).append(os.path.join(place, file))
+    return [_entry(place, *key, paths, check_contents) for key, paths in groups.items()]
 
 
 def prune_cache(
     folder: str | os.PathLike[str], *, older_than_days: float | None = None, dry_run: bool = False
 ) -> list[CacheEntry]:
-    """Removes what no run can use any more: leftovers, damaged sets and manifests, manifests whose
-    token files are gone or changed, and sets that no manifest needs.
+    """Removes what no run can use any more: leftovers, damaged sets, manifests whose token files
+    have changed or are gone from their folder, and sets that no manifest needs.
 
-    What cannot be checked from here stays: data on a disk that is not mounted, files without read
-    permission, records of another version. On a file system without locks, sets and leftovers stay
-    for their first day.
+    All else stays: data on a disk that is not mounted, files without read permission, records of
+    another version. On a file system without locks, sets and leftovers stay for their first day.
 
     Args:
         folder: Cache folder of runs.
-        older_than_days: Age from which manifests, and entries that cannot be checked, are removed
-            as well; None: no age.
+        older_than_days: Age from which manifests, and entries of kind "unknown", are removed as
+            well; None: no age.
         dry_run: Whether to remove nothing.
 
     Returns:
@@ -115,10 +115,11 @@ def prune_cache(
         CacheError: Another process is building one of the entries, and nothing is removed; or an
             entry could not be removed, and the others are.
     """
-    options = PruneOptions(folder=folder, older_than_days=older_than_days, dry_run=dry_run)
-    place = os.fspath(options.folder)
-    useless = _useless(list_cache(place), options.older_than_days)
-    if options.dry_run or not useless:
+    place = os.fspath(folder)
+    if older_than_days is not None:
+        older_than_days = check_float("older_than_days", older_than_days)
+    useless = [*_useless(list_cache(place), older_than_days)]
+    if dry_run or not useless:
         return useless
     removed, errors = [], []
     # Held to the end, so that no build starts in between that counts on what is removed.
@@ -132,19 +133,21 @@ def prune_cache(
                 raise CacheError(
                     f"another process is building {name} in {place}: prune when it has ended"
                 ) from None
-        for entry in _useless(list_cache(place), options.older_than_days):
+        for entry in _useless(list_cache(place), older_than_days):
             may_be_built = not has_locks and entry.kind != "run" and entry.age < _DAY
             if entry.name not in names or may_be_built:
                 continue
             try:
-                _remove(entry)
+                # The record first: without it the rest is not used.
+                for path in sorted(entry.paths, key=lambda path: not path.endswith(arrays.JSON)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
                 removed.append(entry)
             except OSError as error:
-                errors.append(f"{error.filename or entry.name}: {error.strerror or error}")
+                errors.append(str(error))
     if errors:
         raise CacheError(
-            f"{len(removed)} entries are removed; {len(errors)} could not be: "
-            f"{'; '.join(errors[:5])}"
+            f"{len(removed)} entries are removed; {len(errors)} could not be: {errors[0]}"
         )
     return removed
 
@@ -157,116 +160,61 @@ def format_entries(entries: Sequence[CacheEntry], state: str) -> str:
         sets = f", needs {', '.join(entry.sets)}" if entry.sets else ""
         size, days = f"{entry.num_bytes / 1e6:,.1f} MB", f"{entry.age / _DAY:.1f} days old"
         lines.append(f"{entry.kind:8} {entry.name}  {size}, {days}{data}{sets}")
-        details = [entry.reason] if entry.reason else [*entry.problems, *entry.doubts]
+        details = [entry.reason] if entry.reason else entry.problems
         lines += [f"  {line}" for line in details]
     total = sum(entry.num_bytes for entry in entries) / 1e6
     return "\n".join([*lines, f"{len(entries)} entries {state}, {total:,.1f} MB"])
 
 
-def _useless(entries: list[CacheEntry], older_than_days: float | None) -> list[CacheEntry]:
-    """What can be removed, each with its reason: runs first, then what only they needed."""
-    useless = []
+def _useless(entries: list[CacheEntry], older_than_days: float | None) -> Iterator[CacheEntry]:
+    """What can be removed, each with its reason: sets last, which the other entries need."""
     needed: set[str] = set()
-    for entry in sorted(entries, key=lambda entry: entry.kind != "run"):
-        is_old = older_than_days is not None and entry.age > older_than_days * _DAY
+    for entry in sorted(entries, key=lambda entry: entry.kind == "set"):
+        reason, days = "", entry.age / _DAY
         if entry.problems:
             reason = entry.problems[0]
-        elif entry.kind == "leftover":
-            reason = "a leftover: no whole set or manifest"
-        elif is_old and (entry.kind == "run" or entry.doubts):
-            reason = f"{entry.age / _DAY:.1f} days old"
-        elif entry.kind == "set" and entry.name not in needed and not entry.doubts:
-            reason = "no run needs it"
+        elif entry.kind == "set":
+            reason = "" if entry.name in needed else "no run needs it"
+        elif older_than_days is not None and days > older_than_days:
+            reason = f"{days:.1f} days old"
+        if reason:
+            yield dataclasses.replace(entry, reason=reason)
         else:
             needed.update(entry.sets)
-            continue
-        useless.append(dataclasses.replace(entry, reason=reason))
-    return useless
 
 
-def _groups(folder: str) -> dict[tuple[str, bool], list[str]]:
-    """The files of each entry, by its name and whether they are temporaries."""
-    groups: dict[tuple[str, bool], list[str]] = {}
-    for file in sorted(os.listdir(folder)):
-        written = written_name(file)
-        match = _FILE.fullmatch(file if written is None else written)
-        if match is not None:  # else it is another program's file
-            paths = groups.setdefault((match[1], written is not None), [])
-            paths.append(os.path.join(folder, file))
-    return groups
-
-
-def _entry(folder: str, name: str, paths: list[str], check_contents: bool) -> CacheEntry:
+def _entry(
+    folder: str, name: str, is_whole: bool, paths: list[str], check_contents: bool
+) -> CacheEntry:
     stats = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # a temporary may get its name at any moment
             stats.append(os.stat(path))
-    kind = "run" if name.startswith(MANIFEST) else "set"
-    return CacheEntry(
-        name=name,
-        paths=paths,
-        num_bytes=sum(stat.st_size for stat in stats),
-        age=time.time() - max((stat.st_mtime for stat in stats), default=0.0),
-        **{"kind": kind, **_findings(folder, name, paths, check_contents)},
-    )
-
-
-def _findings(folder: str, name: str, paths: list[str], check_contents: bool) -> dict[str, Any]:
-    """The fields of an entry that its content decides."""
+    found: dict[str, Any] = {"kind": "unknown"}
     path = os.path.join(folder, name + arrays.JSON)
-    unreadable = [*filter(None, map(_unreadable, paths))]
-    record = {} if unreadable else arrays.read_record(path)
-    if written_name(paths[0]) is not None or record is None:
-        return {"kind": "leftover"}
-    if unreadable:
-        return {"doubts": unreadable}
-    sets = record.get("sets")
-    sets = [one for one in sets if isinstance(one, str)] if isinstance(sets, list) else []
-    if record.get("logic") != RULES_VERSION:
-        doubt = f"another version of millrace wrote it (its rules are {record.get('logic')!r})"
-        return {"sets": sets, "doubts": [doubt]}
-    if name.startswith(MANIFEST):
-        manifest = Manifest.read(path)
-        if manifest is None:  # removed meanwhile, or with other entries than ours
-            return {"sets": sets, "doubts": ["it cannot be understood"]}
-        return {"sets": sets, **_judge(manifest)}
-    array_set = arrays.load(folder, name)
-    if array_set is None:
-        return {"kind": "leftover"}
-    return {"problems": array_set.damage(contents=check_contents)}
+    if all(os.access(one, os.R_OK) for one in paths):
+        record = arrays.read_record(path) if is_whole else None
+        if record is None:
+            found = {"kind": "leftover", "problems": ["a leftover: no whole set or manifest"]}
+        elif not name.startswith(MANIFEST):
+            if (array_set := arrays.load(folder, name)) is not None:
+                found = {"kind": "set", "problems": array_set.damage(contents=check_contents)}
+        else:
+            found["sets"] = [one for one in record.get("sets", ()) if isinstance(one, str)]
+            if (manifest := Manifest.read(path)) is not None:
+                changes = _changes(manifest)
+                found |= {"kind": "run", "prefixes": manifest.paths, "problems": changes}
+    age = time.time() - max((stat.st_mtime for stat in stats), default=0.0)
+    num_bytes = sum(stat.st_size for stat in stats)
+    return CacheEntry(name=name, paths=paths, num_bytes=num_bytes, age=age, **found)
 
 
-def _unreadable(path: str) -> str:
-    try:
-        with contextlib.suppress(FileNotFoundError):  # gone, or a temporary that was renamed
-            open(path, "rb").close()
-    except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
-    return ""
-
-
-def _judge(manifest: Manifest) -> dict[str, Any]:
-    """What a manifest's token files say about it."""
-    prefixes, problems, doubts = [], [], []
+def _changes(manifest: Manifest) -> list[str]:
+    """How the token files of a manifest have changed, as far as it can be seen from here."""
+    changes = []
     for file, path in zip(manifest.files, manifest.paths, strict=True):
-        prefixes.append(path or file.prefix)
-        if path is None:
-            doubts.append(f"{file.prefix} is a relative path, and its folder is not known")
-            continue
-        folder = os.path.dirname(path)
-        try:
-            problem = dataclasses.replace(file, prefix=path).change()
-            if problem and not (os.path.isdir(folder) and os.listdir(folder)):
-                doubts.append(f"{path} and all else in its folder is missing: not mounted?")
-            elif problem:
-                problems.append(problem)
-        except OSError as error:
-            doubts.append(f"{path} cannot be read: {error.strerror}")
-    return {"prefixes": prefixes, "problems": problems, "doubts": doubts}
-
-
-def _remove(entry: CacheEntry) -> None:
-    # The record first: without it the rest is not used.
-    for path in sorted(entry.paths, key=lambda path: not path.endswith(arrays.JSON)):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        with contextlib.suppress(OSError):  # its folder is missing, or may not be read
+            change = dataclasses.replace(file, prefix=path).change()
+            if change and os.listdir(os.path.dirname(path)):  # an empty one is not mounted
+                changes.append(change)
+    return changes

@@ -192,14 +192,14 @@ def _plan_dataset(
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a cache folder knows of a run: the key of its configuration, its token files (with their
-    prefixes as they were given, and absolute `paths` where they are known), and each split's plan,
-    with the numbers of its files, and name of its array set."""
+    prefixes as they were given, and absolute `paths`), and each split's plan, with the numbers of
+    its files, and name of its array set."""
 
     config: dict[str, Any]
     files: list[TokenFileRecord]
     splits: list[dict[str, Any] | None]
     sets: list[str | None]
-    paths: list[str | None]
+    paths: list[str]
 
     @classmethod
     def of(cls, plan: RunPlan, sets: Mapping[str, str]) -> Manifest:
@@ -214,14 +214,7 @@ class Manifest:
     @classmethod
     def read(cls, path: str) -> Manifest | None:
         """The manifest in a file; None where there is none, or none of this version."""
-
-        def parse(record: dict[str, Any]) -> Manifest:
-            if "paths" not in record:  # as of earlier versions
-                prefixes = [file["prefix"] for file in record["files"]]
-                record["paths"] = [one if os.path.isabs(one) else None for one in prefixes]
-            return record_from(Manifest, record)
-
-        return arrays.read_as(path, parse)
+        return arrays.read_as(path, functools.partial(record_from, Manifest))
 
     @classmethod
     def find(cls, config: DatasetConfig) -> Manifest | None:
