@@ -39,7 +39,6 @@ MODULES = (
     "helpers",
     "indexed_dataset",
     "megatron_dataset",
-    "object_storage_utils",
     "utils",
 )
 """The modules of `megatron.core.datasets` that `millrace.megatron` replaces."""

@@ -42,40 +42,26 @@ from millrace.megatron.helpers import (
     build_sample_idx_int64 as build_sample_idx_int64,
 )
 from millrace.megatron.indexed import (
-    OBJECT_STORAGE_BIN_READERS as OBJECT_STORAGE_BIN_READERS,
     IndexedDataset as IndexedDataset,
     IndexedDatasetBuilder as IndexedDatasetBuilder,
     _BinReader as _BinReader,
     _FileBinReader as _FileBinReader,
     _IndexReader as _IndexReader,
     _MMapBinReader as _MMapBinReader,
-    _MultiStorageClientBinReader as _MultiStorageClientBinReader,
-    _S3BinReader as _S3BinReader,
     get_bin_path as get_bin_path,
     get_idx_path as get_idx_path,
 )
 from millrace.megatron.samplers import (
-    HybridCPMegatronPretrainingSampler as HybridCPMegatronPretrainingSampler,
-    MegatronFullValidationSampler as MegatronFullValidationSampler,
-    MegatronPretrainingRandomSampler as MegatronPretrainingRandomSampler,
-    MegatronPretrainingSampler as MegatronPretrainingSampler,
-    RandomSeedDataset as RandomSeedDataset,
     build_pretraining_data_loader as build_pretraining_data_loader,
 )
 from millrace.megatron.utils import (
-    MSC_PREFIX as MSC_PREFIX,
-    S3_PREFIX as S3_PREFIX,
     BlendedMegatronDatasetConfig as BlendedMegatronDatasetConfig,
     DType as DType,
     GPTDatasetConfig as GPTDatasetConfig,
-    ObjectStorageConfig as ObjectStorageConfig,
-    S3Client as S3Client,
-    S3Config as S3Config,
     Split as Split,
     compile_helpers as compile_helpers,
     convert_split_vector_to_split_matrix as convert_split_vector_to_split_matrix,
     get_blend_from_list as get_blend_from_list,
-    is_object_storage_path as is_object_storage_path,
     normalize as normalize,
     parse_and_normalize_split as parse_and_normalize_split,
 )

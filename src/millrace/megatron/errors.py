@@ -18,10 +18,6 @@ class MissingFileError(DataAssertionError, FileNotFoundError):
     """A token file or cache file that does not exist."""
 
 
-class EmptyStepError(ConfigAssertionError, ZeroDivisionError):
-    """A step without samples, or an epoch without a step, where Megatron-LM divides by zero."""
-
-
 class OversampledError(ConfigError, IndexError):
     """A blend that draws more samples of a dataset than it has."""
 

@@ -17,7 +17,6 @@ from millrace.megatron.errors import (
     as_assertions,
     require,
 )
-from millrace.megatron.utils import ObjectStorageConfig, is_object_storage_path
 from millrace.storage import LOCAL, Access
 
 
@@ -113,27 +112,6 @@ class _FileBinReader(_LocalBinReader):
         self.sleep_duration_start = sleep_duration_start
 
 
-class _ObjectStoreBinReader(_BinReader):
-    """A `.bin` in an object store, which cannot be read yet: an error."""
-
-    def __init__(self, bin_path: str, object_storage_config: ObjectStorageConfig) -> None:
-        raise ConfigAssertionError(
-            f"{bin_path} is in an object store; copy it to a file system, or read it with "
-            "millrace.IndexedDataset and your own bin_reader"
-        )
-
-
-class _S3BinReader(_ObjectStoreBinReader):
-    """A `.bin` in S3."""
-
-
-class _MultiStorageClientBinReader(_ObjectStoreBinReader):
-    """A `.bin` that the multi-storage client reads."""
-
-
-OBJECT_STORAGE_BIN_READERS = {"s3": _S3BinReader, "msc": _MultiStorageClientBinReader}
-
-
 class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     """The sequences of a `.bin`/`.idx` pair.
 
@@ -179,11 +157,11 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     ) -> None:
         """Opens the files; the arguments are those of the class."""
         self.path_prefix = os.fspath(path_prefix)
-        if is_object_storage_path(self.path_prefix):
-            _ObjectStoreBinReader(self.path_prefix, object_storage_config)
         require(
-            object_storage_config is None,
-            f"{path_prefix} is in a file system, and object_storage_config is given: leave it out",
+            object_storage_config is None and not self.path_prefix.startswith(("s3://", "msc://")),
+            f"{path_prefix} with object_storage_config={object_storage_config}: object stores are "
+            "not read here. Copy the pair to a file system, and leave that option out, or use "
+            "millrace.IndexedDataset with a bin_reader of your own",
         )
         self.multimodal, self.mmap, self.object_storage_config = multimodal, mmap, None
         self.fast_cache_load, self.dtype_code = fast_cache_load, dtype_code

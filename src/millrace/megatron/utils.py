@@ -1,6 +1,4 @@
-"""Megatron-LM's arguments: configurations, splits, weights and blends, dtypes and paths."""
-
-# ruff: noqa: N803 - the arguments of `S3Client` are named by boto3
+"""Megatron-LM's arguments: configurations, splits, weights and blends, and dtypes."""
 
 import contextlib
 import itertools
@@ -10,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -292,35 +290,3 @@ def log_on_first_rank(message: str, *, is_warning: bool = False) -> None:
     level = logging.WARNING if is_warning else logging.INFO
     if logger.isEnabledFor(level) and distributed_rank() in (None, 0):
         logger.log(level, message)
-
-
-# Of object stores there are only the names, for code that imports them.
-
-S3_PREFIX = "s3://"
-MSC_PREFIX = "msc://"
-
-
-@dataclass
-class ObjectStorageConfig:
-    """Megatron-LM's options for token files in an object store, which are refused."""
-
-    path_to_idx_cache: str
-    bin_chunk_nbytes: int = 256 * 1024 * 1024
-
-
-S3Config = ObjectStorageConfig
-
-
-class S3Client(Protocol):
-    """The methods of boto3's client that Megatron-LM calls."""
-
-    def download_file(self, Bucket: str, Key: str, Filename: str) -> None: ...
-    def upload_file(self, Filename: str, Bucket: str, Key: str) -> None: ...
-    def head_object(self, Bucket: str, Key: str) -> dict[str, Any]: ...
-    def get_object(self, Bucket: str, Key: str, Range: str) -> dict[str, Any]: ...
-    def close(self) -> None: ...
-
-
-def is_object_storage_path(path: str | None) -> bool:
-    """Whether a path starts as one of an object store."""
-    return path is not None and path.startswith((S3_PREFIX, MSC_PREFIX))
