@@ -22,8 +22,6 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
     Returns:
         What happened, for people: "dropped (12.3 MB in 4 files)", or why not.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return "not dropped: this system has no posix_fadvise. The data may be warm"
     num_bytes = num_resident = 0
     for path in paths:
         try:
@@ -35,7 +33,7 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             size = os.fstat(descriptor).st_size
             num_bytes += size
-            num_resident += resident_bytes(descriptor, size)
+            num_resident += int(resident_pages(descriptor, 0, size).sum()) * mmap.PAGESIZE
         finally:
             os.close(descriptor)
     amount = f"{num_bytes / 1e6:,.1f} MB in {len(paths)} files"
@@ -47,16 +45,8 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
     return f"dropped ({amount})"
 
 
-def resident_bytes(descriptor: int, size: int) -> int:
-    """How many bytes of an open file are in the page cache; 0 where the kernel does not tell."""
-    num_pages = int(resident_pages(descriptor, 0, size).sum()) if size else 0
-    return min(num_pages * mmap.PAGESIZE, size)
-
-
 def resident_pages(descriptor: int, start: int, size: int) -> NDArray[np.bool_]:
-    """Which pages of an open file are in the page cache; none where the kernel does not tell.
-
-    Asking starts no read.
+    """Which pages of an open file are in the page cache; asking starts no read.
 
     Args:
         descriptor: The file.
@@ -64,14 +54,13 @@ def resident_pages(descriptor: int, start: int, size: int) -> NDArray[np.bool_]:
         size: Number of bytes.
     """
     states = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
-    mincore = getattr(ctypes.CDLL(None), "mincore", None)
-    if mincore is not None:
+    if size:
         # A writable private map, as ctypes takes no address of a read-only one.
         with mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY, offset=start) as pages:
             holder = ctypes.c_char.from_buffer(pages)
             address = ctypes.addressof(holder)
             del holder  # the map cannot be closed while it is there
-            mincore(*map(ctypes.c_void_p, (address, size, states.ctypes.data)))
+            ctypes.CDLL(None).mincore(*map(ctypes.c_void_p, (address, size, states.ctypes.data)))
     return (states & 1).astype(bool)
 
 

@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from millrace.engine import Task
 from millrace.errors import ConfigError
-from millrace.feed import BlendedDataset, Loader, Sampler, SequentialSampler
+from millrace.feed import BlendedDataset, CyclicSampler, Loader, Sampler, SequentialSampler
 from millrace.option_class import check_options, option
 from millrace.run import DatasetConfig, build_datasets
 from millrace.samples.fields import FIELDS, TOKEN_DTYPES
@@ -66,20 +67,16 @@ class Pass(NamedTuple):
     """One measurement on one rank.
 
     Attributes:
-        name: Its name, as in `Measurement`.
-        step_time: Seconds of a simulated step, or 0.
         seconds: Its length.
         waits: Seconds that each step waited.
         by_cause: Seconds of the waits by their causes.
         rates: The fields of `Measurement` that are sums over the ranks, by their names.
     """
 
-    name: str
-    step_time: float
     seconds: float
     waits: NDArray[np.float64]
-    by_cause: dict[str, float]
-    rates: dict[str, Any]
+    by_cause: Counter[str]
+    rates: dict[str, float]
 
 
 def measure_rank(
@@ -96,12 +93,8 @@ def measure_rank(
     if dataset is None:
         raise ConfigError("the split leaves no training data to measure: give train a share")
     opening_seconds = time.perf_counter() - start
-    sampler = SequentialSampler(
-        len(dataset),
-        micro_batch_size=own.micro_batch_size,
-        data_parallel_rank=task.number,
-        data_parallel_size=own.ranks,
-    )
+    rank = {"data_parallel_rank": task.number, "data_parallel_size": own.ranks}
+    sampler = SequentialSampler(len(dataset), micro_batch_size=own.micro_batch_size, **rank)
     if len(dataset) < 2 * sampler.block_size:
         raise ConfigError(
             f"a step takes micro_batch_size * ranks = {sampler.block_size} samples; the data have "
@@ -120,6 +113,9 @@ def measure_rank(
             prefetch=own.prefetch,
         )
 
+    def draw(loader: Loader, step_time: float = 0.0) -> Pass:
+        return _draw(loader, job, step_time, token_bytes)
+
     with loader_of(sampler) as loader:
         facts = {
             "num_samples": len(dataset),
@@ -128,23 +124,25 @@ def measure_rank(
             "opening_seconds": opening_seconds,
             "first_batch_seconds": time.perf_counter() - start,
         }
-        passes = [_draw(task.payload[0], loader, job, token_bytes)]
+        passes = [draw(loader, own.step_time if "paced" in task.payload else 0.0)]
     if "warm" in task.payload:
         with loader_of(sampler) as loader:
-            num_steps = _draw("warm", loader, job, token_bytes).waits.size
-        with loader_of(_Cycle(sampler, num_steps)) as loader:
-            passes.append(_draw("warm", loader, job, token_bytes))
+            num_read = draw(loader).waits.size * sampler.block_size
+        again = CyclicSampler(
+            num_read, micro_batch_size=own.micro_batch_size, data_sharding=False, **rank
+        )
+        with loader_of(again) as loader:
+            passes.append(draw(loader))
     return facts, passes
 
 
 def _draw(
-    name: str, loader: Loader, job: tuple[DatasetConfig, BenchOptions], token_bytes: int
+    loader: Loader, job: tuple[DatasetConfig, BenchOptions], step_time: float, token_bytes: int
 ) -> Pass:
     """Draws batches for some seconds, or to the end of the data; at least one."""
     config, own = job
-    step_time = own.step_time if name == "paced" else 0.0
     waits: list[float] = []
-    causes = dict(loader.wait_stats().by_cause)
+    causes = Counter(loader.wait_stats().by_cause)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     start = after = time.perf_counter()
     while after - start < own.seconds:
@@ -158,7 +156,6 @@ def _draw(
             time.sleep(step_time)
         after = time.perf_counter()
     used = resource.getrusage(resource.RUSAGE_SELF)
-    by_cause = loader.wait_stats().by_cause
     num_samples = len(waits) * own.micro_batch_size
     amounts = {
         "samples_per_second": num_samples,
@@ -168,12 +165,10 @@ def _draw(
         "memory_bytes_per_second": len(waits) * _bytes_of(batch, token_bytes),
     }
     return Pass(
-        name=name,
-        step_time=step_time,
         seconds=after - start,
         waits=np.array(waits),
-        by_cause={cause: total - causes.get(cause, 0.0) for cause, total in by_cause.items()},
-        rates={field: amount / (after - start) for field, amount in amounts.items()},
+        by_cause=Counter(loader.wait_stats().by_cause) - causes,
+        rates={name: amount / (after - start) for name, amount in amounts.items()},
     )
 
 
@@ -182,28 +177,8 @@ def _bytes_of(batch: dict[str, NDArray[Any]], token_bytes: int) -> int:
 
     Views of one buffer count once, and arrays that all batches share, which are read-only, do not.
     """
-    owners = {}
-    for array in batch.values():
-        owner = array if array.base is None or not hasattr(array.base, "nbytes") else array.base
-        if array.flags.writeable:
-            owners[id(owner)] = owner.nbytes
-    num_tokens = max((array.size for name, array in batch.items() if name in _TOKENS), default=0)
-    return sum(owners.values()) + num_tokens * token_bytes
-
-
-class _Cycle:
-    """The first `num_steps` steps of a sampler, over and over; they start at multiples of
-    `block_size`."""
-
-    def __init__(self, sampler: SequentialSampler, num_steps: int) -> None:
-        self._sampler = sampler
-        self._size = sampler.block_size * num_steps
-
-    def has_step(self, consumed_samples: int) -> bool:
-        return True
-
-    def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
-        return self._sampler.sample_numbers(consumed_samples % self._size)
-
-    def consumed_after(self, consumed_samples: int) -> int:
-        return consumed_samples + self._sampler.block_size
+    own = [array for array in batch.values() if array.flags.writeable]
+    owners = [one.base if isinstance(one.base, np.ndarray) else one for one in own]
+    written = {id(owner): owner.nbytes for owner in owners}
+    num_tokens = max((batch[name].size for name in _TOKENS if name in batch), default=0)
+    return sum(written.values()) + num_tokens * token_bytes

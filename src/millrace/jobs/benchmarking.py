@@ -1,6 +1,7 @@
 """Measures how fast this machine feeds a run: the user's data as it lies, through the `Loader`."""
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,7 +158,8 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
         reports, passes = zip(*(report for _, report in results), strict=True)
         slowest = ("opening_seconds", "first_batch_seconds")
         facts = facts or reports[0] | {name: max(one[name] for one in reports) for name in slowest}
-        measurements += [_merge(own, each, copy_rate) for each in zip(*passes, strict=True)]
+        of_ranks = zip(names, zip(*passes, strict=True), strict=True)
+        measurements += [_merge(name, own, each, copy_rate) for name, each in of_ranks]
     names_of_options = ("micro_batch_size", "ranks", "threads", "prefetch", "token_dtype")
     return BenchResult(
         num_files=len(set(prefixes)),
@@ -225,12 +227,13 @@ def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:
 # ---- all ranks ----
 
 
-def _merge(own: BenchOptions, passes: Sequence[Pass], copy_rate: float) -> Measurement:
+def _merge(name: str, own: BenchOptions, passes: Sequence[Pass], copy_rate: float) -> Measurement:
     """One measurement of all ranks."""
-    step_time = passes[0].step_time
-    rates = {name: sum(each.rates[name] for each in passes) for name in passes[0].rates}
+    step_time = own.step_time if name == "paced" else 0.0
+    rates = {rate: sum(each.rates[rate] for each in passes) for rate in passes[0].rates}
     waits = np.concatenate([each.waits for each in passes])
     share = float(waits.sum() / sum(each.seconds for each in passes))
+    causes = sum((each.by_cause for each in passes), Counter())
     cause, reason = bound_by(
         wait_share=share if step_time else None,
         busy_share=rates["cores"] / min(own.ranks * own.threads, available_cores()),
@@ -239,7 +242,7 @@ def _merge(own: BenchOptions, passes: Sequence[Pass], copy_rate: float) -> Measu
     )
     fed = int(rates["tokens_per_second"] // own.accelerator_tokens_per_second)
     return Measurement(
-        name=passes[0].name,
+        name=name,
         seconds=max(each.seconds for each in passes),
         step_time=step_time,
         num_steps=waits.size,
@@ -249,20 +252,12 @@ def _merge(own: BenchOptions, passes: Sequence[Pass], copy_rate: float) -> Measu
             median=float(np.median(waits)),
             percentile_99=float(np.quantile(waits, 0.99)),
             longest=float(waits.max()),
-            by_cause=_shares([each.by_cause for each in passes]),
+            by_cause={one: part / causes.total() for one, part in causes.most_common()},
         ),
         bound_by=cause,
         reason=reason,
         **rates,
     )
-
-
-def _shares(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The sums of all parts as shares of the whole, the largest first."""
-    sums = {cause: sum(part.get(cause, 0.0) for part in parts) for part in parts for cause in part}
-    whole_sum = sum(sums.values())
-    ordered = sorted(sums.items(), key=lambda item: -item[1])
-    return {cause: seconds / whole_sum for cause, seconds in ordered if seconds > 0}
 
 
 def bound_by(
