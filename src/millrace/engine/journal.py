@@ -46,13 +46,12 @@ class Journal:
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.run, self.folder = path, "", ""
+        self.path, self.run, self.folder = path, "", ""  # there is a run when the journal is ours
         self._process = os.getpid()
-        self._is_ours = False
         self._file: Any = None
         self._flushed_at = 0.0
-        # Place and size of the last line of each value and task: the lines may be large.
-        self._places: dict[str, dict[str, tuple[int, int]]] = {"name": {}, "task": {}}
+        # The last line of each value and task, as it is in the file.
+        self._lines: dict[str, dict[str, bytes]] = {"name": {}, "task": {}}
         with contextlib.ExitStack() as stack, _explained(path):
             _check_folder(path)
             try:
@@ -63,45 +62,45 @@ class Journal:
                 _remove_tree(left)
             self._stack = stack.pop_all()
 
-    def open(self, job: Any, *, restart: bool = False, published: str = "") -> bool:
+    def open(self, job: Any, *, restart: bool = False) -> bool:
         """Continues the job, or begins a new journal; returns whether an earlier run is continued.
 
-        What the run `published` has done is discarded: its output is whole.
+        Raises:
+            ConfigError: An unfinished journal of another job, or one that cannot be read.
+            MillraceError: A journal that cannot be written, or has another owner.
         """
         path = os.path.join(self.path, _JOB)
         with _explained(self.path):
             os.makedirs(self.path, exist_ok=True)
             if not self._has_lock:
                 self._stack.enter_context(_owner_file(self.path))
-            earlier = None if restart else self._earlier_run(job, published)
-            self.run = earlier or os.urandom(6).hex()
-            self.folder = os.path.join(absolute_path(self.path), self.run)
+            earlier = None if restart else self._earlier_run(job)
+            run = earlier or os.urandom(6).hex()
+            self.folder = os.path.join(absolute_path(self.path), run)
             if earlier is None:
-                self._is_ours = True
+                self.run = run
                 _remove_tree(path)  # from here on the earlier job is gone
-                os.mkdir(os.path.join(self.path, self.run))
-                content = {"format": _FORMAT, "run": self.run, "job": job}
+                os.mkdir(os.path.join(self.path, run))
+                content = {"format": _FORMAT, "run": run, "job": job}
                 with files.atomic_file(path) as file:
                     file.write(json.dumps(content).encode())
             self._read_lines()
-            self._is_ours = True
+            self.run = run
             self._remove_leftovers()
         return earlier is not None
 
-    def remove_if_of(self, job: Any, published: str) -> None:
-        """Removes a journal of this job, or of the run that has published its output, if any."""
+    def remove_if_of(self, job: Any) -> None:
+        """Removes a journal of this job, or one that was killed before it had a job."""
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             path = Path(self.path, _JOB)
-            # Without one, it was killed before it had a job.
-            content = json.loads(path.read_bytes()) if path.exists() else {"run": published}
-            if published == content["run"] or content["job"] == job:
+            if not path.exists() or json.loads(path.read_bytes())["job"] == job:
                 self.remove()
 
     def close(self) -> None:
         """Lets other processes have the journal, and removes it if no task is finished."""
         with self._stack, contextlib.suppress(OSError, MillraceError):  # what stays does no harm
             # A forked child leaves it to its parent.
-            if self._is_ours and not self._places["task"] and os.getpid() == self._process:
+            if self.run and not self._lines["task"] and os.getpid() == self._process:
                 self.remove()
 
     def remove(self) -> None:
@@ -115,8 +114,8 @@ class Journal:
 
     def value(self, name: str) -> Any:
         """The value that was last stored under a name, or None."""
-        entry = self._entry("name", name)
-        return entry and entry["value"]
+        line = self._lines["name"].get(name)
+        return line and _entry_of(line)["value"]
 
     def store(self, name: str, value: Any) -> Any:
         """Stores a value, plain JSON, and flushes it to the disk; returns it as `value` does."""
@@ -133,7 +132,8 @@ class Journal:
 
     def record(self, task: str) -> tuple[Any, str] | None:
         """The record of a finished task, and the folder of its files, which it reads; or None."""
-        if entry := self._entry("task", task):
+        if line := self._lines["task"].get(task):
+            entry = _entry_of(line)
             folder = self.folder_of(entry["attempt"])
             if _are_whole(folder, entry["files"]):
                 return entry["record"], folder
@@ -146,20 +146,15 @@ class Journal:
     def _append(self, kind: str, entry: Any) -> None:
         line = json.dumps({"xxh3": _sum_of_json(entry), "entry": entry}).encode() + b"\n"
         with _explained(self.path):
-            place = self._file.seek(0, os.SEEK_END)
             self._file.write(line)
             self._file.flush()
             if time.monotonic() - self._flushed_at > _FLUSH_INTERVAL:
                 files.flush_to_disk(self._file)
                 self._flushed_at = time.monotonic()
-        self._places[kind][entry[kind]] = place, len(line)
-
-    def _entry(self, kind: str, key: str) -> Any:
-        place, size = self._places[kind].get(key, (0, 0))
-        return _entry_of(os.pread(self._file.fileno(), size, place)) if size else None
+        self._lines[kind][entry[kind]] = line
 
     def _read_lines(self) -> None:
-        """Opens the file of lines, and notes where the last one of each value and task is."""
+        """Opens the file of lines, cuts off a torn one at its end, and reads the others."""
         path = os.path.join(self.folder, _DONE)
         is_new = not os.path.exists(path)
         file = self._file = self._stack.enter_context(open(path, "a+b"))  # noqa: SIM115
@@ -173,10 +168,10 @@ class Journal:
                 break
             if (entry := _entry_of(line)) is not None:
                 kind = "task" if "task" in entry else "name"
-                self._places[kind][entry[kind]] = place, len(line)
+                self._lines[kind][entry[kind]] = line
             place += len(line)
 
-    def _earlier_run(self, job: Any, published: str) -> str | None:
+    def _earlier_run(self, job: Any) -> str | None:
         """The run to continue, or None to begin a new one."""
         path = os.path.join(self.path, _JOB)
         if not os.path.lexists(path):
@@ -191,8 +186,6 @@ class Journal:
                 f"{self.path} is damaged, or was written by another version of millrace. Give "
                 "--restart (restart=True) to discard it, or another output"
             ) from None
-        if run == published:
-            return None
         text = differences(other, job)
         if not text:
             return run
@@ -212,8 +205,8 @@ class Journal:
         _remove_tree(os.path.join(self.folder, _SCRATCH))
         for name in (_FILES, _SCRATCH):
             os.makedirs(os.path.join(self.folder, name), exist_ok=True)
-        tasks = (self._entry("task", task) for task in self._places["task"])
-        _remove_others(os.path.join(self.folder, _FILES), {task["attempt"] for task in tasks})
+        attempts = {_entry_of(line)["attempt"] for line in self._lines["task"].values()}
+        _remove_others(os.path.join(self.folder, _FILES), attempts)
 
 
 def _check_folder(path: str) -> None:
@@ -221,9 +214,9 @@ def _check_folder(path: str) -> None:
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
         raise ConfigError(f"{parent} is not a folder; create it, or give another output")
-    names, problem = [], ""
+    foreign, problem = [], ""
     try:
-        names = os.listdir(path)
+        foreign = [name for name in os.listdir(path) if not _ENTRY.fullmatch(name)]
     except FileNotFoundError:
         pass  # or another process has just finished the job
     except NotADirectoryError:
@@ -231,14 +224,13 @@ def _check_folder(path: str) -> None:
     # Files are renamed between the journal and the folder of the output.
     if os.path.islink(path) or os.path.ismount(path):
         problem = "is a link or a mounted file system"
-    elif foreign := [name for name in names if not _ENTRY.fullmatch(name)]:
+    elif foreign:
         problem = f"holds {shown(min(foreign))}, which is not part of a journal"
-    if not problem:
-        return
-    raise ConfigError(
-        f"{path} {problem}; a folder of this name is to hold the journal of the job, beside the "
-        "output: move away what is there, or give another output"
-    )
+    if problem:
+        raise ConfigError(
+            f"{path} {problem}; a folder of this name is to hold the journal of the job, beside "
+            "the output: move away what is there, or give another output"
+        )
 
 
 @contextlib.contextmanager

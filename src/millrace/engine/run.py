@@ -140,13 +140,12 @@ class Run:
             is_whole = earlier.get("outputs") == self._stats() != {}
             changes = differences(earlier.get("job"), self._identity)
             if is_whole and not changes and not restart:
-                journal.remove_if_of(self._job, earlier["run"])
+                journal.remove_if_of(self._job)
                 self.result = earlier["result"]
             else:
                 if restart:
                     on_restart()
-                published = earlier.get("run", "")
-                is_continued = journal.open(self._job, restart=restart, published=published)
+                is_continued = journal.open(self._job, restart=restart)
                 if not (is_continued or restart):
                     self._check_free(changes if is_whole else "")
             self._stack = stack.pop_all()
