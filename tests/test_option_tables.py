@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from millrace import names
-from millrace.cli import verbs_for
+from millrace.cli import VERBS
 from millrace.option_class import option_table
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLE = re.compile(r"(<!-- options of ([a-z -]+) -->\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
-CLASSES = {verb.name: verb.option_classes for verb in verbs_for([])}
+CLASSES = {verb.name: verb.option_classes for verb in VERBS}
 
 
 def with_tables(text: str) -> str:

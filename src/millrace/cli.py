@@ -1,4 +1,4 @@
-"""The command line: finds a verb, parses its options, runs it, and prints its report or error."""
+"""The command line: parses the options of a verb, runs it, and prints its report or error."""
 
 import argparse
 import errno
@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 from millrace.checks import printable_lines
@@ -16,16 +16,9 @@ from millrace.errors import MillraceError
 from millrace.interrupts import interrupt_once
 from millrace.names import JOURNAL, SHUFFLE_JOURNAL
 from millrace.option_class import add_options
-from millrace.verbs import DamageError, UsageError, Verb
+from millrace.verbs import DamageError, UsageError, from_text, pairs, runs, shuffle
 
-# The module of `millrace.verbs` for each verb: only that of the verb that runs is imported.
-_MODULES = {
-    "tokenize": "from_text",
-    "shuffle": "shuffle",
-    "train-tokenizer": "from_text",
-    **dict.fromkeys(("inspect", "verify", "merge", "split", "convert"), "pairs"),
-    **dict.fromkeys(("index", "bench", "cache", "demo"), "runs"),
-}
+VERBS = (*from_text.VERBS, *shuffle.VERBS, *pairs.VERBS, *runs.VERBS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,26 +27,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Command-line arguments; None: those of the process, which ends with the command.
     """
-    if arguments is not None:
-        return _run_interruptibly(arguments)
-    interrupt_once()
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
-    status = _run_interruptibly(sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the exit of Python
-    return status
-
-
-def _run_interruptibly(arguments: Sequence[str]) -> int:
+    is_process = arguments is None
+    if is_process:
+        interrupt_once()
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
     try:
-        return _run(arguments)
+        status = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
-        return _fail("interrupted; nothing half-written was left behind")
+        status = _fail("interrupted; nothing half-written was left behind")
+    if is_process:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the exit of Python
+    return status
 
 
 def _run(arguments: Sequence[str]) -> int:
     arguments = _with_dashes(arguments)
-    options = vars(make_parser(verbs_for(arguments)).parse_args(arguments))
+    options = vars(_make_parser().parse_args(arguments))
     run, parser = options.pop("run"), options.pop("parser")
     try:
         return _print(run(**options))
@@ -113,14 +103,8 @@ def _what_remains(options: dict[str, Any]) -> str:
     prefix, folder = options.get("output_prefix"), options.get("output_dir")
     journal = f"{prefix}{JOURNAL}" if prefix else os.path.join(folder or "", SHUFFLE_JOURNAL)
     if (prefix or folder) and os.path.isdir(journal):
-        paths = (
-            os.path.join(folder, name) for folder, _, names in os.walk(journal) for name in names
-        )
-        size = sum(map(os.path.getsize, paths)) / 1e6
-        return (
-            f"the same command again: it continues with what is done, {size:,.1f} MB in {journal}. "
-            "An old file is as it was"
-        )
+        continues = f"it continues with what is done, in {journal}"
+        return f"the same command again: {continues}. An old file is as it was"
     return "again: nothing half-written was left behind, and an old file is as it was"
 
 
@@ -136,31 +120,16 @@ def _with_dashes(arguments: Sequence[str]) -> list[str]:
     return [*options, *arguments[stop:]]
 
 
-def verbs_for(arguments: Sequence[str]) -> list[Verb]:
-    """The verbs of the module that has the verb of a command; without a verb, all of them."""
-    name = arguments[0] if arguments else ""
-    modules = [_MODULES[name]] if name in _MODULES else dict.fromkeys(_MODULES.values())
-    verbs = [v for module in modules for v in import_module(f"millrace.verbs.{module}").VERBS]
-    return sorted(verbs, key=lambda verb: list(_MODULES).index(verb.name.split()[0]))
-
-
-def make_parser(verbs: Sequence[Verb]) -> argparse.ArgumentParser:
-    """A parser of some verbs."""
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="millrace",
         description="The data plane for LLM pre-training: from text to batches, with Megatron-LM's "
         "token files and sample order.",
         epilog="`millrace VERB --help` describes a verb. Options may be written with - or _.",
     )
-    parser.add_argument(
-        "--version",
-        action=_Version,
-        nargs=0,
-        default=argparse.SUPPRESS,
-        help="show program's version number and exit",
-    )
+    parser.add_argument("--version", action="version", version=f"millrace {version('millrace')}")
     groups = {"": parser.add_subparsers(title="verbs", metavar="VERB", required=True)}
-    for verb in verbs:
+    for verb in VERBS:
         group, _, name = verb.name.rpartition(" ")
         if group not in groups:
             text = "Lists what millrace keeps in a cache folder, and removes what no run can use."
@@ -174,11 +143,3 @@ def make_parser(verbs: Sequence[Verb]) -> argparse.ArgumentParser:
         if name == "shuffle":  # withdrawn: the verb names the remedy
             own.add_argument("--eod", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
-
-
-class _Version(argparse.Action):
-    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> None:
-        from importlib.metadata import version  # takes 30 ms
-
-        print(f"millrace {version('millrace')}")
-        parser.exit()

@@ -505,9 +505,8 @@ def test_the_error_of_a_full_disk_names_the_journal_that_remains(
     message = capsys.readouterr().err.splitlines()[-1]
     assert "shard.bin: No space left on device. Make room" in message
     journal = folder / "output" / "shuffle.journal"
-    size = sum(path.stat().st_size for path in journal.rglob("*") if path.is_file())
     assert "run the same command again" in message
-    assert f" {size / 1e6:.1f} MB in {journal}." in message
+    assert f"what is done, in {journal}." in message
     assert "nothing half-written" not in message
 
 

@@ -1,11 +1,7 @@
-"""What each verb of the command line does: its options, its call of the API, and its report.
-
-`millrace.cli` imports the module of the verb that is run, and no other.
-"""
+"""What each verb of the command line does: its options, its call of the API, and its report."""
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -58,14 +54,6 @@ def checked(option_class: type[T], options: dict[str, Any]) -> T:
         raise UsageError(str(error)) from None
 
 
-def json_text(value: Any, *, ensure_ascii: bool = True) -> str:
-    """A dataclass, or a list of them, as JSON.
-
-    What stdout cannot encode is written as JSON's escapes: those of Python would not be JSON.
-    """
-    text = json.dumps(value, default=dataclasses.asdict, ensure_ascii=ensure_ascii, indent=2)
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        return json.dumps(value, default=dataclasses.asdict, indent=2)
-    return text
+def json_text(value: Any) -> str:
+    """A dataclass, or a list of them, as JSON in ASCII."""
+    return json.dumps(value, default=dataclasses.asdict, indent=2)

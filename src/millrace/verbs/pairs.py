@@ -75,7 +75,7 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
             metadata = read_metadata(folder, dtype=options.dtype)
             with atomic_file(options.svg) as file:
                 file.write(inspect.shares_svg(metadata, folder=folder).encode())
-        return json_text(shards, ensure_ascii=False) if as_json else inspect.format_shards(shards)
+        return json_text(shards) if as_json else inspect.format_shards(shards)
     if (options.svg, options.dtype) != (None, None):
         raise ConfigError(
             f"--svg and --dtype are for the output folder of a shuffle, and {folder} is not a "
@@ -83,7 +83,7 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
         )
     description = inspect.describe(IndexedDataset(folder), tokenizer=decoder, document=number)
     if as_json:
-        return json_text(description, ensure_ascii=False)
+        return json_text(description)
     return inspect.format_description(description)
 
 
