@@ -8,7 +8,6 @@ import pickle
 import threading
 from collections.abc import Callable, Iterable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from millrace.feed import (
     TokenBatch,
     TransformedDataset,
 )
-from tests.conftest import write_documents
 from tests.feed.helpers import FORKS, Numbers, firsts, is_true_in_child
 
 Make = Callable[..., IndexedDataset]
@@ -123,56 +121,6 @@ def test_another_view_of_the_same_order_is_a_warning(make_dataset: Make) -> None
             Loader(reordered, micro_batch_size=2).load_state_dict(state)
 
 
-# What version 2 saved for the blend of the next test.
-VERSION_2 = """
-{"version": 2, "consumed_samples": 4, "fingerprint": {"kind": "blend", "size": 20,
-"weights": [0.25, 0.75], "datasets": [{"kind": "gpt", "content":
-"3312d82b83ae3aaad162f1ba3d3fddf7", "lengths": "901b7c377c7d374f", "sequences": [0, 2],
-"num_samples": 37, "num_epochs": 1, "samples_before_final_epoch": null, "seed": 3,
-"sequence_length": 8, "add_extra_token": true, "eod_token": null, "pad_token": 7,
-"reset_position_ids": false, "eod_mask_loss": false}, {"kind": "gpt", "content":
-"902996edbe9ce847d7e5e94fffa4975f", "lengths": "28f1647cce20797c", "sequences": [0, 1],
-"num_samples": 37, "num_epochs": 1, "samples_before_final_epoch": null, "seed": 3,
-"sequence_length": 8, "add_extra_token": true, "eod_token": null, "pad_token": 7,
-"reset_position_ids": false, "eod_mask_loss": false}]}}
-"""
-
-
-def test_a_state_of_version_2_is_read(tmp_path: Path) -> None:
-    def loader(seed: int = 3, pad_token: int = 7) -> Loader:
-        parts = []
-        for name, lengths in (("a", [100, 200]), ("b", [300])):
-            write_documents(tmp_path / name, [np.arange(length) for length in lengths])
-            data = IndexedDataset(tmp_path / name)
-            parts.append(GPTDataset(data, sequence_length=8, seed=seed, pad_token=pad_token))
-        return Loader(BlendedDataset(parts, [1, 3], 20), micro_batch_size=2)
-
-    state = json.loads(VERSION_2)
-    resumed = loader()
-    resumed.load_state_dict(state)
-    assert resumed.consumed_samples == 4
-    with pytest.raises(ResumeError, match=r"datasets\[0\].seed: saved 3, now 4"):
-        loader(seed=4).load_state_dict(state)
-    with pytest.warns(ViewChangeWarning, match=r"datasets\[1\].view.pad_token: saved 7, now 6"):
-        loader(pad_token=6).load_state_dict(state)
-    state["fingerprint"] = dict(reversed(state["fingerprint"].items()))
-    state["fingerprint"]["datasets"] = tuple(state["fingerprint"]["datasets"])  # as msgpack has it
-    resumed.load_state_dict(state)
-    assert resumed.state_dict()["version"] == 3
-    resumed.load_state_dict(resumed.state_dict())
-
-
-def test_a_state_of_version_2_of_another_dataset_is_read() -> None:
-    loader = Loader(Numbers(), micro_batch_size=3)
-    state = {"version": 2, "consumed_samples": 3, "fingerprint": {"kind": "numbers"}}
-    loader.load_state_dict(state)
-    assert next(loader)["tokens"].tolist() == [3, 4, 5]
-    loader.close()
-    state["fingerprint"] = {"kind": np.array([1, 2])}
-    with pytest.raises(ResumeError, match="kind: saved array"):
-        loader.load_state_dict(state)
-
-
 def test_the_list_of_differences_is_short(make_dataset: Make) -> None:
     """A state of 400 datasets against 401, against others, and against arbitrary objects."""
     data = [make_dataset([200 + i], name=f"part{i}") for i in range(3)]
@@ -211,7 +159,7 @@ def test_a_loader_goes_on_after_it_has_refused_a_state(dataset: GPTDataset, pref
                 ({"consumed_samples": value}, ConfigError, f"consumed_samples .*{problem}")
                 for value, problem in positions.items()
             ),
-            ({"version": 1}, ResumeError, r"version 1; .* Loader\(\.\.\., consumed_samples=2\)"),
+            ({"version": 2}, ResumeError, r"version 2; .* Loader\(\.\.\., consumed_samples=2\)"),
             ({"version": 4}, ResumeError, "version 4; millrace reads 3"),
             ({"version": "3"}, ResumeError, "version '3'"),
             ({"version": None}, ResumeError, "version None"),

@@ -17,7 +17,6 @@ STATE_VERSION = 3
 _LEAVES = (str, int, float, np.generic, type(None))  # of a fingerprint
 _MOST_LINES = 10  # differences in a message
 _MOST_SHOWN = 80  # characters of a value in a message
-_VIEW_OPTIONS = ("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss")  # of version 2
 
 
 class Position(NamedTuple):
@@ -94,34 +93,20 @@ def plain(value: Any, place: str = "fingerprint") -> Any:
 
 
 def _saved_fingerprint(state: Any) -> Any:
-    """The fingerprint of a saved state, as this version would save it."""
+    """The fingerprint of a saved state, if it is one of this version."""
     if not isinstance(state, Mapping):
         raise ResumeError(f"the state is {shown(state)}: it is not a Loader's")
     missing = {"version", "consumed_samples", "fingerprint"} - set(state)
     if missing:
         raise ResumeError(f"the state has no {', '.join(sorted(missing))}: it is not a Loader's")
     version = state["version"]
-    number = version if isinstance(version, (int, np.integer)) else None
-    if number not in (2, STATE_VERSION):
+    if not isinstance(version, (int, np.integer)) or version != STATE_VERSION:
         raise ResumeError(
             f"the state has version {shown(version)}; millrace reads {STATE_VERSION}, and compares "
             "no other. If data, options and their order have stayed the same, go on with "
             f"Loader(..., consumed_samples={shown(state['consumed_samples'])})"
         )
-    return _from_version_2(state["fingerprint"]) if number == 2 else state["fingerprint"]
-
-
-def _from_version_2(fingerprint: Any) -> Any:
-    """A fingerprint of version 2, which had no view, and no version of the rules: it was 1."""
-    kind = fingerprint.get("kind") if isinstance(fingerprint, Mapping) else None
-    if not (isinstance(kind, str) and kind in ("gpt", "blend")):
-        return fingerprint  # another dataset's
-    moved = {"rules": 1, **fingerprint}
-    if kind == "gpt":
-        moved["view"] = {name: moved.pop(name, None) for name in _VIEW_OPTIONS}
-    elif isinstance(moved.get("datasets"), (list, tuple)):
-        moved["datasets"] = [_from_version_2(dataset) for dataset in moved["datasets"]]
-    return moved
+    return state["fingerprint"]
 
 
 def _is_equal(saved: Any, present: Any) -> bool:
