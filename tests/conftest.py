@@ -1,11 +1,12 @@
 """Fixtures and helpers that many tests share."""
 
+import gc
 import gzip
 import json
 import multiprocessing
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,23 @@ LONG = (
 """Files, or single tests, that take long."""
 
 WORDS = "the water that turns the mill runs down the race and over the wheel again".split()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What is imported stays until the end: no collection of garbage need look at it (0.3 s each)."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are left out are not imported either: trainers take seconds."""
+    path = collection_path.relative_to(config.rootpath).as_posix()
+    return True if config.option.markexpr == "not long" and path.startswith(LONG) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
