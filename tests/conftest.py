@@ -35,7 +35,7 @@ WORDS = "the water that turns the mill runs down the race and over the wheel aga
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """What is imported stays until the end: no collection of garbage need look at it (0.3 s each)."""
+    """Imported modules stay: collections of garbage, of 0.3 s with torch, need not look at them."""
     gc.disable()
     try:
         return (yield)

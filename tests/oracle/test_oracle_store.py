@@ -1,7 +1,5 @@
 """The format law: both sides write the same bytes, merge alike, and read each other's files."""
 
-import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +90,6 @@ class RemoteBytes:
         self, byte_offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
     ) -> NDArray[np.uint8]:
         return millrace.store.gather_in_turn(self.read, byte_offsets, byte_counts)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Megatron-LM's add_index collects garbage, which takes 0.3 s after an import of torch."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def merge_ours(prefix: Path, parts: list[Path], dtype: Any, *, multimodal: bool) -> None:
