@@ -8,7 +8,6 @@ import fcntl
 import logging
 import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, TYPE_CHECKING, Any, BinaryIO
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
 TMP = ".tmp"  # the ending of a file's name while it is written
 SAY_AFTER = 10.0  # seconds of waiting for a lock before a warning
 _PAUSES = 0.001, 0.25  # seconds between the attempts to take a lock: the first, and the longest
+_DENIED = (
+    "a lock of another user, which you cannot open: ask for it to be removed (if no process holds "
+    "it), or for `chmod 666`"
+)
 _PIECE = 1 << 20  # bytes that are read and hashed at a time
 
 
@@ -215,7 +218,7 @@ def _try_to_take(path: str) -> tuple[int, bool] | str:
                     text = os.pread(descriptor, 200, 0).decode("ascii", "replace")
                     return text if text.isprintable() and text else "another process"
                 if error.errno == errno.EBADF:  # NFS only locks writable files
-                    raise _denied(path) from None
+                    raise PermissionError(errno.EACCES, _DENIED, path) from None
                 if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                     raise OSError(error.errno, error.strerror, path) from None
                 is_held = False
@@ -241,34 +244,17 @@ def _is_at(descriptor: int, path: str) -> bool:
 
 def _open_lock(path: str) -> int:
     while True:
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
-        except PermissionError as error:
-            denied = error
-        else:
+        with contextlib.suppress(FileNotFoundError):
+            for flags in (os.O_RDWR, os.O_RDONLY):  # to read is enough for a lock, but on NFS
+                with contextlib.suppress(PermissionError):
+                    return os.open(path, flags)
+            raise PermissionError(errno.EACCES, _DENIED, path)
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
             # Whatever the umask: other users can take the lock when this process is dead.
             with contextlib.suppress(PermissionError):
-                if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o666:
-                    os.fchmod(descriptor, 0o666)
+                os.fchmod(descriptor, 0o666)
             return descriptor
-        try:
-            return os.open(path, os.O_RDONLY)  # enough for a lock
-        except FileNotFoundError:
-            if not os.access(os.path.dirname(path) or ".", os.W_OK):
-                raise denied from None
-        except PermissionError:
-            raise _denied(path) from None
-
-
-def _denied(path: str) -> PermissionError:
-    owner = "another user"
-    with contextlib.suppress(OSError):
-        owner = f"the user with number {os.stat(path).st_uid}"
-    problem = (
-        f"a lock of {owner}, which you cannot open: ask for it to be removed (if no process holds "
-        "it), or for `chmod 666`"
-    )
-    return PermissionError(errno.EACCES, problem, path)
 
 
 # ---- checksums ----
