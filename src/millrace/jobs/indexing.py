@@ -11,12 +11,11 @@ from millrace.cache import megatron as megatron_cache
 from millrace.checks import check_limit, text_table
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
-from millrace.feed import BlendedDataset, GPTDataset
 from millrace.option_class import option
 from millrace.order import SPLITS, GPTPlan, normalize, parse_split
 from millrace.order.order_plans import build_arrays
-from millrace.run import DatasetConfig, Datasets
-from millrace.run.build import SplitDataset, build_blend, build_run
+from millrace.run import DatasetConfig
+from millrace.run.build import build_blend, build_run
 from millrace.run.config import source_of
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
 
@@ -158,28 +157,27 @@ def index(
         raise ConfigError("there is nowhere to put the indices: give a cache folder")
     if megatron_cache_folder is not None:
         _check_for_megatron(config, tokenizer)
-    num_built = num_found = 0
-    datasets: Datasets | None = None
+    num_built = total = 0
     if config.cache is None:
         plan = plan_run(config)
     else:
         with Progress("indices", enabled=show_progress) as bar:
-            plan, datasets = build_run(config, progress=bar.count, wait_limit=wait_limit)
-        num_built = bar.num_done
-        num_found = plan.num_datasets - num_built
+            plan, _ = build_run(config, progress=bar.count, wait_limit=wait_limit)
+        num_built, total = bar.num_done, plan.num_datasets
     if megatron_cache_folder is not None:
-        total = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)
+        num_sets = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)
+        total += num_sets
         folder = os.fspath(megatron_cache_folder)
         with Progress("Megatron-LM's cache", enabled=show_progress) as bar:
-            written = _write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
+            written = _write_megatron_cache(plan, folder, tokenizer, wait_limit)
             for done, is_new in enumerate(written, start=1):
-                num_built, num_found = num_built + is_new, num_found + (not is_new)
-                bar.count(done, total)
+                num_built += is_new
+                bar.count(done, num_sets)
     return IndexResult(
         rows=[row for split in plan.present_splits for row in _rows(split)],
         sizes={split.name: split.num_samples for split in plan.present_splits},
         num_built=num_built,
-        num_found=num_found,
+        num_found=total - num_built,
     )
 
 
@@ -205,42 +203,48 @@ def _check_for_megatron(config: DatasetConfig, tokenizer: Any) -> None:
 
 
 def _write_megatron_cache(
-    plan: RunPlan, datasets: Datasets | None, folder: str, tokenizer: Any, wait_limit: float | None
+    plan: RunPlan, folder: str, tokenizer: Any, wait_limit: float | None
 ) -> Iterator[bool]:
     """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
 
-    The indices are those of `datasets`, or are built if it is None. Yields for each dataset and
-    blend whether its files were written now.
+    Yields for each dataset and blend whether its files were written now.
     """
-    for split, built in zip(plan.splits, datasets or [None] * len(plan.splits), strict=True):
-        if split is None:
-            continue
-        identifiers = [_identifiers(plan.config, split, one, tokenizer) for one in split.datasets]
-        parts: Sequence[Any] = [None] * len(split.datasets)
-        if built is not None:
-            parts = built if isinstance(built, list) else getattr(built, "datasets", [built])
 
-        def write(dataset: DatasetPlan, part: GPTDataset | None, names: dict[str, Any]) -> bool:
-            order, inputs = cast(GPTPlan, dataset.order), dataset.inputs
-            start, stop = inputs.sequences
-            files = megatron_cache.CacheSet.of(
-                folder, names, names["index_split"], megatron_cache.GPT_ARRAYS
-            )
+    def write(names: dict[str, Any], split: str, kind: Any, check: Any, build: Any) -> bool:
+        files = megatron_cache.CacheSet.of(folder, names, split, kind)
+        return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
-            def check(arrays: megatron_cache.Arrays) -> None:
-                megatron_cache.check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
+    def write_dataset(dataset: DatasetPlan, names: dict[str, Any]) -> bool:
+        order, inputs = cast(GPTPlan, dataset.order), dataset.inputs
+        start, stop = inputs.sequences
 
-            def build(_: str) -> Mapping[str, Any]:
-                if part is not None:
-                    return part.indices._asdict()
-                return build_arrays(order, inputs, dataset.file.prefix)
+        def check(arrays: megatron_cache.Arrays) -> None:
+            megatron_cache.check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
 
-            return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
+        def build(_: str) -> Mapping[str, Any]:
+            return build_arrays(order, inputs, dataset.file.prefix)
 
+        return write(names, names["index_split"], megatron_cache.GPT_ARRAYS, check, build)
+
+    def write_blend(split: SplitPlan, names: dict[str, Any]) -> bool:
+        def check(arrays: megatron_cache.Arrays) -> None:
+            megatron_cache.check_blend_arrays(arrays, split.num_samples, len(split.datasets))
+
+        def build(_: str) -> Mapping[str, Any]:
+            return build_blend(split)._asdict()
+
+        return write(names, split.name, megatron_cache.BLEND_ARRAYS, check, build)
+
+    for split in plan.present_splits:
+        parts = [_identifiers(plan.config, split, one, tokenizer) for one in split.datasets]
         with ThreadPoolExecutor(plan.config.num_threads) as pool:
-            yield from pool.map(write, split.datasets, parts, identifiers)
+            yield from pool.map(write_dataset, split.datasets, parts)
         if split.kind == "blend":
-            yield _write_blend(split, built, folder, wait_limit, identifiers)
+            # With a size, Megatron-LM's blend normalises what its builder has normalised before.
+            lengths = split.lengths
+            weights = lengths if split.size is None else normalize(split.weights or lengths)
+            names = {"class": "BlendedDataset", "datasets": parts, "split": split.name}
+            yield write_blend(split, {**names, "weights": weights, "size": split.size})
 
 
 def _identifiers(
@@ -258,30 +262,6 @@ def _identifiers(
         "split_matrix": None if shares is None else parse_split(shares),  # type: ignore[arg-type]
         "tokenizer": tokenizer,
     }
-
-
-def _write_blend(
-    split: SplitPlan,
-    built: SplitDataset | None,
-    folder: str,
-    wait_limit: float | None,
-    datasets: list[dict[str, Any]],
-) -> bool:
-    lengths = split.lengths
-    # With a size, Megatron-LM's blend normalises what its builder has normalised before.
-    weights = lengths if split.size is None else normalize(split.weights or lengths)
-    identifiers: dict[str, Any] = {"class": "BlendedDataset", "datasets": datasets}
-    identifiers |= {"split": split.name, "weights": weights, "size": split.size}
-    files = megatron_cache.CacheSet.of(folder, identifiers, split.name, megatron_cache.BLEND_ARRAYS)
-
-    def check(arrays: megatron_cache.Arrays) -> None:
-        megatron_cache.check_blend_arrays(arrays, split.num_samples, len(lengths))
-
-    def build(_: str) -> megatron_cache.Arrays:
-        indices = built.order.indices if isinstance(built, BlendedDataset) else build_blend(split)
-        return dict(indices._asdict())
-
-    return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
 
 def _rows(split: SplitPlan) -> Iterator[IndexRow]:
