@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,10 +15,9 @@ from millrace.errors import DataError
 from millrace.files import TMP, temporary_name
 from millrace.order import build_gpt_indices, plan_gpt
 from tests.no_flock import no_flock
+from tests.store import pairs
 
 LENGTHS = np.array([5, 0, 7, 1, 0, 12, 3, 0, 0, 9], np.int32)
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def make(
@@ -188,19 +186,13 @@ for seed in range(8):
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_processes_that_build_the_same_set_all_load_it(has_locks: bool, tmp_path: Path) -> None:
     environment = dict(os.environ) if has_locks else no_flock(tmp_path)
-    command = [sys.executable, "-c", BUILD, tmp_path / "cache"]
-    pipes: Any = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    processes = [subprocess.Popen(command, env=environment, cwd=ROOT, **pipes) for _ in range(4)]
+    options: Any = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     num_builds = 0
-    try:
-        for process in processes:
+    with pairs.ended(pairs.start(BUILD, tmp_path / "cache", **options) for _ in range(4)) as builds:
+        for process in builds:
             output, errors = process.communicate(timeout=120)
-            assert process.returncode == 0, errors.decode()
-            num_builds += output.count(b"builds")
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+            assert process.returncode == 0, errors
+            num_builds += output.count("builds")
     names = [path.name for path in (tmp_path / "cache").iterdir()]
     assert len(names) == 8 * 4, sorted(names)
     assert num_builds == 8 if has_locks else num_builds >= 8  # of each set, one process builds it

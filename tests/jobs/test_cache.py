@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,9 +19,9 @@ from millrace.files import file_lock
 from millrace.jobs import list_cache, prune_cache
 from tests.no_flock import no_flock
 from tests.run.test_build import write
+from tests.store import pairs
 from tests.test_cli import millrace as run_millrace
 
-ROOT = Path(__file__).parent.parent.parent
 ALL = ["run", "run", "set", "set", "set"]
 
 
@@ -176,14 +175,11 @@ def test_a_set_that_went_after_the_start_is_an_error_with_a_remedy(folder: Path)
 # ---- other users, and processes that build ----
 
 
-def as_another_user(code: str, folder: object) -> str:
-    """What a program prints that root has started as another user, with a folder."""
-    start = (
-        "import os, sys; from pathlib import Path\n"
-        "from millrace.jobs import list_cache, prune_cache\n"
-        "os.setgroups([]); os.setgid(65534); os.setuid(65534); folder = sys.argv[1]\n"
-    )
-    return subprocess.check_output([sys.executable, "-c", start + code, str(folder)], text=True)
+AS_NOBODY = """
+import os, sys; from pathlib import Path
+from millrace.jobs import list_cache, prune_cache
+os.setgroups([]); os.setgid(65534); os.setuid(65534); folder = sys.argv[1]
+"""
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -201,7 +197,7 @@ def test_what_may_not_be_read_stays(closed: str) -> None:
             path.chmod(0o600)
         (folder / "data").chmod(0o700 if closed == "data" else 0o755)
         code = "print([entry.reason for entry in prune_cache(folder)])"
-        assert as_another_user(code, folder / "cache") == "[]\n"
+        assert pairs.output_of(AS_NOBODY + code, folder / "cache") == "[]\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
@@ -215,7 +211,7 @@ def test_what_cannot_be_removed_is_named() -> None:
             "try: prune_cache(folder)\n"
             "except Exception as error: print(error)"
         )
-        said = as_another_user(code, name)
+        said = pairs.output_of(AS_NOBODY + code, name)
         assert said.startswith("1 entries are removed; 2 could not be: ")
         assert f"{name}/0000" in said
 
@@ -259,18 +255,12 @@ def test_what_is_built_meanwhile_is_left_alone(has_locks: bool, tmp_path: Path) 
     write(tmp_path / "x", range(1, 40))
     (tmp_path / "cache").mkdir()
     environment = dict(os.environ) if has_locks else no_flock(tmp_path)
-    commands = [[PRUNE, str(tmp_path / "cache")]]
-    commands += [[BUILD, str(tmp_path), str(number)] for number in range(3)]
-    options: Any = {"env": environment, "cwd": ROOT, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen([sys.executable, "-c", *one], **options) for one in commands]
-    pruner, *builders = processes
-    try:
+    options: Any = {"env": environment, "stderr": subprocess.PIPE}
+    commands = [[PRUNE, tmp_path / "cache"]]
+    commands += [[BUILD, tmp_path, number] for number in range(3)]
+    with pairs.ended(pairs.start(*one, **options) for one in commands) as (pruner, *builders):
         for builder in builders:
             _, errors = builder.communicate(timeout=120)
-            assert builder.returncode == 0, errors.decode()
+            assert builder.returncode == 0, errors
         assert pruner.poll() is None, pruner.communicate()[1]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
     assert kinds(list_cache(tmp_path / "cache")) == ["run"] * 75 + ["set"] * 150
