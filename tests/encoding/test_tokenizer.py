@@ -170,22 +170,6 @@ def test_the_fingerprint_is_of_what_decides_the_ids(edited: Edit, tokenizer_file
     assert Tokenizer(edited(normalizer={"type": "NFC"})).fingerprint != tokenizer.fingerprint
 
 
-def test_an_older_file_has_the_fingerprint_of_the_one_that_the_library_writes(
-    edited: Edit, tokenizer: Tokenizer
-) -> None:
-    content = json.loads(edited().read_text())
-    model = content["model"]
-    model["merges"] = [" ".join(pair) for pair in model["merges"]]
-    for name in ("type", "ignore_merges", "byte_fallback"):
-        del model[name]
-    del content["pre_tokenizer"]["use_regex"], content["decoder"]["use_regex"]
-    older = Tokenizer(edited(**content))
-    assert older.encode([TEXT]) == tokenizer.encode([TEXT])
-    assert older.fingerprint == tokenizer.fingerprint
-    model["ignore_merges"] = True
-    assert Tokenizer(edited(**content)).fingerprint != tokenizer.fingerprint
-
-
 def test_the_dtype_holds_the_tokens_of_the_post_processor(edited: Edit) -> None:
     path = with_post_processor(edited(), 70_000)
     assert Tokenizer(path).dtype == np.uint16
@@ -262,11 +246,11 @@ def test_older_files_of_a_folder_count_as_in_transformers(tmp_path: Path) -> Non
     assert Tokenizer(folder).eod_token == "<|endoftext|>"
 
 
-@pytest.mark.parametrize("content", ["[", "[1]", '{"added_tokens_decoder": 1}'])
+@pytest.mark.parametrize("content", ["[", "[1]"])
 def test_a_damaged_list_of_tokens_is_an_error(edited: Edit, content: str) -> None:
     folder = make_folder(edited().parent / "f", edited())
     (folder / "tokenizer_config.json").write_text(content)
-    with pytest.raises(TextError, match=r"Save the tokenizer again"):
+    with pytest.raises(TextError, match=r"is no JSON object .*Save the tokenizer again"):
         Tokenizer(folder)
 
 

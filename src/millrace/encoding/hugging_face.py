@@ -6,7 +6,7 @@ import importlib
 import itertools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class JsonVocabulary(Vocabulary):
 
     @cached_property
     def fingerprint(self) -> str:
-        config = {**_with_defaults(json.loads(self.content)), "truncation": None, "padding": None}
+        config = {**json.loads(self.content), "truncation": None, "padding": None}
         text = json.dumps(config, sort_keys=True, separators=(",", ":"))
         return sha256(text.encode())
 
@@ -107,43 +107,19 @@ def _whole(tokenizer: Any) -> Any:
     return tokenizer
 
 
-_BPE_DEFAULTS = {
-    "type": "BPE",
-    **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
-    **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
-}
-
-
-def _with_defaults(value: Any) -> Any:
-    """A part of a tokenizer.json as later versions of the library write it."""
-    if isinstance(value, list):
-        return [_with_defaults(part) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if isinstance(value.get("merges"), list):  # in older files, a merge is a text: "t he"
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in value["merges"]]
-        return {**_BPE_DEFAULTS, **value, "merges": pairs}
-    parts = {name: _with_defaults(part) for name, part in value.items()}
-    return {"use_regex": True, **parts} if value.get("type") == "ByteLevel" else parts
-
-
 def load_folder(folder: str, path: str, options: Options) -> JsonVocabulary:
     """The tokenizer of a folder of transformers, which that package makes if the tokenizer.json, at
     `path`, lacks a token that another file of the folder names."""
-    settings = _read_object(folder, "tokenizer_config.json")
-    added = settings.get("added_tokens_decoder") or {}
+    settings, named = _read_object(folder, "tokenizer_config.json"), []
     if "added_tokens_decoder" not in settings:  # only then transformers reads the older files
         settings.update(_read_object(folder, "special_tokens_map.json"))
-        added = list(_read_object(folder, "added_tokens.json"))
-    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    named = [value for name, value in settings.items() if name.endswith("_token")]
-    lists = [value.values() if isinstance(value, dict) else value for value in (added, extra)]
-    if not all(isinstance(values, Iterable) for values in lists):
-        raise TextError(f"{folder} has a damaged list of tokens. Save the tokenizer again")
-    ends = {"eod_token": settings.get("eos_token"), "bos_token": settings.get("bos_token")}
-    ends = {name: _text_of_token(value) for name, value in ends.items()}
+        named = list(_read_object(folder, "added_tokens.json"))
+    kinds = ("_token", "_tokens", "_tokens_decoder")
+    named += [value for name, value in settings.items() if name.endswith(kinds)]
+    eod, bos = (next(_texts(settings.get(name)), None) for name in ("eos_token", "bos_token"))
+    ends = {"eod_token": eod, "bos_token": bos}
     vocabulary = JsonVocabulary.load(path, read_file(path), options, **ends)
-    for token in filter(None, map(_text_of_token, itertools.chain(*lists, named))):
+    for token in filter(None, _texts(named)):
         if vocabulary.id_of(token) is None:
             return JsonVocabulary.load(path, _made_by_transformers(folder, token), options, **ends)
     return vocabulary
@@ -159,10 +135,14 @@ def _read_object(folder: str, name: str) -> dict[str, Any]:
         raise TextError(f"{path} is no JSON object ({error}). Save the tokenizer again") from None
 
 
-def _text_of_token(value: Any) -> str | None:
-    """A token of a folder: a text, or an object with "content"; None for others."""
-    text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+def _texts(value: Any) -> Iterator[str]:
+    """The tokens of a folder in a value: texts, and objects with "content", or lists of them."""
+    if isinstance(value, dict):
+        value = value.get("content", [*value.values()])
+    if isinstance(value, list):
+        yield from itertools.chain.from_iterable(map(_texts, value))
+    elif isinstance(value, str):
+        yield value
 
 
 def _made_by_transformers(folder: str, token: str) -> bytes:

@@ -16,21 +16,10 @@ from millrace.errors import ConfigError, TextError
 MAX_CHARACTERS = 1_000_000
 """Longer texts are cut before they are split, as Megatron-LM's script cuts them."""
 
-LIBRARIES = ("punkt", "sentencex")
+LIBRARIES = {"punkt": "NLTK's name, such as 'german'", "sentencex": "an ISO code, such as 'de'"}
+"""The libraries, and what a language is to each."""
 
 _UNSAFE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]\\.")
-
-_LANGUAGES = """
-albanian sq, arabic ar, armenian hy, basque eu, bengali bn, bulgarian bg, catalan ca,
-chinese zh, croatian hr, czech cs, danish da, dutch nl, english en, estonian et, finnish fi,
-french fr, german de, greek el, gujarati gu, hebrew he, hindi hi, hungarian hu, icelandic is,
-indonesian id, italian it, japanese ja, kannada kn, korean ko, latvian lv, lithuanian lt,
-malayalam ml, marathi mr, norwegian no, persian fa, polish pl, portuguese pt, punjabi pa,
-romanian ro, russian ru, serbian sr, slovak sk, slovene sl, spanish es, swahili sw, swedish sv,
-tamil ta, telugu te, thai th, turkish tr, ukrainian uk, urdu ur, vietnamese vi
-"""
-LANGUAGES = dict(pair.split() for pair in _LANGUAGES.split(","))
-"""The ISO 639-1 code of each language, by NLTK's name."""
 
 
 class SentenceSplitter:
@@ -44,7 +33,8 @@ class SentenceSplitter:
     A splitter can be pickled, with Punkt's data: other processes and machines need none.
 
     Args:
-        lang: Language, by NLTK's name ("english") or ISO code ("en").
+        lang: Language: for Punkt NLTK's name ("german"), for `sentencex` an ISO code of two or
+            three letters ("de").
         keep_newlines: Whether sentences keep the whitespace that follows them.
         library: The library that splits, "punkt" or "sentencex".
 
@@ -59,15 +49,21 @@ class SentenceSplitter:
     def __init__(
         self, lang: str = "english", *, keep_newlines: bool = False, library: str = "punkt"
     ) -> None:
-        language, code = _language(lang)
         self.keep_newlines = check_bool("keep_newlines", keep_newlines)
-        self.library, self._code = check_choice("library", library, LIBRARIES), code
+        self.library = check_choice("library", library, tuple(LIBRARIES))
+        language = lang.lower() if isinstance(lang, str) else ""
+        if library == "sentencex" and language == "english":  # the default
+            language = "en"
+        is_code = len(language) in (2, 3)
+        if not (language.isascii() and language.isalpha()) or is_code != (library == "sentencex"):
+            raise ConfigError(f"lang is {shown(lang)}; {library} needs {LIBRARIES[library]}")
+        self._language = language
         if library == "punkt":
             self._punkt = _load_punkt(language)
             self.name = f"nltk {version('nltk')} punkt_tab {language}"
         else:
             _import_sentencex()
-            self.name = f"sentencex {version('sentencex')} {code}"
+            self.name = f"sentencex {version('sentencex')} {language}"
 
     def split(self, text: str) -> list[str]:
         """The sentences of a text."""
@@ -84,14 +80,9 @@ class SentenceSplitter:
         # sentencex 1.0 panics at a wide space before a period: it is split as a plain space there.
         safe = text if text.isascii() else _UNSAFE.sub(" .", text)
         try:
-            pieces = _import_sentencex().segment(self._code, safe)
-        except UnicodeEncodeError as error:
-            raise TextError(
-                f"character {error.start + 1} of a text is the lone surrogate "
-                f"U+{ord(text[error.start]):04X}, which is not valid Unicode. Repair the text"
-            ) from None
+            pieces = _import_sentencex().segment(self._language, safe)
         except BaseException as error:  # a panic in Rust is not an Exception
-            if type(error).__name__ != "PanicException":
+            if type(error).__name__ not in ("PanicException", "UnicodeEncodeError"):
                 raise
             raise _failure("sentencex", text, error, "Punkt") from None
         ends = itertools.accumulate(map(len, pieces), initial=0)
@@ -105,18 +96,6 @@ def _failure(library: str, text: str, error: BaseException, other: str) -> TextE
     return TextError(
         f"{library} cannot split a text of {len(text)} characters ({error}). Remove the text, or "
         f"split with {other}"
-    )
-
-
-def _language(lang: Any) -> tuple[str, str]:
-    """NLTK's name and the ISO code of a language; a code that NLTK has no name for stands alone."""
-    if isinstance(lang, str):
-        code = LANGUAGES.get(lang.lower(), lang.lower())
-        if code.isascii() and code.isalpha() and len(code) in (2, 3):
-            return next((name for name in LANGUAGES if LANGUAGES[name] == code), code), code
-    raise ConfigError(
-        f"the language is {shown(lang)}; give an ISO code of two or three letters, or one of "
-        f"{', '.join(LANGUAGES)}"
     )
 
 
