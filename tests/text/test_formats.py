@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 import uuid
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pyarrow import parquet
 
 from millrace import ConfigError, TextError
 from millrace.text import find_inputs, parts_of, pieces_of
-from tests.text.reading import COMPRESS, Reading, read_file, read_in_parts, read_in_pieces, zstd
+from tests.text.reading import COMPRESS, read_file, read_in_parts, read_in_pieces, zstd
 
 TEXTS = ["the water", "", "turns\nthe mill", "水車 🌊", '"quoted", and\r\nmore', "a" * 300]
 DATA = b"".join(
@@ -285,10 +286,8 @@ def test_csv_rows_are_those_of_pythons_csv(
     path.write_bytes(table.encode("latin-1"))
     rows = rows_of(table)
     has_open_quote = rows_of(table + "\nend")[-1][0] != ["end"]
-    texts, rejected, long_rows = {}, {}, set()
+    texts, rejected = {}, {}
     for number, (fields, row) in enumerate(rows[1:], start=1):
-        if len(row) > limit:
-            long_rows.add(number)
         is_last = has_open_quote and number == len(rows) - 1
         try:
             if len(fields) == 2 and not is_last:
@@ -298,40 +297,35 @@ def test_csv_rows_are_those_of_pythons_csv(
         except ValueError:
             rejected[number] = row.encode("latin-1")
 
-    def check(reading: Reading, lacking: set[int]) -> None:
-        expected = {number: text for number, text in texts.items() if number not in lacking}
-        assert dict(zip(reading.lines, reading.texts[0], strict=True)) == expected
-        assert {number: data for number, _, _, data in reading.rejected} == {
-            **rejected,
-            **dict.fromkeys(lacking, b""),
-        }
+    def check(**options: Any) -> None:
+        whole = read_file(path, block_size=block_size, **options)
+        assert whole.num_lines == len(rows)
+        for reading in (whole, read_in_pieces(path, folder / "pieces", size, **options)):
+            assert dict(zip(reading.lines, reading.texts[0], strict=True)) == texts
+            assert {number: data for number, _, _, data in reading.rejected} == rejected
 
-    assert read_file(path).num_lines == len(rows)
-    check(read_file(path), set())
-    check(read_file(path, block_size=block_size), set())
-    check(read_file(path, block_size=block_size, max_document_size=limit), long_rows)
-    check(read_in_pieces(path, folder / "pieces", size), set())
-    check(read_in_pieces(path, folder / "short", size, max_document_size=limit), long_rows)
+    check()
+    long_rows = (number for number, (_, row) in enumerate(rows, 1) if len(row) > limit)
+    number = next(long_rows, None)
+    if number is None:
+        check(max_document_size=limit)
+    else:
+        with pytest.raises(TextError, match=f"row {number}: .* longer than {limit} bytes"):
+            check(max_document_size=limit)
 
 
-def test_csv_rows_too_long_for_memory_are_left_out(tmp_path: Path) -> None:
+def test_a_csv_row_too_long_for_memory_is_refused(tmp_path: Path) -> None:
     """A row of many lines, one of a long line, and one whose quote is never closed."""
-    lines = '"' + "water, water\n" * 100_000 + '"'
-    line = '"' + "mill, " * 40_000 + '"'
-    path = tmp_path / "a.csv"
-    path.write_text(f'text,b\n{lines},1\na,2\n{line},3\nb,"{line}{line}"\nc,5\n"{lines[1:-1]}')
-    for reading in (
-        read_file(path, max_document_size=1000, block_size=700),
-        read_in_pieces(path, tmp_path / "pieces", 500, max_document_size=1000, block_size=700),
-    ):
-        assert reading.texts == [["a", "c"]]
-        assert reading.lines == [2, 5]
-        assert [number for number, *_ in reading.rejected] == [1, 3, 4, 6]
-        assert "1000 bytes" in reading.reasons[3]
-    tracemalloc.start()
-    read_file(path, max_document_size=1000, block_size=700)
-    assert tracemalloc.get_traced_memory()[1] < 200_000
-    tracemalloc.stop()
+    path, options = tmp_path / "a.csv", {"max_document_size": 1000, "block_size": 700}
+    pieces = partial(read_in_pieces, path, tmp_path / "p", 500)
+    for row in ('"' + "water\n" * 100_000 + '"', '"' + "mill, " * 40_000 + '"', '"' + "\n" * 9_999):
+        path.write_text(f"text,b\na,2\n{row},3\nc,4\n")
+        for read in (partial(read_file, path), pieces):
+            tracemalloc.start()
+            with pytest.raises(TextError, match=r"a\.csv, row 3: .* longer than 1000 bytes"):
+                read(**options)
+            assert tracemalloc.get_traced_memory()[1] < 200_000
+            tracemalloc.stop()
 
 
 def test_a_csv_row_of_many_lines_takes_12_bytes_for_each_byte(tmp_path: Path) -> None:

@@ -198,10 +198,11 @@ def pieces_of(
         size: Size of a piece. The last is smaller; others are longer by up to `block_size`, or
             the length of their last document.
         block_size: Number of bytes to read and decompress at a time.
-        max_document_size: Size of the longest CSV row in bytes; a longer one is not in memory.
+        max_document_size: Size of the longest CSV row in bytes.
 
     Raises:
         ConfigError: A file of a format that is not unpacked.
+        TextError: A file that cannot be read, or a longer CSV row.
     """
     checks.check_int("size", size, 1)
     return file.format.unpack(

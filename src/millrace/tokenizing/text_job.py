@@ -308,7 +308,8 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
     size, limit = 0, input_tasks.MB
     # A line that is left out here is met again by the job itself.
     keys, id_key = tuple(options.json_keys), options.id_key
-    query = Query(keys=keys, id_key=id_key, reject=lambda *line: None, max_size=limit)
+    most = options.longest_document
+    query = Query(keys=keys, id_key=id_key, reject=lambda *line: None, max_size=most)
     for file in files[:_FIRST_FILES]:
         # An Arrow file without batches has no part.
         for part in [] if file.is_pipe else parts_of(file, limit)[:1]:
