@@ -104,15 +104,15 @@ def _blend(
     weights: NDArray[np.float64], limits: Numbers, size: int
 ) -> tuple[NDArray[np.int16], Numbers]:
     """`size` samples, at most limits[d] of them from dataset d."""
-    taken = np.zeros(len(weights), np.int64)
+    taken = np.where(limits > 0, 0.0, np.inf)  # infinite where nothing is left
     dataset_index = np.zeros(size, np.int16)
     dataset_sample_index = np.zeros(size, np.int64)
-    for sample in range(size):
-        with np.errstate(over="ignore"):
-            errors = weights * max(sample, 1) - taken
-        best = np.argmax(np.where(taken < limits, errors, -np.inf))  # the first of equals
-        dataset_index[sample], dataset_sample_index[sample] = best, taken[best]
-        taken[best] += 1
+    with np.errstate(over="ignore"):
+        for sample in range(size):
+            best = np.argmax(weights * max(sample, 1) - taken)  # the first of equals
+            count = taken[best]
+            dataset_index[sample], dataset_sample_index[sample] = best, count
+            taken[best] = count + 1 if count + 1 < limits[best] else np.inf
     return dataset_index, dataset_sample_index
 
 
