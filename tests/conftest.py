@@ -4,6 +4,7 @@ import gc
 import gzip
 import json
 import multiprocessing
+import os
 import signal
 import subprocess
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -31,6 +32,12 @@ LONG = (
 """Files, or single tests, that take long."""
 
 WORDS = "the water that turns the mill runs down the race and over the wheel again".split()
+
+
+def pytest_configure() -> None:
+    """Flushes to the disk take milliseconds, and only a loss of power shows their effect: in the
+    process of the tests they just need an open file. Commands that tests start do flush."""
+    os.fsync = os.fstat
 
 
 @pytest.hookimpl(wrapper=True)

@@ -281,7 +281,7 @@ def test_a_cold_file_is_read_as_a_warm_one_is(tmp_path: Path, size: int) -> None
     content = np.random.default_rng(size).integers(0, 256, size).astype(np.uint8)
     with open(tmp_path / "data", "wb") as file:
         file.write(content.tobytes())
-        os.fsync(file.fileno())
+        os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     random = np.random.default_rng(0)
     offsets = np.sort(random.integers(0, size, 3000))

@@ -152,6 +152,7 @@ def test_reads_of_a_cold_file_are_equal(tmp_path: Path, access: Access) -> None:
     sequences = np.split(tokens, np.cumsum(lengths)[:-1])
     sequences = [sequence for sequence in sequences if len(sequence)]
     with open(tmp_path / "data.bin", "rb") as file:
+        os.fdatasync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     dataset = IndexedDataset(tmp_path / "data", access=access)
     ids = random.permutation(len(sequences))

@@ -29,7 +29,7 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
         except OSError:
             continue  # opening the run says what is wrong
         try:
-            os.fsync(descriptor)  # pages that are not on the disk yet cannot be dropped
+            os.fdatasync(descriptor)  # pages that are not on the disk yet cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             size = os.fstat(descriptor).st_size
             num_bytes += size
