@@ -115,8 +115,8 @@ VERBS = (
         "demo",
         _demo,
         (DemoOptions,),
-        "Runs the whole pipeline on the text of Python's standard library. Makes a corpus of "
-        "source files and docstrings, trains a small tokenizer, tokenises both domains, blends "
+        "Runs the whole pipeline on the text of Python's standard library. Makes a corpus of its "
+        "modules and packages, trains a small tokenizer, tokenises both domains, blends "
         "them, draws batches for 2 ranks, stops, resumes with 4, and checks that no sample was "
         "lost or repeated. Needs no network.",
     ),
