@@ -52,7 +52,7 @@ class Journal:
         self._flushed_at = 0.0
         # The last line of each value and task, as it is in the file.
         self._lines: dict[str, dict[str, bytes]] = {"name": {}, "task": {}}
-        with contextlib.ExitStack() as stack, _explained(path):
+        with contextlib.ExitStack() as stack:
             _check_folder(path)
             try:
                 self._has_lock = stack.enter_context(files.file_lock(path + ".lock", limit=0))
@@ -67,26 +67,26 @@ class Journal:
 
         Raises:
             ConfigError: An unfinished journal of another job, or one that cannot be read.
-            MillraceError: A journal that cannot be written, or has another owner.
+            MillraceError: A journal that has another owner.
+            OSError: A journal that cannot be written.
         """
         path = os.path.join(self.path, _JOB)
-        with _explained(self.path):
-            os.makedirs(self.path, exist_ok=True)
-            if not self._has_lock:
-                self._stack.enter_context(_owner_file(self.path))
-            earlier = None if restart else self._earlier_run(job)
-            run = earlier or os.urandom(6).hex()
-            self.folder = os.path.join(absolute_path(self.path), run)
-            if earlier is None:
-                self.run = run
-                _remove_tree(path)  # from here on the earlier job is gone
-                os.mkdir(os.path.join(self.path, run))
-                content = {"format": _FORMAT, "run": run, "job": job}
-                with files.atomic_file(path) as file:
-                    file.write(json.dumps(content).encode())
-            self._read_lines()
+        os.makedirs(self.path, exist_ok=True)
+        if not self._has_lock:
+            self._stack.enter_context(_owner_file(self.path))
+        earlier = None if restart else self._earlier_run(job)
+        run = earlier or os.urandom(6).hex()
+        self.folder = os.path.join(absolute_path(self.path), run)
+        if earlier is None:
             self.run = run
-            self._remove_leftovers()
+            _remove_tree(path)  # from here on the earlier job is gone
+            os.mkdir(os.path.join(self.path, run))
+            content = {"format": _FORMAT, "run": run, "job": job}
+            with files.atomic_file(path) as file:
+                file.write(json.dumps(content).encode())
+        self._read_lines()
+        self.run = run
+        self._remove_leftovers()
         return earlier is not None
 
     def remove_if_of(self, job: Any) -> None:
@@ -98,7 +98,7 @@ class Journal:
 
     def close(self) -> None:
         """Lets other processes have the journal, and removes it if no task is finished."""
-        with self._stack, contextlib.suppress(OSError, MillraceError):  # what stays does no harm
+        with self._stack, contextlib.suppress(OSError):  # what stays does no harm
             # A forked child leaves it to its parent.
             if self.run and not self._lines["task"] and os.getpid() == self._process:
                 self.remove()
@@ -108,7 +108,7 @@ class Journal:
         # The rename is the instant at which the journal is gone. If the process is killed
         # afterwards, the next run of this prefix removes the rest.
         doomed = files.temporary_name(self.path)
-        with _explained(self.path), contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, doomed)
             _remove_tree(doomed)
 
@@ -145,7 +145,7 @@ class Journal:
 
     def _append(self, kind: str, entry: Any) -> None:
         line = json.dumps({"xxh3": _sum_of_json(entry), "entry": entry}).encode() + b"\n"
-        with _explained(self.path):
+        with files.naming(self._file.name):
             self._file.write(line)
             self._file.flush()
             if time.monotonic() - self._flushed_at > _FLUSH_INTERVAL:
@@ -259,18 +259,6 @@ def _is_held(path: str, text: str) -> MillraceError:
     return MillraceError(
         f"another process is at work on this job: {path} is {text}. Or give another output"
     )
-
-
-@contextlib.contextmanager
-def _explained(path: str) -> Iterator[None]:
-    """Turns an OSError into one that says what can be done."""
-    try:
-        yield
-    except OSError as error:
-        raise MillraceError(
-            f"the journal {path} cannot be written: {error}. The job keeps what it has done there: "
-            "make room and grant access, or write to another folder"
-        ) from error
 
 
 def differences(old: Any, new: Any) -> str:

@@ -213,9 +213,8 @@ def work(descriptor: int, parent: int) -> None:
     """The main function of a worker process, which runs until it or its parent is killed."""
     os.set_inheritable(descriptor, False)
     sys.stdout = sys.stderr  # the same file, written at each line: a worker ends by being killed
-    if sys.platform == "linux":
-        # A parent that is killed cannot end its workers, so the kernel does.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that is killed cannot end its workers, so the kernel does.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     loaded: list[Any] = []  # the function and the context
 
     def use(message: bytes) -> Any:
