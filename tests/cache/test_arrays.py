@@ -175,6 +175,19 @@ def test_another_sets_files_are_not_used(tmp_path: Path) -> None:
             assert_holds(array_set, key)
 
 
+def test_a_set_of_other_forms_is_built_again(tmp_path: Path) -> None:
+    """As after a change of the order that the key names."""
+    load_or_build(tmp_path)
+    layout = {"numbers": (np.int64, (7,))}
+
+    def write(writers: Mapping[str, arrays.ArrayWriter]) -> None:
+        writers["numbers"].write(0, np.arange(7))
+
+    for is_first in (True, False):
+        array_set, is_built = arrays.load_or_build(str(tmp_path), NAME, 1, layout, write)
+        assert (array_set.layout, is_built) == (layout, is_first)
+
+
 def test_sets_of_another_logic_version_are_not_used(tmp_path: Path, monkeypatch: Any) -> None:
     load_or_build(tmp_path)
     monkeypatch.setattr(arrays, "RULES_VERSION", arrays.RULES_VERSION + 1)

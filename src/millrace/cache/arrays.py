@@ -190,22 +190,23 @@ def load_or_build(
         BlockingIOError: Another process still builds it when the limit is over.
         OSError: It must be built, and the folder cannot be written.
     """
-    if (array_set := usable(folder, name, key)) is not None:
+    if (array_set := usable(folder, name, key, layout)) is not None:
         return array_set, False
     os.makedirs(folder, exist_ok=True)
     place = os.path.join(folder, name)
     paths = [array_path(folder, name, array) for array in layout]
     with files.writers_lock(place + LOCK, place + JSON, *paths, limit=limit):
-        if (array_set := usable(folder, name, key)) is not None:
+        if (array_set := usable(folder, name, key, layout)) is not None:
             return array_set, False
         return _publish(folder, name, key, layout, build), True
 
 
-def usable(folder: str, name: str, key: Any) -> ArraySet | None:
-    """The set of that name, if it was built from that key and shows no damage."""
+def usable(folder: str, name: str, key: Any, layout: Layout) -> ArraySet | None:
+    """The set of that name, if it was built from that key, has these arrays and no damage."""
     array_set = load(folder, name)
-    is_usable = array_set is not None and array_set.key == key and not array_set.damage()
-    return array_set if is_usable else None
+    if array_set is None or array_set.key != key or array_set.damage():
+        return None
+    return array_set if array_set.layout == layout else None
 
 
 def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> ArraySet:

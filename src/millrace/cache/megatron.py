@@ -176,17 +176,19 @@ def load_or_build(
         return built, True
 
 
-def check_gpt_forms(arrays: Arrays) -> None:
-    """Checks dtypes and shapes of a GPT dataset's arrays where there is no plan to compare with."""
+def check_gpt_forms(
+    arrays: Arrays, num_entries: int | None = None, num_samples: int | None = None
+) -> None:
+    """Checks dtypes and shapes of a GPT dataset's arrays, and the very last row; without numbers,
+    those of the arrays themselves."""
     documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
-    num_samples = max(len(samples) - 1, 0) if samples.ndim > 0 else 0
-    row_dtype = np.int64 if samples.dtype == np.int64 else np.int32
-    shuffle_dtype = np.int64 if shuffle.dtype == np.int64 else np.uint32
-    _check_form("document_index", documents, np.int32, (documents.size,))
-    _check_form("sample_index", samples, row_dtype, (num_samples + 1, 2))
-    _check_form("shuffle_index", shuffle, shuffle_dtype, (num_samples,))
-    if documents.size > 0:
-        _check_below("sample_index", samples[-1:, 0], documents.size)
+    entries = documents.size if num_entries is None else num_entries
+    size = shuffle.size if num_samples is None else num_samples
+    _check_form("document_index", documents, np.int32, (entries,))
+    _check_form("sample_index", samples, sample_index_dtype(entries), (size + 1, 2))
+    _check_form("shuffle_index", shuffle, shuffle_index_dtype(size), (size,))
+    if entries > 0:
+        _check_below("sample_index", samples[-1:, 0], entries)
 
 
 def check_gpt_arrays(
@@ -194,17 +196,14 @@ def check_gpt_arrays(
 ) -> None:
     """Checks arrays of a GPT dataset with so many sequences in an epoch, by dtypes, shapes, rows at
     both ends, and the very last row; DataError if they belong to other data or options."""
-    documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
-    num_entries, size = plan.num_epochs * num_sequences, plan.num_samples
-    _check_form("document_index", documents, np.int32, (num_entries,))
-    _check_form("sample_index", samples, sample_index_dtype(num_entries), (size + 1, 2))
-    _check_form("shuffle_index", shuffle, shuffle_index_dtype(size), (size,))
+    num_entries = plan.num_epochs * num_sequences
+    check_gpt_forms(arrays, num_entries, plan.num_samples)
     if num_entries == 0:
         return
-    documents = np.asarray(documents)
+    documents, samples, shuffle = (np.asarray(arrays[name]) for name in GPT_ARRAYS)
     for part in _ENDS:
-        _check_rows(documents, np.asarray(samples[part]), sequence_lengths, plan.add_extra_token)
-        _check_below("shuffle_index", shuffle[part], size)
+        _check_rows(documents, samples[part], sequence_lengths, plan.add_extra_token)
+        _check_below("shuffle_index", shuffle[part], plan.num_samples)
     last, expected = tuple(samples[-1].tolist()), _last_row(documents, sequence_lengths, plan)
     if last != expected:
         raise DataError(f"the sample_index ends at {last}, not {expected}: it is of other data")

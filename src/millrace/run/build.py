@@ -259,10 +259,8 @@ class SplitSet:
 
     def find(self, folder: str) -> SplitArrays | None:
         """The arrays in a folder, if they are all there and show no damage."""
-        array_set = array_sets.usable(folder, self.name, self.key)
-        if array_set is None or array_set.layout != self._layout:
-            return None
-        return self._arrays(array_set)
+        array_set = array_sets.usable(folder, self.name, self.key, self._layout)
+        return None if array_set is None else self._arrays(array_set)
 
     def load_or_build(self, folder: str, for_each: ForEach, limit: float | None) -> SplitArrays:
         """The arrays in a folder, which are built if need be; see `arrays.load_or_build`."""
