@@ -13,12 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from millrace import files
 from millrace.files import TMP, atomic_file, file_lock, temporaries_of, temporary_name
-from millrace.jobs import convert
 from tests.no_flock import no_flock
 from tests.store import pairs
 from tests.store.pairs import ended
@@ -118,27 +116,6 @@ def test_errors_about_other_files_keep_their_name(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_two_converts_to_one_file_leave_it_whole_at_every_moment(tmp_path: Path) -> None:
-    """The file was empty or short for 100 ms once."""
-    source, target = tmp_path / "in.npy", tmp_path / "out.npy"
-    np.save(source, np.arange(400_000, dtype=np.int32))
-    code = """
-from millrace.jobs import convert
-for _ in range(30): convert(sys.argv[1], sys.argv[2], dtype='int32')
-"""
-    prefix, expected = str(tmp_path / "data"), np.load(source).tobytes()
-    convert(str(source), prefix)
-    convert(prefix, str(target), dtype="int32")
-    size = target.stat().st_size
-    with ended(start(code, prefix, target) for _ in range(3)) as converts:
-        while any(process.poll() is None for process in converts):
-            content = target.read_bytes()
-            assert len(content) == size
-            assert content.endswith(expected)
-        assert [process.returncode for process in converts] == [0, 0, 0]
-    assert not list(tmp_path.glob("*.tmp"))
-
-
 # ---- locks ----
 
 HOLD = """
@@ -166,15 +143,6 @@ try:
 except BlockingIOError: print('held')
 """
     return output_of(code, path) == "free\n"
-
-
-def test_the_file_exists_as_long_as_the_lock(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with file_lock(str(path)) as is_held:
-        assert is_held
-        assert not is_free(path)
-        assert path.exists()
-    assert not path.exists()
 
 
 @pytest.mark.parametrize("limit", [0.05, 0])

@@ -359,27 +359,21 @@ def set_times(prefix: str, times: dict[str, tuple[int, int]], later: int = 0) ->
 
 @pytest.mark.parametrize("form", FORMS)
 def test_other_lengths_are_built_again(form: str, prefixes: Prefixes, tmp_path: Path) -> None:
+    """A nanosecond later, or other sizes with the times of before."""
     options, cache = options_of(form, prefixes), tmp_path / "cache"
     build(**options, cache=cache)
-    before, times = build(**options), times_of(prefixes[0])
-    write(Path(prefixes[0]), other_lengths(prefixes[0]), seed=1)
-    set_times(prefixes[0], times, later=1)  # a nanosecond
-    after = build(**options)
-    assert contents(after) != contents(before)
-    assert_equal(build(**options, cache=cache), after)
-    assert_equal(build(**options, cache=cache, trust_cache=True), after)
-    loaders = [millrace.Loader(one.train, micro_batch_size=4) for one in (before, after)]
-    with pytest.raises(millrace.ResumeError, match=r"lengths: saved '\w{16}', now"):
-        loaders[1].load_state_dict(loaders[0].state_dict())
-
-
-def test_other_counts_are_rebuilt(prefixes: Prefixes, options: Options) -> None:
-    for lengths in ([12] * 31, [12] * 30 + [13]):
-        build(**options)
+    before, permuted = build(**options), other_lengths(prefixes[0])
+    for lengths, later in ((permuted, 1), ([12] * 31, 0), ([12] * 30 + [13], 0)):
         times = times_of(prefixes[0])
-        write(Path(prefixes[0]), lengths)
-        set_times(prefixes[0], times)  # the same
-        assert_equal(build(**options), build(blend=(prefixes, None)))
+        write(Path(prefixes[0]), lengths, seed=1)
+        set_times(prefixes[0], times, later=later)
+        after = build(**options)
+        assert contents(after) != contents(before)
+        assert_equal(build(**options, cache=cache), after)
+        assert_equal(build(**options, cache=cache, trust_cache=True), after)
+        loaders = [millrace.Loader(one.train, micro_batch_size=4) for one in (before, after)]
+        with pytest.raises(millrace.ResumeError, match=r"lengths: saved '\w{16}', now"):
+            loaders[1].load_state_dict(loaders[0].state_dict())
 
 
 @pytest.mark.parametrize("changed", ["lengths", "counts"])
@@ -516,24 +510,6 @@ def test_a_file_in_place_of_the_folder(options: Options, tmp_path: Path) -> None
         with pytest.raises(CacheError, match=r"file.* cannot be written: .* Give a cache folder"):
             build(**{**options, "cache": cache})
     assert (tmp_path / "file").read_text() == "a file"
-
-
-def test_a_folder_in_place_of_a_file(prefixes: Prefixes, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    options: Options = {"blend": (prefixes[:2], None), "split": "1"}
-    build(**options, cache=cache)
-    for path in sorted(cache.iterdir()):
-        data = path.read_bytes()
-        path.unlink()
-        path.mkdir()
-        if path.name.startswith("run-"):  # all sets are there: only the manifest is missing
-            assert num_built(**options, cache=cache) == 0
-        else:
-            with pytest.raises(CacheError, match=r"cannot be written: Is a directory"):
-                build(**options, cache=cache)
-        path.rmdir()
-        path.write_bytes(data)
-        assert_equal(build(**options, cache=cache), build(**options))
 
 
 def test_a_read_only_folder(options: Options, disk: Path, prefixes: Prefixes) -> None:

@@ -1,10 +1,10 @@
 """Sets of arrays in a folder: published together, built once, mapped by all processes.
 
 A set `NAME` is a file `NAME.json`, which describes the arrays and what they were built from, and a
-plain `NAME-ARRAY.npy` for each array. The JSON file is written last and removed first: a set
-without it is not used. `NAME.lock` is held while the set is built. Without locks, several processes
-may build one set at once, each in its own temporary files. The bytes are equal, so a reader finds
-a whole set or none, whatever the order of the renames.
+plain `NAME-ARRAY.npy` for each array. The JSON file is written last: a set without it, or with that
+of another key, is not used. `NAME.lock` is held while the set is built. Without locks, several
+processes may build one set at once, each in its own temporary files. The bytes are equal, so a
+reader finds a whole set or none, whatever the order of the renames.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
@@ -211,7 +210,6 @@ def usable(folder: str, name: str, key: Any, layout: Layout) -> ArraySet | None:
 
 def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> ArraySet:
     """Writes all arrays, then flushes and renames each of them, then writes the record."""
-    record_path = os.path.join(folder, name + JSON)
     records = {}
     with contextlib.ExitStack() as stack:
         paths = {array: array_path(folder, name, array) for array in layout}
@@ -222,13 +220,8 @@ def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> 
                 ends = files.checksum(_ends(file))
             whole = files.sum_of(out[array].name)[1]
             records[array] = ArrayRecord(np.dtype(dtype).str, shape, whole, ends)
-        present = load(folder, name)
-        if present is not None and present.key != key:
-            # Another set's record must not stand beside these arrays.
-            Path(record_path).unlink(missing_ok=True)
-            files.fsync_folder(record_path)
     entries = {array: vars(record) for array, record in records.items()}
-    with files.atomic_file(record_path) as file:
+    with files.atomic_file(os.path.join(folder, name + JSON)) as file:
         file.write(seal({"logic": RULES_VERSION, "key": key, "arrays": entries}))
     return ArraySet(folder, name, key, records)
 
