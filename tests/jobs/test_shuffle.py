@@ -110,7 +110,7 @@ def test_documents_keep_their_origins(tmp_path: Path, tokenizer_file: Path) -> N
         ids = [shard.origin(n).id for shard in shards for n in range(shard.num_documents)]
         places = np.random.default_rng(42).permutation(30)
         assert ids == [f"d{number}" for number in np.argsort(places)]
-    with pytest.raises(ConfigError, match=r"copying the origins of documents takes 90.0 MB"):
+    with pytest.raises(ConfigError, match=r"copying their origins takes 90.0 MB"):
         run(tmp_path, documents=True, output_dir=tmp_path / "more", memory=90 * 10**6)
 
 
@@ -207,8 +207,7 @@ def test_items_larger_than_the_memory(tmp_path: Path, has_documents: bool) -> No
         tmp_path / "input" / "x", [np.zeros(5_000_000, np.uint16), np.ones(3, np.uint16)]
     )
     options = {"documents": True} if has_documents else {"seq_len": 5_000_000}
-    what = "the longest document" if has_documents else "a sequence"
-    with pytest.raises(ConfigError, match=rf"least 10000128 .*9.0 MB: {what} has 10.0 MB"):
+    with pytest.raises(ConfigError, match=r"least 10000128 .*9.0 MB: the largest item has 10.0 MB"):
         run(tmp_path, num_shards=1, memory=9 * 10**6, **options)
     result = run(tmp_path, num_shards=1, memory=11 * 10**6, **options)
     assert result.num_items == 1 + has_documents

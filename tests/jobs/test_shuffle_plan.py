@@ -114,9 +114,9 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     for sequential, random, memory, name, workers in (
         (1e9, 1e9, 20, "gather", 4),
         (4e9, 1e9, 4, "gather", 4),  # random reads, 4 at a time, keep up with the writes
-        (6e8, 2e8, 4, "gather", 4),
-        (6e8, 2e8, 20, "gather", 1),  # all data at once
-        (1e9, 1e8, 4, "scatter", 4),
+        (6e8, 2e8, 4, "gather", 4),  # a third as fast
+        (6e8, 1.9e8, 20, "gather", 1),  # all data at once
+        (6e8, 1.9e8, 4, "scatter", 4),
     ):
         disk.sequential, disk.random = sequential, random
         plan = choose(tmp_path, large, memory=memory * GB)
@@ -136,25 +136,12 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     assert choose(tmp_path, FakeItems(10**4, 10**6)).name == "gather"  # of large items
 
 
-def test_gather_may_be_three_times_slower_at_reading() -> None:
-    items: Any = FakeItems(10**6, 4096)
-    gather, scatter = (fit_plan(name, sizes_of(items), budget_of(GB, items), 1) for name in PLANS)
-
-    def is_gather_faster(random: float, sequential: float) -> bool:
-        rates = Rates(random, sequential)
-        return gather.seconds_per_byte(rates) <= scatter.seconds_per_byte(rates)
-
-    assert is_gather_faster(0.34e9, 1e9)
-    assert not is_gather_faster(0.33e9, 1e9)
-    assert is_gather_faster(2e9, 8e9)  # in memory, where writing takes longer than reading
-
-
 def test_documents_and_their_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
     items = FakeItems([10, 200 * MB, 5])
     plan = choose(tmp_path, items, memory=2 * GB, name="gather")
     assert plan.workers * (plan.buffer_size + 45 * MB) <= 2 * GB
     assert plan.buffer_size >= 400 * MB + ITEM_OVERHEAD
-    with pytest.raises(ConfigError, match=r"not 300.0 MB: the longest document has 400.0 MB"):
+    with pytest.raises(ConfigError, match=r"not 300.0 MB: the largest item has 400.0 MB"):
         choose(tmp_path, items, memory=300 * MB)
     for has_origins, workers in ((False, 3), (True, 1)):  # which take Arrow
         items = FakeItems(np.full(2000, 100_000), has_origins=has_origins)

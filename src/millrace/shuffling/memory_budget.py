@@ -83,21 +83,15 @@ def sizes_of(items: Items) -> ItemSizes:
     return ItemSizes(count, total, largest)
 
 
-def check_memory(budget: Budget, sizes: ItemSizes, items: Items) -> None:
+def check_memory(budget: Budget, sizes: ItemSizes) -> None:
     """Raises a ConfigError if one worker's buffer and the largest item do not fit the memory."""
-    least = max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
-    if budget.buffers >= least:
+    least = budget.own + max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
+    if budget.total >= least:
         return
-    reason = ""
-    if sizes.largest + ITEM_OVERHEAD > budget.total:
-        what = "the longest document" if items.item_size is None else "a sequence"
-        reason = f": {what} has {in_units(sizes.largest)}, which must fit"
-    elif budget.own:
-        reason = f": copying the origins of documents takes {in_units(budget.own)}"
-    least += budget.own
+    origins = f", and copying their origins takes {in_units(budget.own)}" if budget.own else ""
     raise ConfigError(
-        f"memory must be at least {least} bytes ({in_units(least)}), not {in_units(budget.total)}"
-        f"{reason}. Give more memory"
+        f"memory must be at least {least} bytes ({in_units(least)}), not {in_units(budget.total)}: "
+        f"the largest item has {in_units(sizes.largest)}{origins}. Give more memory"
     )
 
 

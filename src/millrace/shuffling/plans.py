@@ -4,9 +4,9 @@
     scatter  sort each run of the input by place, and write it; for each bucket, read its section of
              every run; write it in order
 
-`gather` reads and writes the data once, at random places. If a bucket holds all items, it reads
-them from the start to the end. `scatter` reads and writes the data twice, in large pieces. The
-rates of the disk, which are measured, decide between them.
+`gather` reads the data once, at random places, while it writes them. If a bucket holds all items,
+it reads them from the start to the end. `scatter` reads and writes the data twice, in large pieces.
+The rates of the disk, which are measured, decide between them.
 """
 
 import math
@@ -40,8 +40,8 @@ _LARGEST_BUFFER = 256 * MB  # of a worker; more makes nothing faster
 _GOOD_BUFFER = 16 * MB
 _GOOD_SECTION = 256 << 10  # bytes that pass 2 of `scatter` reads of a run at a time
 _LARGE_SECTION = 8 << 20
-_GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk
-_BEST_WRITE_RATE = 2e9  # bytes per second of writing and hashing, at most
+_GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk: reads that keep up with it are fast
+_TRANSFERS = 3  # of `scatter` one after the other: it reads, reads again, and writes
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
 _LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a sequential one
 
@@ -71,17 +71,6 @@ class ShufflePlan:
     def num_bytes(self) -> int:
         """Bytes that the plan reads, and bytes that it writes."""
         return self.sizes.num_bytes * (2 if self.name == "scatter" else 1)
-
-    def seconds_per_byte(self, rates: Rates) -> float:
-        """About how long the plan takes on a disk with these rates."""
-        write = min(rates.sequential, _BEST_WRITE_RATE)
-        if self.name == "scatter":
-            return 2 / rates.sequential + 1 / write  # one of two passes writes while it reads
-        if self.has_one_bucket:  # else buckets are read while others are written
-            return 1 / rates.sequential + 1 / write
-        if rates.random * self.workers >= _GOOD_WRITE_RATE:
-            return 0.0  # reading keeps up with writing: nothing is faster
-        return 1 / rates.random
 
     def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
         """What the tasks need to know; `starts` are those of the shards: int64 [shards + 1]."""
@@ -118,7 +107,7 @@ def choose_plan(
 ) -> ShufflePlan:
     """The plan of that name, or the fastest one for "auto"; an error if memory or disk is short."""
     sizes, budget = sizes_of(items), budget_of(memory, items)
-    check_memory(budget, sizes, items)
+    check_memory(budget, sizes)
     free = check_room(items, sizes.num_bytes, output_dir)
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)
@@ -164,12 +153,13 @@ def _best_plan(
     if mean >= _LARGE_ITEM:
         return replace(gather, reason=f"items of {in_units(mean)} are read fast at any place")
     rates = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
-    plans = [gather, fit_plan("scatter", sizes, budget, workers)]
-    if sizes.in_buffer <= budget.buffers:
-        plans.insert(1, replace(gather, workers=1, buffer_size=sizes.in_buffer))
-    plan = min(plans, key=lambda plan: plan.seconds_per_byte(rates))
+    plan = gather
+    if rates.random < min(rates.sequential / _TRANSFERS, _GOOD_WRITE_RATE / gather.workers):
+        plan = fit_plan("scatter", sizes, budget, workers)
+        if sizes.in_buffer <= budget.buffers:
+            plan = replace(gather, workers=1, buffer_size=sizes.in_buffer)
     if free < plan.num_bytes:
-        needed = f"the plan {plan.name} needs {in_units(plan.num_bytes)} of disk"
+        needed = f"the plan scatter needs {in_units(plan.num_bytes)} of disk"
         return replace(gather, reason=f"{needed}, and {in_units(free)} are free")
     reason = (
         f"the disk reads {in_units(rates.random)} of random items a second, and "
@@ -200,12 +190,12 @@ def read_rates(items: Items, *, mean: int, size: int) -> Rates:
     random = np.random.default_rng()  # other items in each run: those of the last one are cached
     scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
     count = min(size // max(mean, 1) + 1, items.num_items, _MOST_ITEMS)
-    first = int(random.integers(0, items.num_items - count + 1))
-    _rate(items, np.arange(first, first + 1), size)  # the first call opens files and loads code
+    consecutive = random.integers(0, items.num_items - count + 1) + np.arange(count)
+    _rate(items, consecutive[:1], size)  # the first call opens files and loads code
     # Once each: the disk reads ahead, so a second round would find part of its items in memory.
     groups = np.array_split(scattered, min(_NUM_GROUPS, len(scattered)))
     rate = statistics.median(_rate(items, group, size // _NUM_GROUPS) for group in groups)
-    return Rates(rate, _rate(items, np.arange(first, first + count), size))
+    return Rates(rate, _rate(items, consecutive, size))
 
 
 def _rate(items: Items, numbers: Numbers, size: int) -> float:
