@@ -15,9 +15,6 @@ LOCK = ".lock"
 NEW = ".new"
 TEMPORARY = ".tmp"
 
-BESIDE_TOKENS = IDX, INFO, ORIGINS, DOLMA, NEW, TEMPORARY, LOCK
-"""Endings of files that belong to a token file, or that are left of writing one."""
-
 _BESIDE_DOCUMENTS = (
     INFO,
     ORIGINS,

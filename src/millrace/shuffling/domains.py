@@ -13,11 +13,11 @@ import numpy as np
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below
-from millrace.names import BESIDE_TOKENS, JOURNAL
+from millrace.names import JOURNAL
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import starts_of
 from millrace.shuffling.token_files import TokenFile, open_token_file, read_errors_of
-from millrace.store.publish import bin_path, idx_path, paths_to_read
+from millrace.store.publish import bin_path, paths_to_read
 from millrace.text import read_input_list as read_lines
 
 Inputs = str | Sequence[tuple[float, str | os.PathLike[str]]]
@@ -95,9 +95,8 @@ def find_domains(inputs: Inputs, *, dtype: str, has_documents: bool = False) -> 
     is_folder = isinstance(inputs, str)
     for name, weight, paths in _domains_in(inputs) if is_folder else _domains_of(inputs):
         files = [open_token_file(p, raw_dtype, has_documents) for p in _token_paths(paths)]
-        notices += _notices_of(name, files, paths, raw_dtype)
+        notices += _notices_of(files, raw_dtype)
         domains.append(Domain(name, weight, files))
-    notices += _duplicates([file.path for domain in domains for file in domain.files])
     return Input(sorted(domains, key=lambda domain: domain.name), notices)
 
 
@@ -181,11 +180,9 @@ def _token_path(path: str, absolute: str) -> str:
     prefix = absolute.removesuffix(".idx")
     if os.path.exists(paths_to_read(prefix).idx):
         return bin_path(prefix)
-    if os.path.exists(absolute):
-        raise ConfigError(f"{path} is not a token file; give a .bin or .npy file, or a folder")
     raise ConfigError(
-        f"{path} does not exist, and neither does {idx_path(path)}; give a folder, a .bin or .npy "
-        "file, or the path prefix of an indexed dataset"
+        f"{path} does not exist or is not a token file; give a folder, a .bin or .npy file, or the "
+        "path prefix of an indexed dataset"
     )
 
 
@@ -209,32 +206,12 @@ def _token_paths(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if path.endswith((".bin", ".npy"))]
 
 
-def _notices_of(
-    name: str, files: Sequence[TokenFile], paths: Sequence[str], raw_dtype: np.dtype[Any]
-) -> Iterator[str]:
-    if not files:
-        others = [os.path.basename(p) for p in paths if not p.endswith(BESIDE_TOKENS)]
-        hint = f"; files with other endings are ignored ({', '.join(others[:3])})" if others else ""
-        yield f"domain {name} has no .bin or .npy files{hint}"
+def _notices_of(files: Sequence[TokenFile], raw_dtype: np.dtype[Any]) -> Iterator[str]:
     folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
     raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]
     if alone := [path for path in raw if os.path.dirname(path) in folders]:
-        more = f" (and {len(alone) - 1:,} more)" if len(alone) > 1 else ""
         yield (
-            f"{alone[0]}{more} is read as raw {raw_dtype}: it has no .idx, and other files of its "
-            "folder have one. If its writer was killed, remove it and shuffle again"
+            f"{alone[0]} is read as raw {raw_dtype} ({len(alone):,} such files): it has no .idx, "
+            "and other files of its folder have one. If its writer was killed, remove it and "
+            "shuffle again"
         )
-
-
-def _duplicates(paths: Sequence[str]) -> Iterator[str]:
-    firsts: dict[tuple[int, int], str] = {}
-    pairs = []
-    for path in paths:
-        with read_errors_of(path):
-            status = os.stat(path)
-        first = firsts.setdefault((status.st_dev, status.st_ino), path)
-        if first != path:
-            pairs.append((path, first))
-    if pairs:
-        more = f", and so are {len(pairs) - 1:,} more" if len(pairs) > 1 else ""
-        yield f"{pairs[0][0]} is the same file as {pairs[0][1]}{more}: both are read"

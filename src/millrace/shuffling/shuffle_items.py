@@ -137,7 +137,7 @@ class Items(ABC):
         for number, domain in enumerate(found.domains):
             num_items, (count, *tokens) = self.units.num_items[number], of_domains[number]
             self.domains.append(DomainCounts(domain.name, len(domain.files), num_items, *tokens))
-            if num_items == 0 and domain.files:
+            if num_items == 0:
                 self.notices.append(_shortage(domain, tokens[0], count, unit))
             for file in domain.files:
                 start, stop = self.first_units[len(self.inputs) :][:2].tolist()
