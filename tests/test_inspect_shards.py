@@ -78,7 +78,7 @@ def test_a_folder_in_numbers(folder: Path) -> None:
     for line in (
         "sequences of 4 tokens",
         "4,000 (uint32)",
-        "3 of 333 or 334 sequences",
+        "3 of 333 to 334 sequences",
         "30.00%  300",
         f"3 shards: largest deviation {shards['largest_deviation']:+.1f} sigma (shard ",
         "sequence 999 (in shard 2), 4 tokens:",
@@ -114,7 +114,7 @@ def test_a_folder_of_documents(tmp_path: Path) -> None:
     assert description.num_tokens == 7
     assert description.sequence_length is None
     text = format_shards(description)
-    assert "3 of 1 or 2 documents" in text
+    assert "3 of 1 to 2 documents" in text
     assert "document 3 (in shard 2), 1 tokens:" in text
 
 

@@ -140,6 +140,4 @@ def _make_parser() -> argparse.ArgumentParser:
         own = groups[group].add_parser(name, help=summary, description=verb.text)
         own.set_defaults(run=verb.run, parser=own)
         add_options(own, *verb.option_classes)
-        if name == "shuffle":  # withdrawn: the verb names the remedy
-            own.add_argument("--eod", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser

@@ -151,7 +151,7 @@ def test_weights_take_documents_several_times(tmp_path: Path) -> None:
     counts = {domain.name: domain.num_items for domain in items.domains}
     assert counts == {"rare": 3, "unused": 0, "web": 10}
     notice = items.notices[0]
-    assert "weight 0.5: too small to take a document, of which it has 1" in notice
+    assert "and 1 whole ones, of which the weight 0.5 takes none" in notice
     sources = np.arange(13)
     write_shard(items, tmp_path / "shard", sources, 0, 13)
     tokens = [int(sequence[0]) for sequence in IndexedDataset(tmp_path / "shard")]
@@ -198,7 +198,7 @@ def test_bad_inputs_are_refused(tmp_path: Path) -> None:
     build(tmp_path / "in" / "b", some_documents(2), multimodal=True, dtype="uint16")
     with pytest.raises(ConfigError, match=r"a\.bin holds int32, and .*b\.bin holds uint16"):
         document_items(tmp_path / "in", folder=tmp_path)
-    with pytest.raises(ConfigError, match="weights take none of"):
+    with pytest.raises(ConfigError, match="of which the weights take none"):
         document_items([(0.1, tmp_path / "in" / "a")], folder=tmp_path)
 
 

@@ -15,7 +15,7 @@ from millrace.ragged import even_sizes, starts_of
 from millrace.shuffling import memory_budget, plans
 from millrace.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, group_bounds, sizes_of
 from millrace.shuffling.permutations import Permutation
-from millrace.shuffling.plans import PLANS, Rates, ShufflePlan, fit_plan, resume_plan
+from millrace.shuffling.plans import PLANS, ShufflePlan, fit_plan, resume_plan
 from tests.jobs.shuffle_cases import sequence_items
 
 GB = 10**9
@@ -98,7 +98,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     monkeypatch.setattr(plans.os, "statvfs", status)
     monkeypatch.setattr(
-        plans, "read_rates", lambda items, mean, size: Rates(disk.random, disk.sequential)
+        plans, "read_rates", lambda items, mean, size: (disk.random, disk.sequential)
     )
     return disk
 
@@ -172,7 +172,7 @@ def test_an_interruption_does_not_change_the_rates(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(plans, "time", SimpleNamespace(perf_counter=lambda: now))
     items: Any = Interrupted(100_000, 500)
-    assert plans.read_rates(items, mean=1000, size=16_000_000).random == pytest.approx(1e9)
+    assert plans.read_rates(items, mean=1000, size=16_000_000)[0] == pytest.approx(1e9)
 
 
 def test_rates_of_tiny_sequences_take_little_memory(tmp_path: Path) -> None:

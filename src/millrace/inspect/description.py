@@ -296,11 +296,6 @@ def _item(
     place = number - int(ends[shard]) + metadata.shard_sizes[shard]
     if metadata.has_documents:
         dataset = IndexedDataset(shards.shard_prefix(folder, shard))
-        if place >= dataset.num_documents:
-            raise DataError(
-                f"{dataset.prefix}.idx has {dataset.num_documents} documents; metadata.json says "
-                f"{metadata.shard_sizes[shard]}: `millrace verify` names the damage"
-            )
         document = _describe_document(dataset, tokenizer, place)
     else:
         tokens = Shards(folder, dtype=dtype)[number]
@@ -335,9 +330,7 @@ def format_shards(description: ShardsDescription) -> str:
     """A description as text for people."""
     length = description.sequence_length
     item = "documents" if length is None else "sequences"
-    least, most = description.shard_sizes
-    word = "or" if most == least + 1 else "to"
-    sizes = f"{least:,}" if least == most else f"{least:,} {word} {most:,}"
+    sizes = " to ".join(f"{size:,}" for size in sorted({*description.shard_sizes}))
     rows = {
         "shuffled": f"{item}{'' if length is None else f' of {length:,} tokens'}",
         item: f"{description.num_items:,}",

@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -44,13 +44,6 @@ _GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk: reads that keep up w
 _TRANSFERS = 3  # of `scatter` one after the other: it reads, reads again, and writes
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
 _LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a sequential one
-
-
-class Rates(NamedTuple):
-    """Bytes per second of reading random items, and of reading consecutive ones."""
-
-    random: float
-    sequential: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +145,9 @@ def _best_plan(
         return replace(gather, reason="the data fit one buffer")
     if mean >= _LARGE_ITEM:
         return replace(gather, reason=f"items of {in_units(mean)} are read fast at any place")
-    rates = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
+    random, sequential = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
     plan = gather
-    if rates.random < min(rates.sequential / _TRANSFERS, _GOOD_WRITE_RATE / gather.workers):
+    if random < min(sequential / _TRANSFERS, _GOOD_WRITE_RATE / gather.workers):
         plan = fit_plan("scatter", sizes, budget, workers)
         if sizes.in_buffer <= budget.buffers:
             plan = replace(gather, workers=1, buffer_size=sizes.in_buffer)
@@ -162,8 +155,8 @@ def _best_plan(
         needed = f"the plan scatter needs {in_units(plan.num_bytes)} of disk"
         return replace(gather, reason=f"{needed}, and {in_units(free)} are free")
     reason = (
-        f"the disk reads {in_units(rates.random)} of random items a second, and "
-        f"{in_units(rates.sequential)} of consecutive ones"
+        f"the disk reads {in_units(random)} of random items a second, and "
+        f"{in_units(sequential)} of consecutive ones"
     )
     return replace(plan, reason=reason)
 
@@ -185,8 +178,11 @@ _NUM_GROUPS = 8  # of random items: their median, as another process may interru
 _MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
 
 
-def read_rates(items: Items, *, mean: int, size: int) -> Rates:
-    """Reads some items of `mean` bytes, about `size` bytes at a time, and measures the rates."""
+def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
+    """Reads some items of `mean` bytes, about `size` bytes at a time.
+
+    Returns the bytes per second of reading random items, and of reading consecutive ones.
+    """
     random = np.random.default_rng()  # other items in each run: those of the last one are cached
     scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
     count = min(size // max(mean, 1) + 1, items.num_items, _MOST_ITEMS)
@@ -195,7 +191,7 @@ def read_rates(items: Items, *, mean: int, size: int) -> Rates:
     # Once each: the disk reads ahead, so a second round would find part of its items in memory.
     groups = np.array_split(scattered, min(_NUM_GROUPS, len(scattered)))
     rate = statistics.median(_rate(items, group, size // _NUM_GROUPS) for group in groups)
-    return Rates(rate, _rate(items, consecutive, size))
+    return rate, _rate(items, consecutive, size)
 
 
 def _rate(items: Items, numbers: Numbers, size: int) -> float:

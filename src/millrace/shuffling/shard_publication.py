@@ -51,8 +51,14 @@ def output_folder(folder: str) -> Iterator[None]:
     """
     try:
         entries = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):  # of the second, `_make_folder` tells more
-        _make_folder(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        try:
+            os.makedirs(folder, exist_ok=True)  # another process may do the same
+            fsync_folder(absolute_path(folder))
+        except OSError as error:
+            raise ConfigError(
+                f"the output folder {folder} cannot be made: {error.strerror}; give another one"
+            ) from None
         try:
             yield
         finally:
@@ -67,19 +73,6 @@ def output_folder(folder: str) -> Iterator[None]:
                 "in it"
             )
     yield
-
-
-def _make_folder(folder: str) -> None:
-    try:
-        os.makedirs(folder, exist_ok=True)  # another process may do the same
-        fsync_folder(absolute_path(folder))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if os.path.islink(folder):
-            reason = f"it is a link to {os.readlink(folder)}, which does not exist"
-        raise ConfigError(
-            f"the output folder {folder} cannot be made: {reason}; give another one"
-        ) from None
 
 
 def output_files(folder: str, num_shards: int) -> list[str]:

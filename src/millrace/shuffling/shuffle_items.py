@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from millrace.checks import MAX_INT64, printable, text_table
 from millrace.errors import ConfigError
 from millrace.ragged import Numbers, starts_of
-from millrace.shuffling.domains import Domain, Input
+from millrace.shuffling.domains import Input
 
 ItemsAt = Callable[[int, int], Numbers]
 """The item at each place [start, stop) of the output; see `Permutation.sources`."""
@@ -121,14 +121,11 @@ class Items(ABC):
         weights = [domain.weight for domain in found.domains]
         self.units = WeightedUnits([count for count, *_ in of_domains], weights)
         self.num_items, total = sum(self.units.num_items), int(num_units.sum())
-        if total == 0:
-            raise ConfigError(
-                f"the input has no whole {unit}: its {len(num_tokens):,} files have "
-                f"{num_tokens.sum():,} tokens, the longest {num_tokens.max():,}. Give {remedy}"
-            )
         if self.num_items == 0:
             raise ConfigError(
-                f"the weights take none of the {total:,} items of the input; give larger weights"
+                f"the input gives no {unit}: its {len(num_tokens):,} files have "
+                f"{num_tokens.sum():,} tokens, the longest {num_tokens.max():,}, and {total:,} "
+                f"whole ones, of which the weights take none. Give {remedy}, or larger weights"
             )
         self.domains: list[DomainCounts] = []
         self.inputs: list[dict[str, Any]] = []
@@ -138,7 +135,11 @@ class Items(ABC):
             num_items, (count, *tokens) = self.units.num_items[number], of_domains[number]
             self.domains.append(DomainCounts(domain.name, len(domain.files), num_items, *tokens))
             if num_items == 0:
-                self.notices.append(_shortage(domain, tokens[0], count, unit))
+                self.notices.append(
+                    f"domain {domain.name} gives no {unit}: its {len(domain.files):,} files have "
+                    f"{tokens[0]:,} tokens, and {count:,} whole ones, of which the weight "
+                    f"{float(domain.weight):g} takes none"
+                )
             for file in domain.files:
                 start, stop = self.first_units[len(self.inputs) :][:2].tolist()
                 self.inputs.append(
@@ -180,15 +181,3 @@ class Items(ABC):
         The shard has the places [start, stop). Returns the paths of the files; each appears whole
         or not at all. A DataError if the `.bin` does not have the size of these items.
         """
-
-
-def _shortage(domain: Domain, num_tokens: int, num_units: int, unit_name: str) -> str:
-    if num_units > 0:
-        return (
-            f"domain {domain.name} has the weight {float(domain.weight):g}: too small to take a "
-            f"{unit_name}, of which it has {num_units:,}"
-        )
-    return (
-        f"domain {domain.name} has no whole {unit_name}: its {len(domain.files):,} files have "
-        f"{num_tokens:,} tokens"
-    )

@@ -171,14 +171,8 @@ def read_files(
 def _unchanged(file: TokenFile) -> Iterator[int]:
     """Opens a file; a DataError if it is not, before and after the block, as it was found."""
     with read_errors_of(file.path):
-        try:
-            # A named pipe in place of the file would wait for a writer.
-            descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise DataError(
-                f"{file.path} was removed while the job ran. Restore it and run the same command "
-                "again"
-            ) from None
+        # A named pipe in place of the file would wait for a writer.
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, descriptor)
             _check_unchanged(file, descriptor)

@@ -285,9 +285,5 @@ def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:
         with IndexedDataset(file.prefix) as dataset:
             for start in range(0, file.num_documents, _DOCUMENTS):
                 origins = dataset.origins(start, min(start + _DOCUMENTS, file.num_documents))
-                if origins is None:
-                    raise DataError(
-                        f"the origins of {file.path} were removed while the job began; leave the "
-                        "input as it is until the job has ended, and run the same command again"
-                    )
+                assert origins is not None, f"the origins of {file.path} were removed meanwhile"
                 yield origins

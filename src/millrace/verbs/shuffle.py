@@ -7,19 +7,13 @@ import sys
 from typing import Any
 
 from millrace.engine import ALREADY
-from millrace.errors import ConfigError
 from millrace.shuffling import shuffle
 from millrace.shuffling.shuffle_options import ShuffleOptions
 from millrace.verbs import JsonOption, Verb
 
 
-def _shuffle(as_json: bool = False, eod: str | None = None, **options: Any) -> str:
+def _shuffle(as_json: bool = False, **options: Any) -> str:
     """Permutes sequences of many domains globally."""
-    if eod is not None:
-        raise ConfigError(
-            "--eod must be left out: a shuffle adds no tokens. `millrace convert --append-eod` "
-            "puts an EOD token after each document, once"
-        )
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
         input_dir = options.pop("input_dir", None)
