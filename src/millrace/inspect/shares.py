@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.errors import ConfigError
 from millrace.inspect.description import parts_of
@@ -33,7 +32,6 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
         )
     bands = _bands(parts_of(metadata, name, "windows"))
     height = _TITLE + _PLOT + _FOOT
-    edges = np.linspace(_LEFT, _RIGHT, len(bands.counts) + 1)
     item = "documents" if metadata.has_documents else "sequences"
     title = f"{metadata.num_items:,} {item} in {metadata.num_shards:,} shards"
     title = f"{name + ': ' if name else ''}{title}, {len(bands.counts)} windows"
@@ -43,7 +41,7 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
         _shape("rect", width=_WIDTH, height=height, fill="#fff"),
         _text(_LEFT, 24, "Shares of the domains along the output", size=17),
         _text(_LEFT, 46, title),
-        *_shares(bands, edges),
+        *_shares(bands),
         *_legend(bands),
         _text(_LEFT, height - 12, "first item"),
         _text(_RIGHT, height - 12, "last item", anchor="end"),
@@ -79,21 +77,19 @@ def _bands(parts: Parts) -> Parts:
     return Parts(parts.name, tuple(names), counts, counts.sum(axis=0))
 
 
-def _shares(bands: Parts, edges: NDArray[np.float64]) -> Iterator[str]:
-    # The upper edge of each band in each window: 0 is the bottom of the plot, 1 its top.
-    tops = np.cumsum(bands.counts, axis=1) / bands.sizes[:, None]
-    lower = np.zeros(len(edges) - 1)
-    for colour, upper in zip(_ALL_COLOURS, tops.T, strict=False):
-        forth = _steps(edges, _TITLE + _PLOT * (1 - upper))
-        back = _steps(edges[::-1], _TITLE + _PLOT * (1 - lower[::-1]))
-        yield _shape("path", d=f"M{forth}L{back}Z", fill=colour, fill_opacity=0.85)
-        lower = upper
+def _shares(bands: Parts) -> Iterator[str]:
+    bottom, edges = _TITLE + _PLOT, np.linspace(_LEFT, _RIGHT, len(bands.counts) + 1)
+    tops = bottom - _PLOT * np.cumsum(bands.counts, axis=1) / bands.sizes[:, None]
+    # The last band first, each down to the bottom: the next one covers what is not its own.
+    for colour, column in [*zip(_ALL_COLOURS, tops.T, strict=False)][::-1]:
+        steps = (f"V{y:.1f}H{x:.1f}" for y, x in zip(column, edges[1:], strict=True))
+        yield _shape("path", d=f"M{_LEFT} {bottom}{''.join(steps)}V{bottom}Z", fill=colour)
     for share in (0, 0.25, 0.5, 0.75, 1):
-        y = _TITLE + _PLOT * (1 - share)
+        y = bottom - _PLOT * share
         yield _shape("path", d=f"M{_LEFT - 4} {y:.1f}H{_LEFT}", stroke=_INK)
         yield _text(_LEFT - 8, y + 4, f"{share:.0%}", anchor="end")
     expected = np.cumsum(bands.totals)[:-1] / bands.totals.sum()
-    for y in (_TITLE + _PLOT * (1 - expected)).tolist():
+    for y in (bottom - _PLOT * expected).tolist():
         yield _shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke="#fff", stroke_dasharray="4 4")
 
 
@@ -105,8 +101,3 @@ def _legend(bands: Parts) -> Iterator[str]:
         label = name if len(name) <= 20 else f"{name[:19]}…"
         yield _shape("rect", x=x, y=y - 10, width=12, height=12, fill=colour)
         yield _text(x + 18, y, f"{label} {share:.2%}")
-
-
-def _steps(edges: NDArray[np.float64], heights: NDArray[np.float64]) -> str:
-    points = zip(edges[:-1], edges[1:], heights, strict=True)
-    return "L".join(f"{left:.1f} {y:.1f}L{right:.1f} {y:.1f}" for left, right, y in points)

@@ -138,8 +138,8 @@ VERBS = (
         (InspectOptions, JsonOption),
         "Describes a token file, or the output folder of a shuffle. Prints counts, dtype and "
         "lengths, and the head and tail of a document, and where it came from. With a tokenizer, "
-        "the document is decoded, and the occurrences of each special token are counted. Of a "
-        "shuffle, prints the shards, the domains and how evenly they are spread.",
+        "the document is decoded. Of a shuffle, prints the shards, the domains and how evenly "
+        "they are spread.",
     ),
     Verb(
         "verify",
