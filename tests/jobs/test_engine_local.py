@@ -158,8 +158,8 @@ def test_too_few_descriptors_for_the_workers() -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16)),
     )
     assert re.fullmatch(
-        r"worker process \d+ of 99 cannot be started: \[Errno 24\] Too many open files. Run again "
-        r"with fewer workers; workers=1 starts none\n",
+        r"worker process \d+ of 99 cannot be started: \[Errno 24\] Too many open files.*\. Run "
+        r"again with fewer workers; workers=1 starts none\n",
         result.stdout,
     ), result
 
