@@ -1,8 +1,10 @@
 """build_datasets over torch.distributed."""
 
-import subprocess
-import sys
+import multiprocessing
+import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.conftest import results_of_processes
 from tests.run.test_build import write
 
 RANKS = 3
+FORKS = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # from Python 3.12 on
 
 
 def config_of(folder: Path, **options: Any) -> DatasetConfig:
@@ -43,6 +46,7 @@ def _rank(rank: int, meeting: str, cases: list[Case], out: Any) -> None:
     distributed.destroy_process_group()
 
 
+@FORKS
 def test_ranks_get_the_same_datasets_and_the_same_errors(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("where the cache folder should be")
     of_nodes = {"builders": "one per node", "local_rank": 0}  # three nodes of one rank each
@@ -53,7 +57,7 @@ def test_ranks_get_the_same_datasets_and_the_same_errors(tmp_path: Path) -> None
         (config_of(tmp_path, blend=([str(tmp_path / "nowhere")], None)), {}),
     ]
     ranks = [(rank, str(tmp_path / "meeting"), cases) for rank in range(RANKS)]
-    found = sorted(results_of_processes("spawn", _rank, ranks, len(cases)))
+    found = sorted(results_of_processes("fork", _rank, ranks, len(cases)))
     alone: Any = millrace.build_datasets(config_of(tmp_path, cache=None)).train
     expected = alone.batch(np.arange(300))["tokens"].tolist()
     by_case = [[result for number, _, result in found if number == n] for n in range(len(cases))]
@@ -74,50 +78,55 @@ def test_without_a_process_group_it_is_the_same(tmp_path: Path) -> None:
         build_datasets(config, builders="two")  # type: ignore[arg-type]
 
 
-STOPPED = """
-import os, signal, sys, threading, time
-from torch import distributed
-from millrace.torch import first_then_rest
-rank, meeting, is_first = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True"
-distributed.init_process_group("gloo", init_method="file://" + meeting, rank=rank, world_size=3)
-def work():
-    if rank == 1:
-        exec(sys.argv[4])
-    time.sleep(float(sys.argv[5]))
-    return "done"
-try:
-    if rank == 1 and not is_first and "interrupted" in sys.argv[4]:
-        threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    print(first_then_rest(work, (rank == 1) == is_first))
-except BaseException as error:
-    print(f"{type(error).__name__}: {error}", flush=True)
-sys.stdin.read()  # stays alive, as a notebook does: no closed connection tells the others
-"""
+def _stopped(rank: int, meeting: Path, stop: str, out: Any) -> None:
+    from torch import distributed
+
+    from millrace.torch import first_then_rest
+
+    is_first, code, seconds = STOPS[stop]
+    place = f"file://{meeting}"
+    distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=RANKS)
+
+    def work() -> None:
+        if rank == 1:
+            exec(code)
+        time.sleep(seconds)
+
+    if rank == 1 and seconds:
+        threading.Timer(seconds / 2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        first_then_rest(work, (rank == 1) == is_first)
+    except BaseException as error:
+        out.put((rank, f"{type(error).__name__}: {error}"))
+    time.sleep(600)  # it stays alive, as a notebook does: no closed connection tells the others
+
 
 # By kind of stop of rank 1: whether it works in the first turn, its code, and how long all work.
 # The last one is stopped while it waits for the others.
 STOPS = {
     "KeyboardInterrupt()": (True, "os.kill(os.getpid(), signal.SIGINT); time.sleep(600)", 0),
-    "SystemExit(3)": (False, "sys.exit(3)", 0),
-    "KeyboardInterrupt() ": (False, "raise AssertionError('it has been interrupted')", 4),
+    "SystemExit(3)": (False, "raise SystemExit(3)", 0),
+    "KeyboardInterrupt() ": (False, "raise AssertionError('it has been interrupted')", 2),
 }
 
 
+@FORKS
 @pytest.mark.parametrize("stop", STOPS)
 def test_a_rank_that_is_stopped_stops_the_others(stop: str, tmp_path: Path) -> None:
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    place = [tmp_path / "meeting", *map(str, STOPS[stop])]
-    commands = [[sys.executable, "-c", STOPPED, str(rank), *place] for rank in range(RANKS)]
-    processes = [subprocess.Popen(command, **pipes) for command in commands]
-    timer = threading.Timer(120, lambda: [process.kill() for process in processes])
-    timer.start()
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    processes = [
+        context.Process(target=_stopped, args=(rank, tmp_path / "meeting", stop, out))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
     try:
-        said = [process.stdout.readline().strip() for process in processes if process.stdout]
+        said = dict(out.get(timeout=120) for _ in processes)
     finally:
-        timer.cancel()
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
     others = f"MillraceError: rank 1 was stopped by {stop.strip()}; so every rank stops"
     assert said[0] == said[2] == others, said
     assert said[1].startswith(stop.partition("(")[0])
