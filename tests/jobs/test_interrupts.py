@@ -62,14 +62,15 @@ def interrupt_tokenize(folder: Path, command: Sequence[object], pauses: Sequence
     assert {path.name: path.read_bytes() for path in paths} == OLD
 
 
-def test_ctrl_c_at_random_instants(tmp_path: Path, tokenizer_file: Path) -> None:
+@pytest.mark.parametrize("rounds", [3, pytest.param(12, marks=pytest.mark.long)])
+def test_ctrl_c_at_random_instants(rounds: int, tmp_path: Path, tokenizer_file: Path) -> None:
     """While workers start, import and work, and again while the job cleans up."""
     source = write_jsonl(tmp_path / "a.jsonl", make_texts(20_000))
     # A minute of work, or more.
     command = [*[source] * 100, "--tokenizer", tokenizer_file, "--workers", 2]
-    for number in range(8):
+    for number in range(rounds):
         pauses = [random.uniform(0, 1)]
-        pauses += [random.choice([0, random.uniform(0, 0.02)]) for _ in range(number % 4)]
+        pauses += [random.choice([0, random.uniform(0, 0.02)]) for _ in range(random.randrange(4))]
         interrupt_tokenize(tmp_path / str(number), command, pauses)
 
 

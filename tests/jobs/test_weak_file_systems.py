@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.no_flock import no_flock
 
 COMMANDS = (
@@ -41,8 +43,18 @@ def _run(folder: Path, environment: dict[str, str] | None) -> dict[str, bytes]:
     return {str(path.relative_to(output)): path.read_bytes() for path in paths}
 
 
-def test_all_verbs_leave_the_same_files(tmp_path: Path) -> None:
-    usual = _run(tmp_path / "usual", None)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all verbs ran on a usual file system."""
+    return tmp_path_factory.mktemp("usual")
+
+
+@pytest.fixture(scope="module")
+def usual(folder: Path) -> dict[str, bytes]:
+    return _run(folder, None)
+
+
+def test_all_verbs_leave_the_same_files(usual: dict[str, bytes], tmp_path: Path) -> None:
     weak = _run(tmp_path / "weak", no_flock(tmp_path, more=True))
     assert weak.keys() == usual.keys()  # no journal is left
     same = [name for name in usual if name.endswith((".bin", ".idx", ".npy"))]
@@ -50,9 +62,8 @@ def test_all_verbs_leave_the_same_files(tmp_path: Path) -> None:
     assert {name: weak[name] for name in same} == {name: usual[name] for name in same}
 
 
-def test_a_job_that_fails_at_its_start_leaves_no_journal(tmp_path: Path) -> None:
-    folder = tmp_path / "usual"
-    _run(folder, None)
+@pytest.mark.usefixtures("usual")
+def test_a_job_that_fails_at_its_start_leaves_no_journal(folder: Path, tmp_path: Path) -> None:
     for command in (
         "tokenize --json-keys nothing --input a.jsonl --output-prefix new --tokenizer bytes",
         "shuffle --seq-len 99999 --input-list list --output-dir new",
