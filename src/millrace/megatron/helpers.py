@@ -71,9 +71,8 @@ def build_blending_indices(
         weights: [num_datasets or more], positive and finite; they are not normalised.
         verbose: Ignored; nothing is printed.
     """
-    _check_outputs(dataset_index, dataset_sample_index, size)
     weights = np.array(weights, dtype=np.float64)[:num_datasets]
-    dataset_index[:size], dataset_sample_index[:size] = _native.blend_by_weights(weights, size)
+    _write(_native.blend_by_weights(weights, size), dataset_index, dataset_sample_index)
 
 
 def build_exhaustive_blending_indices(
@@ -87,17 +86,10 @@ def build_exhaustive_blending_indices(
     They are those of `build_blending_indices`, for the sum of the sizes.
     """
     sizes = np.array(sizes, dtype=np.int64)[:num_datasets]
-    total = int(sizes.sum())
-    _check_outputs(dataset_index, dataset_sample_index, total)
-    dataset_index[:total], dataset_sample_index[:total] = _native.blend_by_sizes(sizes)
+    _write(_native.blend_by_sizes(sizes), dataset_index, dataset_sample_index)
 
 
-def _check_outputs(dataset_index: Any, dataset_sample_index: Any, size: int) -> None:
-    for name, array, dtype in (
-        ("dataset_index", dataset_index, np.int16),
-        ("dataset_sample_index", dataset_sample_index, np.int64),
-    ):
-        require(
-            array.dtype == dtype and array.ndim == 1 and len(array) >= size,
-            f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} [{size}] is needed",
-        )
+def _write(indices: tuple[NDArray[Any], ...], *outputs: NDArray[Any]) -> None:
+    """Fills the start of each output; TypeError or ValueError if its dtype or size differs."""
+    for output, index in zip(outputs, indices, strict=True):
+        np.copyto(output[: len(index)], index, casting="no")

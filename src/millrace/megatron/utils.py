@@ -1,6 +1,5 @@
 """Megatron-LM's arguments: configurations, splits, weights and blends, and dtypes."""
 
-import contextlib
 import itertools
 import logging
 import os
@@ -12,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from millrace import store
+from millrace import order, store
 from millrace.errors import ConfigError
-from millrace.megatron.errors import ConfigAssertionError, require
+from millrace.megatron.errors import as_assertions, require
+from millrace.run.arguments import parse_blend
 from millrace.torch import distributed_rank
 
 logger = logging.getLogger(__name__)
@@ -200,16 +200,14 @@ def parse_and_normalize_split(split: str) -> list[float]:
 
     All characters but digits and dots separate numbers (a sign too); missing shares are 0.
     """
-    try:
-        shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
-    except ValueError as error:
-        raise ConfigAssertionError(f'split "{split}": {error}; write "969,30,1"') from None
-    require(
-        len(shares) <= len(Split) and any(shares),
-        f'split "{split}" has the shares {shares}; one to three are needed, not all 0: write '
-        '"969,30,1"',
-    )
-    return normalize(shares + [0.0] * (len(Split) - len(shares)))
+    with as_assertions():
+        try:
+            shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
+            if len(shares) > len(Split):
+                raise ValueError(f"it has {len(shares)} shares; one to three are needed")
+            return normalize(shares + [0.0] * (len(Split) - len(shares)))
+        except ValueError as error:
+            raise ConfigError(f'split "{split}": {error}; write "969,30,1"') from None
 
 
 def convert_split_vector_to_split_matrix(
@@ -233,18 +231,9 @@ def convert_split_vector_to_split_matrix(
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """The weights divided by their sum, in float64 and in NumPy's order of addition.
-
-    A sum that is 0 or not finite is a ConfigAssertionError. (Megatron-LM goes on with NaN.)
-    """
-    array = np.array(weights, dtype=np.float64)
-    total = np.sum(array)
-    require(
-        array.size == 0 or (np.isfinite(total) and total != 0),
-        f"the weights {list(weights)} sum to {total}, which gives no shares. Give weights that are "
-        "finite and not all 0",
-    )
-    return [float(share) for share in array / total]
+    """`millrace.normalize`. A ConfigAssertionError where Megatron-LM goes on with NaN."""
+    with as_assertions():
+        return order.normalize(weights)
 
 
 def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
@@ -258,28 +247,16 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
     if blend is None:
         return None
     require(len(blend) > 0, "the blend is an empty list; give path prefixes, or None")
-    words = blend[::2]
-    weights = []
-    for word in words:
-        with contextlib.suppress(TypeError, ValueError):
-            weights.append(float(word))
-    if len(blend) % 2 == 1 or not weights:
-        return [_prefix(word) for word in blend], None
+    words = [word.item() if isinstance(word, np.generic) else word for word in blend]
+    with as_assertions():
+        prefixes, weights = parse_blend(words, "the blend")
+    places = words if weights is None else words[1::2]
     require(
-        len(weights) == len(words),
-        f"{len(weights)} of {len(words)} words in the weights' places are numbers: "
-        f"{words}. Write a weight before each prefix, or none",
-    )
-    return [_prefix(word) for word in blend[1::2]], weights
-
-
-def _prefix(word: Any) -> str:
-    require(
-        isinstance(word, (str, os.PathLike)),
-        f"the blend has {word!r} in the place of a path prefix; write prefixes alone, or a weight "
+        all(isinstance(word, (str, os.PathLike)) for word in places),
+        f"the blend has {places} in the places of path prefixes; write prefixes alone, or a weight "
         "before each prefix",
     )
-    return str(os.fspath(word)).strip()
+    return [str(prefix) for prefix in prefixes], weights and list(weights)
 
 
 def compile_helpers() -> None:
