@@ -138,18 +138,16 @@ def write_datasets(random: np.random.Generator, folder: Path, count: int) -> lis
     ]
 
 
-def our_datasets(
-    prefixes: list[Path], split: str, place: int, num_samples: list[int | None]
-) -> list[millrace.GPTDataset]:
-    ranges = [
-        millrace.split_ranges(len(millrace.IndexedDataset(prefix)), split)[place]
-        for prefix in prefixes
-    ]
+def our_datasets(prefixes: list[Path], num_samples: int | None) -> list[millrace.GPTDataset]:
     return [
         megatron.Case(
-            prefix=prefix, sequences=sequences, num_samples=count, **OPTIONS, **RESETS
+            prefix=prefix,
+            sequences=(0, len(millrace.IndexedDataset(prefix))),
+            num_samples=num_samples,
+            **OPTIONS,
+            **RESETS,
         ).ours()
-        for prefix, sequences, count in zip(prefixes, ranges, num_samples, strict=True)
+        for prefix in prefixes
     ]
 
 
@@ -160,43 +158,6 @@ def config_of(**options: Any) -> Any:
     return megatron.config_of(None, **RESETS, **options)
 
 
-def our_blend(
-    prefixes: list[Path],
-    weights: list[float] | None,
-    size: int | None,
-    split: str = "1",
-    place: int = 0,
-) -> millrace.BlendedDataset:
-    """The blend that the builder makes of a split."""
-    if weights is None:
-        datasets = our_datasets(prefixes, split, place, [None] * len(prefixes))
-        limit = sum(len(dataset) for dataset in datasets)
-        return millrace.BlendedDataset(datasets, None, None if size is None else min(size, limit))
-    assert size is not None
-    normalized = millrace.normalize(weights)  # which a BlendedDataset does again
-    counts = millrace.samples_per_dataset(normalized, size)
-    datasets = our_datasets(prefixes, split, place, [buffer for _, buffer in counts])
-    return millrace.BlendedDataset(datasets, normalized, sum(target for target, _ in counts))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_blend_by_weight_is_the_builders(seed: int, tmp_path: Path) -> None:
-    random = np.random.default_rng([23, seed])
-    count = int(random.integers(1, 9))
-    prefixes = write_datasets(random, tmp_path, count)
-    weights = (random.random(count) ** 3 + 0.01).tolist()
-    sizes: list[int | None] = [int(size) for size in random.integers(100, 1500, 3)]
-    split = "5,3,2" if seed % 2 else "0.6,0.4"
-    config = config_of(blend=(list(map(str, prefixes)), weights), split=split)
-    for place, theirs in enumerate(megatron.build(config, sizes)):
-        if theirs is None:
-            assert split == "0.6,0.4"
-        else:
-            megatron.assert_same_datasets(
-                our_blend(prefixes, weights, sizes[place], split, place), theirs
-            )
-
-
 def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
     """The second time may change a weight's last bit, and so break a tie."""
     random = np.random.default_rng(28)
@@ -204,37 +165,21 @@ def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
     once = millrace.normalize(weights)
     assert millrace.normalize(once) != once
     assert blend(once, size)[0].tolist() != blend(weights, size)[0].tolist()
-    config = config_of(blend=(list(map(str, prefixes)), weights), split="1")
-    theirs = megatron.build(config, [size, 1, 1])[0]
-    megatron.assert_same_datasets(our_blend(prefixes, weights, size), theirs)
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("sized", [False, True])
-def test_a_blend_without_weights_is_the_builders(sized: bool, seed: int, tmp_path: Path) -> None:
-    random = np.random.default_rng([24, seed])
-    prefixes = write_datasets(random, tmp_path, int(random.integers(2, 9)))
-    sizes = [[40, 10**6, 7][(seed + place) % 3] if sized else None for place in range(3)]
-    config = config_of(blend=(list(map(str, prefixes)), None), split="5,4")
-    splits = megatron.build(config, sizes)
-    assert splits[2] is None
-    for place in (0, 1):
-        ours = our_blend(prefixes, None, sizes[place], "5,4", place)
-        megatron.assert_same_datasets(ours, splits[place])
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_a_separate_blend_for_each_split_is_the_builders(seed: int, tmp_path: Path) -> None:
-    random = np.random.default_rng([25, seed])
-    prefixes = write_datasets(random, tmp_path, 6)
-    names = [str(prefix) for prefix in prefixes]
-    weights = (random.random(3) + 0.1).tolist()
-    blends = [(names[:3], weights), (names[2:5], None), (names[5:], None)]
-    train, valid, test = megatron.build(config_of(blend_per_split=blends), [500, None, 50])
-    megatron.assert_same_datasets(our_blend(prefixes[:3], weights, 500), train)
-    megatron.assert_same_datasets(our_blend(prefixes[2:5], None, None), valid)
-    (single,) = our_datasets(prefixes[5:], "1", 0, [50])  # one prefix is not blended
-    megatron.assert_same_datasets(single, test)
+    blend_of = (list(map(str, prefixes)), weights)
+    theirs = megatron.build(config_of(blend=blend_of, split="1"), [size, 1, 1])[0]
+    ours = millrace.build_datasets(
+        millrace.DatasetConfig(
+            blend=blend_of,
+            split="1",
+            num_samples=(size, 1, 1),
+            sequence_length=8,
+            seed=77,
+            eod_token=3,
+            pad_token=4,
+            **RESETS,
+        )
+    )
+    megatron.assert_same_datasets(ours.train, theirs)
 
 
 @pytest.mark.parametrize("seed", range(15))
@@ -248,7 +193,7 @@ def test_a_blend_of_datasets_built_one_by_one_is_equal(seed: int, tmp_path: Path
         megatron.gpt_dataset(prefix, config, (0, len(millrace.IndexedDataset(prefix))), size)
         for prefix in prefixes
     ]
-    ours = our_datasets(prefixes, "1", 0, [size] * count)
+    ours = our_datasets(prefixes, size)
     megatron.assert_same_datasets(
         millrace.BlendedDataset(ours, weights, size),
         megatron.BlendedDataset(theirs, weights, size, config),
@@ -259,7 +204,7 @@ def test_a_blend_that_draws_too_much_of_a_dataset_is_refused_by_both(tmp_path: P
     random = np.random.default_rng(27)
     prefixes = write_datasets(random, tmp_path, 2)
     config = config_of()
-    ours = our_datasets(prefixes, "1", 0, [None, None])
+    ours = our_datasets(prefixes, None)
     theirs = [
         megatron.gpt_dataset(prefix, config, dataset.order.sequences, None)
         for prefix, dataset in zip(prefixes, ours, strict=True)

@@ -103,7 +103,7 @@ def ways_to_build(case: Case, cache: Path) -> Iterator[tuple[str, dict[str, Any]
     yield "from the cache, trusted", options | {"trust_cache": True}
 
 
-@pytest.mark.parametrize("number", range(60))
+@pytest.mark.parametrize("number", range(100))
 def test_random_configurations_are_the_builders(number: int, tmp_path: Path) -> None:
     """A case is built by both, in every way."""
     case = make_case(number, tmp_path)

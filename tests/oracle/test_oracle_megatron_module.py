@@ -1,6 +1,5 @@
 """`millrace.megatron` beside Megatron-LM: the same source text runs over both."""
 
-import copy
 import dataclasses
 import logging
 import os
@@ -20,7 +19,6 @@ import millrace
 import millrace.megatron as ours
 from millrace.errors import ConfigError, DataError
 from millrace.megatron import errors
-from millrace.megatron.gpt import GPTDataset as OurGPTDataset
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The pad token id in the tokenizer collides with another special token id:UserWarning"
@@ -204,29 +202,6 @@ def test_any_choice_of_sequences(prefix: Path, tmp_path: Path, num_samples: int 
         oracle.assert_alike(*map(samples_of, made))
 
 
-def test_samples_are_the_same_by_the_core_and_by_the_hook(prefix: Path, tmp_path: Path) -> None:
-    class Slow(OurGPTDataset):
-        def _query_document_sample_shuffle_indices(self, idx: Any) -> Any:
-            return super()._query_document_sample_shuffle_indices(idx)
-
-    for number in range(16):
-        options = {
-            "reset_position_ids": bool(number & 1),
-            "reset_attention_mask": bool(number & 2),
-            "eod_mask_loss": bool(number & 4),
-            "add_extra_token_to_sequence": bool(number & 8),
-            "tokenizer": oracle.Tokenizer(eod=3, pad_id=5),
-            "mmap_bin_files": number % 3 > 0,
-        }
-        quick, slow = (
-            gpt(SIDES[0], prefix, tmp_path / "cache", kind, **options) for kind in (None, Slow)
-        )
-        assert quick._is_plain()
-        assert not slow._is_plain()
-        for i in range(0, len(quick), 5):
-            oracle.assert_alike(quick[i], slow[i])
-
-
 def test_indices_that_are_replaced_are_used(prefix: Path, tmp_path: Path) -> None:
     dataset = gpt(SIDES[0], prefix, tmp_path)
     first, second = dataset[0]["tokens"], dataset[1]["tokens"]
@@ -252,78 +227,6 @@ def test_the_dtypes_are_alike() -> None:
         )
 
     oracle.assert_alike(*on_both(work))
-
-
-@pytest.mark.parametrize("multimodal", [False, True])
-def test_written_by_either_builder_and_read_alike(tmp_path: Path, multimodal: bool) -> None:
-    random = np.random.default_rng(3)
-    documents = [torch.from_numpy(random.integers(0, 99, int(n))) for n in (7, 1, 12, 4)]
-
-    def write(side: Any) -> Path:
-        folder = tmp_path / str(side is SIDES[0])
-        folder.mkdir()
-        bin_path = side.get_bin_path(f"{folder}/a")
-        builder = side.IndexedDatasetBuilder(bin_path, np.uint16, multimodal)
-        for number, document in enumerate(documents):
-            builder.add_item(document, number)
-            if number % 2:
-                builder.end_document()
-        builder.add_document(np.arange(9), [2, 0, 7], [1, 2, 3])
-        builder.add_document(np.arange(0), [], [])
-        builder.finalize(side.get_idx_path(f"{folder}/a"))
-        merged = side.IndexedDatasetBuilder(f"{folder}/b.bin", np.uint16, multimodal)
-        merged.add_index(f"{folder}/a")
-        merged.add_item(documents[0].reshape(7, 1), 9)
-        merged.end_document()
-        merged.add_index(f"{folder}/a")
-        merged.finalize(f"{folder}/b.idx")
-        return folder
-
-    mine, their = on_both(write)
-    for name in ("a.bin", "a.idx", "b.bin", "b.idx"):
-        assert (mine / name).read_bytes() == (their / name).read_bytes(), name
-
-    def read(side: Any) -> Any:
-        results = []
-        for mapped in (True, False):
-            dataset = side.IndexedDataset(f"{mine}/b", multimodal, mapped)
-            count = len(dataset)
-            again = pickle.loads(pickle.dumps(dataset))
-            slices = [slice(0, 3), slice(2, 2), slice(None), slice(-3, None), slice(count - 1, 50)]
-            results.append(
-                copied(
-                    [dataset[i] for i in [*range(-count, count), np.int32(2)]],
-                    [dataset[i] for i in slices],
-                    [dataset.get(i, 0) for i in range(count)],
-                    [dataset.get(0, 2), dataset.get(0, 2, 3), dataset.get(np.int64(2), 12, 0)],
-                    [dataset.index[i] for i in range(count)],
-                    [dataset.sequence_lengths, dataset.document_indices],
-                    [dataset.index.sequence_pointers, dataset.index.document_indices],
-                    [dataset.index.dtype, dataset.index.dtype_size, len(dataset.index)],
-                    [dataset.index.sequence_count, dataset.index.document_count],
-                    [dataset.path_prefix, dataset.multimodal, dataset.mmap],
-                    [side.IndexedDataset.exists(f"{mine}/b"), side.IndexedDataset.exists("none")],
-                    [dataset.bin_reader.read(dtype=np.uint16, count=3, offset=4)],
-                    again[1],
-                )
-            )
-            dataset.set_document_indices(dataset.document_indices[:3])
-            assert isinstance(dataset, torch.utils.data.Dataset)
-            results.append(copied(dataset.get_document_indices()))
-        return results
-
-    oracle.assert_alike(*on_both(read))
-    if multimodal:
-        modes = SIDES[0].IndexedDataset(f"{mine}/b", True).sequence_modes
-        assert modes.tolist()[:7] == [0, 1, 2, 3, 1, 2, 3]
-
-
-def copied(*values: Any) -> Any:
-    """Copies: Megatron-LM's arrays are unmapped when their dataset is gone."""
-    return [
-        copied(*value) if isinstance(value, (list, tuple)) else copy.deepcopy(value)
-        for value in values
-    ]
 
 
 def test_expected_counts_are_checked(prefix: Path) -> None:
@@ -872,14 +775,6 @@ def test_weights_that_are_whole_floats_are_sizes(prefix: Path, tmp_path: Path) -
         work(SIDES[1], [10.0, 20.0])
 
 
-def test_an_empty_file_is_opened(tmp_path: Path) -> None:
-    """Megatron-LM cannot map it."""
-    with millrace.IndexedDatasetBuilder(tmp_path / "empty", np.uint16) as builder:
-        builder.add_document([], [])
-    for mapped in (True, False):
-        assert len(ours.IndexedDataset(str(tmp_path / "empty"), mmap=mapped)) == 0
-
-
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_modes_are_kept(tmp_path: Path) -> None:
     with_modes, plain = tmp_path / "modes", tmp_path / "plain"
@@ -900,12 +795,6 @@ def test_modes_are_kept(tmp_path: Path) -> None:
     merged._builder.abort()
     with pytest.raises(AssertionError, match="without multimodal"):
         _ = ours.IndexedDataset(str(with_modes)).sequence_modes
-
-
-def test_arrays_outlive_their_dataset(prefix: Path) -> None:
-    expected = millrace.IndexedDataset(prefix)[5].tolist()
-    arrays = [ours.IndexedDataset(str(prefix))[5] for _ in range(50)]
-    assert all(array.tolist() == expected for array in arrays)
 
 
 def test_weights_without_a_sum_are_refused_at_once() -> None:

@@ -107,22 +107,6 @@ def test_a_partial_last_validation_sample_is_padded_alike(seed: int, tmp_path: P
     megatron.assert_same_samples(ours, theirs, [last, 0, len(ours) - 1, last])
 
 
-def test_the_padding_of_a_partial_sample_is_never_trained_on(tmp_path: Path) -> None:
-    random = np.random.default_rng(12)
-    prefix = megatron.write_sequences(tmp_path / "data", [9], random, np.uint16, (1, 6))
-    ours, theirs = both(
-        prefix,
-        tmp_path / "cache",
-        sequences=(0, 1),
-        sequence_length=20,
-        split=Split.valid,
-        drop_last=False,
-    )
-    megatron.assert_same_samples(ours, theirs, [0])
-    assert ours[0]["loss_mask"].tolist() == [1.0] * 8 + [0.0] * 12
-    assert ours[0]["tokens"].tolist() == millrace.IndexedDataset(prefix)[0].tolist() + [0] * 11
-
-
 def test_a_partial_sample_before_trailing_empty_documents_holds_all_tokens(tmp_path: Path) -> None:
     """Megatron-LM cannot build it: the end would be (empty document, offset -1)."""
     random = np.random.default_rng(13)
@@ -144,23 +128,6 @@ def test_a_partial_sample_before_trailing_empty_documents_holds_all_tokens(tmp_p
         assert rows[1]["labels"].tolist() == [*text[6:].tolist(), 0, 0, 0]
         assert rows[1]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert found > 5
-
-
-@pytest.mark.parametrize("extra", [False, True])
-def test_every_sample_of_an_epoch_is_equal(extra: bool, tmp_path: Path) -> None:
-    random = np.random.default_rng(14)
-    lengths = random.integers(0, 30, 200)
-    prefix = megatron.write_sequences(tmp_path / "data", lengths, random)
-    ours, theirs = both(
-        prefix,
-        tmp_path / "cache",
-        sequences=(20, 180),
-        sequence_length=17,
-        pad=5,
-        reset_position_ids=True,
-        add_extra_token=extra,
-    )
-    megatron.assert_same_samples(ours, theirs, range(len(ours)))
 
 
 def test_loss_masks_do_not_depend_on_which_sample_was_first(tmp_path: Path) -> None:

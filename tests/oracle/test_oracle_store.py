@@ -1,5 +1,8 @@
 """The format law: both sides write the same bytes, merge alike, and read each other's files."""
 
+import operator
+import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 import millrace
+import millrace.megatron as by_names
 
 # Megatron-LM's builder converts tensors in a way that NumPy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings(
@@ -45,8 +49,10 @@ def write_ours(prefix: Path, documents: list[Document], dtype: Any, **how: bool)
         add_all(builder, builder.add_sequence, np.asarray, documents, **how)
 
 
-def write_theirs(prefix: Path, documents: list[Document], dtype: Any, **how: bool) -> None:
-    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype, how["multimodal"])
+def write_theirs(
+    prefix: Path, documents: list[Document], dtype: Any, side: Any = megatron, **how: bool
+) -> None:
+    builder = side.IndexedDatasetBuilder(f"{prefix}.bin", dtype, how["multimodal"])
     add_all(builder, builder.add_item, torch.from_numpy, documents, **how)
     builder.finalize(f"{prefix}.idx")
 
@@ -72,7 +78,7 @@ def tokens_of(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-WRITERS = (write_ours, write_theirs)
+WRITERS = (write_ours, write_theirs, partial(write_theirs, side=by_names))
 
 
 class RemoteBytes:
@@ -98,8 +104,10 @@ def merge_ours(prefix: Path, parts: list[Path], dtype: Any, *, multimodal: bool)
             builder.add_index(part)
 
 
-def merge_theirs(prefix: Path, parts: list[Path], dtype: Any, *, multimodal: bool) -> None:
-    builder = megatron.IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal)
+def merge_theirs(
+    side: Any, prefix: Path, parts: list[Path], dtype: Any, *, multimodal: bool
+) -> None:
+    builder = side.IndexedDatasetBuilder(f"{prefix}.bin", dtype, multimodal)
     for part in parts:
         builder.add_index(str(part))
     builder.finalize(f"{prefix}.idx")
@@ -166,6 +174,34 @@ def assert_reads_alike(
     assert_equal(ours.document_lengths, np.array(sizes, np.int64), "document_lengths")
 
 
+def assert_named_alike(ours: by_names.IndexedDataset, theirs: megatron.IndexedDataset) -> None:
+    """The drop-in's methods and attributes give what Megatron-LM's give."""
+    count, last = len(theirs), int(theirs.sequence_lengths[-1])
+    numbers = [*range(-count, count), np.int32(0)]
+    spans = [slice(None), slice(0, 0), slice(-2, None), slice(1, 4), slice(count - 1, count + 9)]
+    attributes = "sequence_pointers document_indices dtype dtype_size sequence_count document_count"
+    for read in (
+        len,
+        lambda data: [data[number] for number in numbers],
+        lambda data: [data[span] for span in spans],
+        lambda data: [data.get(number, 0) for number in range(count)],
+        lambda data: [data.get(np.int64(count - 1), last // 2, n) for n in {0, last - last // 2}],
+        lambda data: [data.index[number] for number in range(count)],
+        lambda data: [len(data.index), data.sequence_lengths, data.document_indices],
+        lambda data: [getattr(data.index, name) for name in attributes.split()],
+        lambda data: data.bin_reader.read(dtype=np.uint8, count=1, offset=1),
+        operator.attrgetter("path_prefix", "multimodal", "mmap"),
+        lambda data: data.exists(data.path_prefix),
+    ):
+        megatron.assert_alike(read(ours), read(theirs))
+    megatron.assert_alike(pickle.loads(pickle.dumps(ours))[0], theirs[0])
+    if ours.multimodal:
+        assert_equal(ours.sequence_modes, theirs.index.sequence_modes, "modes")
+    assert isinstance(ours, torch.utils.data.Dataset)
+    ours.set_document_indices(ours.document_indices[:1])
+    assert_equal(ours.get_document_indices(), theirs.document_indices[:1], "replaced")
+
+
 @pytest.mark.parametrize("seed", range(CASES))
 def test_written_merged_and_read_alike(seed: int, tmp_path: Path) -> None:
     """Each side writes, each merges, and both read in every way."""
@@ -182,10 +218,11 @@ def test_written_merged_and_read_alike(seed: int, tmp_path: Path) -> None:
         folder.mkdir()
         written = write_both(folder, documents, dtype, multimodal=multimodal, whole=whole)
         parts.append(written[int(random.integers(2))])
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours, theirs, named = (tmp_path / name for name in ("ours", "theirs", "named"))
     merge_ours(ours, parts, dtype, multimodal=multimodal)
-    merge_theirs(theirs, parts, dtype, multimodal=multimodal)
-    assert bytes_of(ours) == bytes_of(theirs)
+    for side, prefix in ((megatron, theirs), (by_names, named)):
+        merge_theirs(side, prefix, parts, dtype, multimodal=multimodal)
+    assert bytes_of(ours) == bytes_of(theirs) == bytes_of(named)
 
     # Each reader on the other's file.
     remote = RemoteBytes(Path(f"{theirs}.bin"))
@@ -194,6 +231,7 @@ def test_written_merged_and_read_alike(seed: int, tmp_path: Path) -> None:
         reference = megatron.IndexedDataset(str(ours), multimodal=multimodal, mmap=mapped)
         for way in ways:
             assert_reads_alike(millrace.IndexedDataset(theirs, **way), reference, random)
+        assert_named_alike(by_names.IndexedDataset(str(ours), multimodal, mapped), reference)
     assert remote.num_reads > 0
     assert millrace.store.verify([theirs])[0].problems == []
 
@@ -214,12 +252,12 @@ def test_a_dataset_without_its_bin_is_read_by_its_reader(tmp_path: Path) -> None
 
 
 def write_both(folder: Path, documents: list[Document], dtype: Any, **how: bool) -> list[Path]:
-    """The pairs that the two sides write, which are equal in every byte."""
-    prefixes = [folder / "ours", folder / "theirs"]
+    """The pairs that the sides write, which are equal in every byte."""
+    prefixes = [folder / "ours", folder / "theirs", folder / "named"]
     for write, prefix in zip(WRITERS, prefixes, strict=True):
         write(prefix, documents, dtype, **how)
-    assert bytes_of(prefixes[0]) == bytes_of(prefixes[1])
-    return prefixes
+    assert bytes_of(prefixes[0]) == bytes_of(prefixes[1]) == bytes_of(prefixes[2])
+    return prefixes[:2]
 
 
 @pytest.mark.parametrize("count", [400, 3000, 10_000])

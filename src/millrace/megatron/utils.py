@@ -256,7 +256,7 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
         f"the blend has {places} in the places of path prefixes; write prefixes alone, or a weight "
         "before each prefix",
     )
-    return [str(prefix) for prefix in prefixes], weights and list(weights)
+    return [str(prefix) for prefix in prefixes], None if weights is None else list(weights)
 
 
 def compile_helpers() -> None:
