@@ -93,9 +93,9 @@ def build_run(
 
 
 def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDataset:
-    options = plan.config.sample_options
+    options = vars(plan.config.sample_options)
     datasets = [
-        GPTDataset(part.file, order=part.order.load(part.inputs, indices), options=options)
+        GPTDataset(part.file, order=part.order.load(part.inputs, indices), **options)
         for part, indices in zip(split.datasets, arrays.datasets, strict=True)
     ]
     if arrays.blend is None:
