@@ -86,37 +86,6 @@ def assert_rows(dataset: Any, numbers: NDArray[np.int64], form: BatchForm) -> di
 # ---- rows ----
 
 
-@pytest.mark.parametrize("add_extra_token", [False, True])
-def test_plain_masks_and_ids_are_one_read_only_array(
-    make_dataset: Make, add_extra_token: bool
-) -> None:
-    data = make_dataset([100, 30, 70])
-    form = BatchForm(fields=("tokens", "loss_mask", "position_ids"))
-
-    def make(**options: Any) -> list[GPTDataset | BlendedDataset]:
-        options |= {"sequence_length": 8, "seed": 1, "add_extra_token": add_extra_token}
-        mapped = GPTDataset(data, **options)
-        by_file = GPTDataset(IndexedDataset(data.prefix, access="file"), **options)
-        blends = BlendedDataset([mapped, mapped]), BlendedDataset([mapped, by_file])
-        return [mapped, by_file, *blends]
-
-    masked = make(eod_token=7, eod_mask_loss=True, reset_position_ids=True)
-    for dataset, with_eod in zip(make(), masked, strict=True):
-        first, second, third = (
-            dataset.batch(numbers, form) for numbers in ([0, 1, 2], [5, 6, 7], [3, 4, 5, 6])
-        )
-        has_eod = with_eod.batch(np.arange(len(dataset)), form)
-        for name in ("loss_mask", "position_ids"):
-            assert first[name] is second[name]
-            assert np.shares_memory(first[name], third[name])
-            assert first[name].flags.c_contiguous
-            with pytest.raises(ValueError, match="read-only"):
-                first[name][0] = 0
-            assert has_eod[name].flags.writeable
-            assert np.any(has_eod[name] != first[name][0])
-        assert all(array.flags.writeable for array in dataset.batch([0, 1]).values())
-
-
 @pytest.mark.parametrize("share_labels", [False, True])
 def test_labels_are_views_where_the_caller_allows_it(
     make_dataset: Make, share_labels: bool

@@ -218,7 +218,7 @@ def test_tokens_of_any_dtype(two_files: list[str]) -> None:
         TransformedDataset(dataset, everything).batch(numbers, form_of(token_dtype="file"))
 
 
-def test_masks_leave_shared_arrays_alone(two_files: list[str]) -> None:
+def test_masks_of_a_form_are_the_batch_s_own(two_files: list[str]) -> None:
     dataset = gpt(two_files[0])
     form = form_of("tokens", "loss_mask")
     numbers = np.arange(40)
@@ -227,8 +227,6 @@ def test_masks_leave_shared_arrays_alone(two_files: list[str]) -> None:
     assert (plain == 1).all()
     assert ranges.min() == 0
     assert ranges.flags.writeable
-    unmasked = TransformedDataset(dataset, [RepeatGuard()]).batch(numbers, form)["loss_mask"]
-    assert np.shares_memory(unmasked, plain)
 
 
 def test_fields_of_documents(two_files: list[str]) -> None:

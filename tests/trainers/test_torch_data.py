@@ -237,7 +237,7 @@ def test_any_collate_function_gets_samples(dataset: Any) -> None:
 
 @pytest.mark.parametrize("way", ["to_tensors", "to_device", "MapDataset", "samples"])
 def test_tensors_may_be_changed_in_place(dataset: Any, way: str) -> None:
-    """Loss masks and position ids of all loaders of a process are one array."""
+    """No two batches of the loaders of a process share memory."""
     options: dict[str, Any] = {"fields": FIELDS, "token_dtype": "int32"}
     numbers = iter(range(0, 60, 2))
     ours = MapDataset(dataset, **options)
@@ -261,7 +261,6 @@ def test_tensors_may_be_changed_in_place(dataset: Any, way: str) -> None:
                 tensor[:] = 0
     arrays = next(Loader(dataset, micro_batch_size=2, **options))
     assert arrays["loss_mask"].all()
-    assert not arrays["loss_mask"].flags.writeable
 
 
 def test_tensors_share_the_memory_of_a_batch(dataset: Any) -> None:
@@ -269,8 +268,7 @@ def test_tensors_share_the_memory_of_a_batch(dataset: Any) -> None:
     tensors = to_tensors(arrays, pin=True)  # without CUDA, pin has no effect
     for name, tensor in tensors.items():
         assert np.array_equal(tensor.numpy(), arrays[name])
-        is_shared = tensor.data_ptr() == arrays[name].ctypes.data
-        assert is_shared == (name in ("tokens", "labels"))
+        assert tensor.data_ptr() == arrays[name].ctypes.data
     empty = np.empty((0, 4), np.uint16)
     empty.flags.writeable = False
     assert to_tensors({"tokens": empty})["tokens"].shape == (0, 4)

@@ -48,9 +48,8 @@ class Loader(Renewed):
             when it is asked for; `millrace.torch.to_tensors` makes torch tensors of them.
         prepare: Function of each batch ahead of its use, in the loader's threads: for work that
             takes time, such as pinning memory or copying to a device.
-        fields: Names of a batch's arrays (see `millrace.feed.BatchForm`). With them, a loss mask
-            and position ids that are the same for every sample are one read-only array for all
-            batches. None: tokens, labels, loss_mask and position_ids, all of them the caller's own.
+        fields: Names of a batch's arrays (see `millrace.feed.BatchForm`). None: tokens, labels,
+            loss_mask and position_ids.
         token_dtype, share_labels, vocab_size: As of `millrace.feed.BatchForm`.
         prefetch: Number of batches that are ready or in work at most, ahead of the trainer. None:
             2, or up to 32 if they are small (8 MiB in all). 0: each is made when it is asked for.

@@ -103,8 +103,7 @@ class TokenDataset:
                 float32 and `position_ids` int64, each [batch, sequence_length].
 
         Returns:
-            The arrays by name. Without a form, they are new; with one, loss masks and position ids
-            may be read-only arrays that batches share.
+            The arrays by name, which are the caller's own.
 
         Raises:
             ConfigError: Sample numbers that are not integers, or have another shape; another form;

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
@@ -69,9 +68,6 @@ class BatchForm:
         vocab_size: Least number above all token ids, which are checked. The padding token, which
             becomes 0, may be above it. None: not checked.
 
-    A loss mask, and position ids, that are the same in every row are one read-only array for all
-    batches. They are new arrays for a batch in which a row differs.
-
     Raises:
         ConfigError: A field that is named twice, or an option outside its limits.
     """
@@ -121,7 +117,6 @@ def row_form(form: BatchForm | None) -> _native.RowForm | None:
         parts=needs_parts(form),
         token_dtype=form.token_dtype,
         share_labels=form.share_labels,
-        share_plain=True,
         vocab_size=form.vocab_size,
     )
 
@@ -129,21 +124,3 @@ def row_form(form: BatchForm | None) -> _native.RowForm | None:
 def needs_parts(form: BatchForm | None) -> bool:
     """Whether a field of the form needs the parts of the samples."""
     return form is not None and any(name in PART_FIELDS for name in form.fields)
-
-
-@lru_cache(maxsize=64)
-def plain_array(name: str, num_rows: int, sequence_length: int, has_extra: bool) -> NDArray[Any]:
-    """A loss mask, or position ids, without padding and EOD: read-only [rows, sequence_length].
-
-    Without an extra token, the last label is masked.
-    """
-    # Batches of other sizes share the memory: a ramp-up, or a last batch, needs no other array.
-    num_rows_in_memory = 1 << max(num_rows - 1, 0).bit_length()
-    if num_rows != num_rows_in_memory:
-        return plain_array(name, num_rows_in_memory, sequence_length, has_extra)[:num_rows]
-    row: NDArray[Any] = np.arange(sequence_length)
-    if name == "loss_mask":
-        row = (row < sequence_length - (not has_extra)).astype(np.float32)
-    array = np.tile(row, (num_rows, 1))
-    array.flags.writeable = False
-    return array

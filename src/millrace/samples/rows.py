@@ -13,15 +13,7 @@ from millrace.checks import MAX_INT32
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.options import SampleOptions
 from millrace.ragged import spread
-from millrace.samples.fields import (
-    ALL_FIELDS,
-    FIELDS,
-    Batch,
-    BatchForm,
-    needs_parts,
-    plain_array,
-    row_form,
-)
+from millrace.samples.fields import ALL_FIELDS, FIELDS, Batch, BatchForm, needs_parts, row_form
 from millrace.samples.tokens import Numbers, TokenBatch, split_at_eod
 
 
@@ -52,7 +44,7 @@ def rows(tokens: TokenBatch, options: SampleOptions, form: BatchForm | None = No
             own[name] = _rows_of(tokens, array, options.sequence_length)
         elif kinds.get(name) == "part" and parts is not None:
             own[name] = of_parts(array, parts)
-    return finish(form, arrays, options, len(tokens), parts, own)
+    return finish(form, arrays, (len(tokens), options.sequence_length), parts, own)
 
 
 def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
@@ -71,7 +63,7 @@ def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
 
 
 def _core_fields(tokens: TokenBatch, options: SampleOptions, form: BatchForm | None) -> list[Any]:
-    """FIELDS; None where an array is not asked for, or plain."""
+    """FIELDS; None where an array is not asked for."""
     is_by_documents = options.boundaries == "documents"
     core_form = form
     if form is not None and is_by_documents:
@@ -83,7 +75,7 @@ def _core_fields(tokens: TokenBatch, options: SampleOptions, form: BatchForm | N
     if is_by_documents:
         _cut_at_parts(arrays, _with_parts(tokens, options), options, names)
     if tokens.trained is not None and "loss_mask" in names:
-        arrays[2] = mask_losses(_filled("loss_mask", arrays[2], len(tokens), options), tokens)
+        arrays[2] = mask_losses(arrays[2], tokens)
     return arrays
 
 
@@ -119,19 +111,11 @@ def _cut_at_parts(
     if arrays[1] is not None:
         arrays[1][last] = 0
     if "loss_mask" in names:
-        arrays[2] = _filled("loss_mask", arrays[2], num_rows, options).copy()
         arrays[2][last] = 0
     if "position_ids" in names:
         parts = find_parts(tokens.part_counts, tokens.part_bounds, options)
         _, ids = spread(np.diff(parts.starts, append=num_rows * length))
         arrays[3] = ids.reshape(num_rows, length)
-
-
-def _filled(name: str, array: Any, num_rows: int, options: SampleOptions) -> NDArray[Any]:
-    """An array of the core, or the plain one that the core has left out."""
-    if array is None:
-        return plain_array(name, num_rows, options.sequence_length, options.add_extra_token)
-    return array  # type: ignore[no-any-return]
 
 
 # ---- other fields ----
@@ -174,23 +158,17 @@ def find_parts(counts: Numbers, bounds: Numbers, options: SampleOptions) -> Part
 
 
 def finish(
-    form: BatchForm,
-    arrays: Sequence[Any],
-    options: SampleOptions,
-    num_rows: int,
-    parts: Parts | None,
-    own: Batch,
+    form: BatchForm, arrays: Sequence[Any], shape: tuple[int, int], parts: Parts | None, own: Batch
 ) -> Batch:
-    """The fields of a form, of FIELDS as the core wrote them and of other arrays by name."""
-    batch = {
-        name: _filled(name, array, num_rows, options)
-        for name, array in zip(FIELDS, arrays, strict=True)
-        if name in form.fields
-    }
+    """The fields of a form, of FIELDS as the core wrote them and of other arrays by name.
+
+    `shape` is that of tokens: [batch, sequence_length].
+    """
+    batch = {name: one for name, one in zip(FIELDS, arrays, strict=True) if name in form.fields}
     if len(batch) < len(form.fields):
         batch |= own
         if parts is not None:
-            batch |= _part_fields(form, parts, num_rows, options.sequence_length)
+            batch |= _part_fields(form, parts, *shape)
     for name in form.fields:
         if name not in batch and name == "document_numbers":
             raise ConfigError(

@@ -169,7 +169,8 @@ def gather(
             places = np.repeat(leaves.places, np.diff(bounds))
             documents = documents_of(leaves.sources, places, sequences)
             own["document_numbers"] = of_parts(documents, parts)
-    return finish(form, arrays[:4], options, len(leaves.numbers), parts, own)
+    shape = len(leaves.numbers), options.sequence_length
+    return finish(form, arrays[:4], shape, parts, own)
 
 
 def documents_of(stores: Sequence[Any], sources: NDArray[Any], sequences: Numbers) -> Numbers:

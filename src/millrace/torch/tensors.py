@@ -15,9 +15,9 @@ from millrace.errors import ConfigError
 def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[str, torch.Tensor]:
     """A batch as torch tensors that share its memory: a `transform` or `prepare` of a loader.
 
-    A read-only array, such as a loss mask that all batches share, is copied: torch has no read-only
-    tensors. So the tensors may be changed in place. Only labels that are a view of the tokens,
-    which is what `share_labels` asks for, change with them.
+    A read-only array of a dataset of your own is copied: torch has no read-only tensors. So the
+    tensors may be changed in place. Only labels that are a view of the tokens, which is what
+    `share_labels` asks for, change with them.
 
     Args:
         batch: Arrays of any shape, of integers, booleans or floats.
