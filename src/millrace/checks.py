@@ -78,14 +78,6 @@ def check_token(name: str, value: Any) -> int | None:
     return None if value is None else check_int(name, value, _MIN_INT64, MAX_INT64)
 
 
-def check_limit(name: str, value: Any) -> float | None:
-    """Seconds to wait, 0 or more, or None for no limit."""
-    seconds = None if value is None else check_float(name, value)
-    if seconds is not None:
-        check_within(name, seconds, 0)
-    return seconds
-
-
 def check_bool(name: str, value: Any) -> bool:
     """A switch: True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
@@ -93,16 +85,18 @@ def check_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_float(name: str, value: Any) -> float:
+def check_float(name: str, value: Any, least: float | None = None) -> float:
     """A number of Python, NumPy, `fractions` or `decimal` as Python's float."""
     try:
         if isinstance(value, (str, bytes, bytearray, bool, np.bool_, np.complexfloating)):
             raise TypeError
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{name} must be a number, not {shown(value)}") from None
     except OverflowError:
         raise ConfigError(f"{name} must fit float64, which {shown(value)} does not") from None
+    check_within(name, number, least)
+    return number
 
 
 def check_list(name: str, values: Any, kind: str, check: Callable[[str, Any], T]) -> list[T]:

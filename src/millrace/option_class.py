@@ -37,7 +37,7 @@ from millrace import checks
 from millrace.errors import ConfigError
 
 StrPath = str | os.PathLike[str]
-Identity = Literal["always", "changed", "never"]
+Identity = Literal["always", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +53,7 @@ class Option:
             (`--no-NAME` for a True). A name without dashes is a positional argument; None: the
             command line lacks the option.
         group: Heading above the option in the verb's help.
-        identity: Whether the option is part of the job's identity: "always"; "changed", unless it
-            has its default (as befits a new option); or "never".
+        identity: Whether the option is part of the job's identity.
         check: Function of name and value that returns the plain value, instead of the type's.
         parse: Function of a text on the command line, instead of the type's. Its result may differ
             from the field's type, if the verb makes one from the other.
@@ -106,12 +105,9 @@ def check_options(options: Any) -> None:
 
 def identity_of(options: Any) -> dict[str, Any]:
     """The options that decide a job's output, as JSON values."""
-    entries = {}
-    for field in fields_of(type(options)):
-        value, identity = getattr(options, field.name), field.option.identity
-        if identity == "always" or (identity == "changed" and value != field.default):
-            entries[field.name] = list(value) if isinstance(value, tuple) else value
-    return entries
+    fields = [one for one in fields_of(type(options)) if one.option.identity == "always"]
+    values = {field.name: getattr(options, field.name) for field in fields}
+    return {name: list(one) if isinstance(one, tuple) else one for name, one in values.items()}
 
 
 def add_options(parser: argparse.ArgumentParser, *option_classes: type) -> None:

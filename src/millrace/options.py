@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checks import MAX_INT32, check_bool, check_int, check_token, shown
+from millrace.checks import MAX_INT32, check_bool, check_choice, check_int, check_token, shown
 from millrace.errors import ConfigError
 
 BOUNDARIES = ("eod", "documents")
@@ -45,16 +45,13 @@ class SampleOptions:
             "eod_token": check_token("eod_token", self.eod_token),
             "pad_token": check_token("pad_token", self.pad_token),
         }
+        check_choice("boundaries", self.boundaries, BOUNDARIES)
         for name in ("add_extra_token", "reset_position_ids", "eod_mask_loss"):
             plain[name] = check_bool(name, getattr(self, name))
         vars(self).update(plain)
         has_eod_rules = self.reset_position_ids or self.eod_mask_loss
         if has_eod_rules and self.eod_token is None:
             raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")
-        if not isinstance(self.boundaries, str) or self.boundaries not in BOUNDARIES:
-            raise ConfigError(
-                f"boundaries must be 'eod' or 'documents', not {shown(self.boundaries)}"
-            )
         if has_eod_rules and self.boundaries == "documents":
             raise ConfigError(
                 "reset_position_ids and eod_mask_loss belong to boundaries='eod': leave them out; "

@@ -29,6 +29,7 @@ Killed at any instant, the same command continues: tasks that are done do not ru
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 from collections import OrderedDict
@@ -256,16 +257,24 @@ class Run:
         return results
 
     def _in_order(self, results: Iterable[tuple[Task, Any]], line: _Line) -> Iterator[Done]:
-        """Puts results into the journal, and yields the tasks that are finished without a gap."""
-        for task, answer in results:
-            if not isinstance(answer, MillraceError):
-                attempt, record, sums = answer
-                record = self._journal.add(task.id, attempt, record, sums)
-                answer = Done(task, record, self._journal.folder_of(attempt), is_kept=False)
-                self.num_done += 1
-            line[task.id] = answer
-            yield from _ready(line)
-        yield from _ready(line)
+        """Puts results into the journal; yields the tasks that wait for none before them.
+
+        An error among these is raised.
+        """
+        for result in itertools.chain(results, [None]):
+            if result is not None:
+                task, answer = result
+                if not isinstance(answer, MillraceError):
+                    attempt, record, sums = answer
+                    record = self._journal.add(task.id, attempt, record, sums)
+                    answer = Done(task, record, self._journal.folder_of(attempt), is_kept=False)
+                    self.num_done += 1
+                line[task.id] = answer
+            while line and (answer := next(iter(line.values()))) is not None:
+                line.popitem(last=False)
+                if isinstance(answer, MillraceError):
+                    raise answer
+                yield answer
 
     def _new_tasks(
         self, tasks: Iterable[Task], keep: Callable[[Task, Any], bool], line: _Line
@@ -327,15 +336,6 @@ class Run:
                 f"{path} is there already{reason}. Give --restart (restart=True) to replace it, or "
                 "another output"
             )
-
-
-def _ready(line: _Line) -> Iterator[Done]:
-    """Takes the answers that wait for none before them; raises an error among them."""
-    while line and (answer := next(iter(line.values()))) is not None:
-        line.popitem(last=False)
-        if isinstance(answer, MillraceError):
-            raise answer
-        yield answer
 
 
 def _read_result(path: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from millrace.checks import check_int, check_limit, shown
+from millrace.checks import check_float, check_int, shown
 from millrace.errors import ConfigError
 from millrace.feed.state import STATE_VERSION, Fingerprint, Position, plain
 from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_printed_after
@@ -99,7 +99,7 @@ class Loader(Renewed):
         threads = check_int("threads", threads, 1, _MAX_THREADS)
         threads = 1 if isinstance(dataset, IN_TURN) else threads
         self._maker = StepMaker(dataset, sampler, form, prepare, threads)
-        self._watchdog = check_limit("watchdog", watchdog)
+        self._watchdog = None if watchdog is None else check_float("watchdog", watchdog, 0)
         self._is_closed = False
         self._fingerprint = Fingerprint(dataset, sampler)
         self._fingerprint.at(0)  # an error now, and not when the state is saved, or a run resumed

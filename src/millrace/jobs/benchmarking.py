@@ -3,7 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ class BenchResult:
         num_samples: Number of training samples.
         sequence_length: Tokens in a sample.
         token_bytes: Bytes of a token in the first token file.
-        options: Micro batch size, ranks, threads, prefetch, fields and token dtype.
+        options: The `BenchOptions`, with the fields that the batches had.
         num_cores: Number of cores that this process may use.
         copy_bytes_per_second: Rate of copying memory with as many threads as the loaders have, in
             bytes read and written.
@@ -160,12 +160,10 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
         facts = facts or reports[0] | {name: max(one[name] for one in reports) for name in slowest}
         of_ranks = zip(names, zip(*passes, strict=True), strict=True)
         measurements += [_merge(name, own, each, copy_rate) for name, each in of_ranks]
-    names_of_options = ("micro_batch_size", "ranks", "threads", "prefetch", "token_dtype")
     return BenchResult(
         num_files=len(set(prefixes)),
         sequence_length=config.sequence_length,
-        options={name: getattr(own, name) for name in names_of_options}
-        | {"fields": facts.pop("fields")},
+        options=asdict(own) | {"fields": facts.pop("fields")},
         num_cores=available_cores(),
         copy_bytes_per_second=copy_rate,
         page_cache=page_cache,

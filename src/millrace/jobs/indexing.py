@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 from millrace.cache import megatron as megatron_cache
-from millrace.checks import check_limit, text_table
+from millrace.checks import check_float, text_table
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
 from millrace.option_class import option
@@ -152,7 +152,7 @@ def index(
         ConfigError: Neither of the two folders, or no tokenizer where one is needed.
         OSError: A folder that cannot be written.
     """
-    wait_limit = check_limit("wait_limit", wait_limit)
+    wait_limit = None if wait_limit is None else check_float("wait_limit", wait_limit, 0)
     if config.cache is None and megatron_cache_folder is None:
         raise ConfigError("there is nowhere to put the indices: give a cache folder")
     if megatron_cache_folder is not None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from millrace.cache import arrays as array_sets
-from millrace.checks import check_limit
+from millrace.checks import check_float
 from millrace.deferred import Deferred
 from millrace.errors import CacheError, ConfigError, DataError, DuplicateDataWarning
 from millrace.feed import BlendedDataset, GPTDataset
@@ -85,7 +85,7 @@ def build_run(
     config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> tuple[RunPlan, Datasets]:
     """The same as `build_datasets`, and the plan of the run."""
-    wait_limit = check_limit("wait_limit", wait_limit)
+    wait_limit = None if wait_limit is None else check_float("wait_limit", wait_limit, 0)
     plan, arrays = _find(config) or _build(config, progress, wait_limit)
     _warn_of_copies(plan)
     datasets = [split and _dataset(plan, split, arrays[split.name]) for split in plan.splits]

@@ -4,12 +4,10 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from millrace.errors import ConfigError, DataError
+from millrace.errors import DataError
 from millrace.option_class import option
-
-T = TypeVar("T")
 
 
 class Verb(NamedTuple):
@@ -44,14 +42,6 @@ class DamageError(DataError):
     def __init__(self, message: str, report: str) -> None:
         super().__init__(message)
         self.report = report
-
-
-def checked(option_class: type[T], options: dict[str, Any]) -> T:
-    """The options of a command; those that are wrong together are wrong usage."""
-    try:
-        return option_class(**options)
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
 
 
 def json_text(value: Any) -> str:

@@ -17,7 +17,7 @@ from millrace.option_class import check_options, option
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
 from millrace.store import IndexedDataset, verify
-from millrace.verbs import DamageError, JsonOption, Verb, checked, json_text
+from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class VerifyOptions(ShardOptions):
 
 
 def _inspect(as_json: bool = False, **values: Any) -> str:
-    options = checked(InspectOptions, values)
+    options = InspectOptions(**values)
     folder, decoder, number = options.prefix, None, options.document
     if options.tokenizer is not None:
         decoder = Tokenizer(options.tokenizer, tiktoken_pattern=options.tiktoken_pattern)
@@ -88,7 +88,7 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
 
 
 def _verify(as_json: bool = False, **values: Any) -> str:
-    options = checked(VerifyOptions, values)
+    options = VerifyOptions(**values)
     num_bytes, lock = 0, threading.Lock()
     with Progress("verify") as progress:
 
@@ -122,7 +122,10 @@ def _merge(**options: Any) -> str:
 
 
 def _split(**options: Any) -> str:
-    checked(SplitOptions, options)
+    try:
+        SplitOptions(**options)
+    except ConfigError as error:  # those that are wrong together are wrong usage
+        raise UsageError(str(error)) from None
     return "\n".join(str(IndexedDataset(prefix)) for prefix in split(**options))
 
 
