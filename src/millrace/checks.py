@@ -85,7 +85,9 @@ def check_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_float(name: str, value: Any, least: float | None = None) -> float:
+def check_float(
+    name: str, value: Any, least: float | None = None, most: float | None = None
+) -> float:
     """A number of Python, NumPy, `fractions` or `decimal` as Python's float."""
     try:
         if isinstance(value, (str, bytes, bytearray, bool, np.bool_, np.complexfloating)):
@@ -95,7 +97,7 @@ def check_float(name: str, value: Any, least: float | None = None) -> float:
         raise ConfigError(f"{name} must be a number, not {shown(value)}") from None
     except OverflowError:
         raise ConfigError(f"{name} must fit float64, which {shown(value)} does not") from None
-    check_within(name, number, least)
+    check_within(name, number, least, most)
     return number
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checks import MAX_INT32, check_bool, check_choice, check_int, check_token, shown
+from millrace.checks import MAX_INT32, check_bool, check_choice, check_int, check_token
 from millrace.errors import ConfigError
 
 BOUNDARIES = ("eod", "documents")

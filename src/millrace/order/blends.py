@@ -200,9 +200,7 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
 
 def check_surplus(surplus: float) -> float:
     """The surplus as a float; ConfigError for a number outside its range."""
-    number = check_float("the surplus", surplus)
-    check_within("the surplus", number, 0, _MOST_SURPLUS)
-    return number
+    return check_float("the surplus", surplus, 0, _MOST_SURPLUS)
 
 
 def _check_count(count: int) -> None:
