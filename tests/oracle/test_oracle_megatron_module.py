@@ -567,20 +567,13 @@ def test_options_that_trust_the_cache_name_missing_or_damaged_files(
     assert isinstance(error, FileNotFoundError)
     assert "fast_cache_load" in str(error)
     assert_raises_alike(lambda side: train(side, defer_npy_index_mmap=True)[0])
-    whole = train(SIDES[0])
-    trusting: tuple[dict[str, Any], ...] = (
-        {"fast_cache_load": True},
-        {"defer_npy_index_mmap": True},
-    )
-    for more in trusting:
-        for side in SIDES:
-            oracle.assert_alike(train(side, **more)[3], whole[3])
+    train(SIDES[0])
     for path in sorted(cache.glob("*.npy")):
         content = path.read_bytes()
         path.write_bytes(content[:-1])
-        for more in trusting:
+        for option in ("fast_cache_load", "defer_npy_index_mmap"):
             with pytest.raises(DataError, match="do not fit"):
-                train(SIDES[0], **more)[0]
+                train(SIDES[0], **{option: True})[0]
         path.write_bytes(content)
 
 

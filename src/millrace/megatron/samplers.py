@@ -58,7 +58,8 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
         dataset: A dataset of samples with a length; its `split` or `index_split` decides between
             the batch sizes of training and of evaluation. With the dataloader type `external`, any
             iterable, which is returned as it is.
-        consumed_samples: Number of samples consumed before the first batch.
+        consumed_samples: Number of samples consumed before the first batch; full validation starts
+            at the first sample.
 
     Returns:
         The loader; None without a dataset, or if it is empty.
@@ -87,7 +88,9 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
     has_workers = args.num_workers > 0
     exit_signal = args.exit_signal if getattr(args, "exit_signal_handler", False) else None
     with as_assertions():
-        batches = RankBatches(_sampler(dataset, args, ranks), consumed_samples)
+        sampler = _sampler(dataset, args, ranks)
+        is_whole = isinstance(sampler, FullValidationSampler)
+        batches = RankBatches(sampler, 0 if is_whole else consumed_samples)
     # A global batch at once: the samples as they are.
     collate = {"collate_fn": list} if getattr(args, "hybrid_context_parallel", False) else {}
     return torch.utils.data.DataLoader(
