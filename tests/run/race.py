@@ -11,8 +11,8 @@ The other processes must finish. The race then checks that
     all surviving processes have the same arrays and samples, equal to those built in memory,
     only complete sets and one manifest are left in the folder.
 
-With --no-flock the processes have no locks and all build at once: several build the same set, and
-leftovers of killed processes stay. The other checks must hold.
+On a file system without locks all build at once: several build the same set, and leftovers of
+killed processes stay. The other checks must hold.
 """
 
 import argparse
@@ -23,7 +23,6 @@ import multiprocessing.connection
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,7 +37,6 @@ import numpy as np
 from millrace import DatasetConfig, Datasets, build_datasets
 from millrace.cache import arrays
 from millrace.files import TMP, file_lock
-from tests.no_flock import no_flock
 from tests.run.test_build import contents, write
 
 FORK = multiprocessing.get_context("fork")
@@ -254,28 +252,19 @@ def listen(pipes: Mapping[int, Any]) -> Iterator[tuple[str, int, str]]:
                 open_pipes.pop(number).close()
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     numbers = {"processes": 64, "kills": 3, "seed": 1, "documents": 2000}  # documents in each file
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--folder", help="working folder, which selects the file system")
-    parser.add_argument("--no-flock", action="store_true", help="behave as if there were no locks")
-    options = parser.parse_args()
-    if options.no_flock:
-        with tempfile.TemporaryDirectory() as name:
-            again = [sys.executable, "-m", "tests.run.race", *sys.argv[1:]]
-            again.remove("--no-flock")
-            return subprocess.run(again, env=no_flock(Path(name))).returncode
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        numbers = {key: getattr(options, key) for key in numbers}
+    with tempfile.TemporaryDirectory() as name:  # TMPDIR selects the file system
+        numbers = vars(parser.parse_args())
         stages, referee = race(Path(name), **numbers)
     print(
-        f"{len(referee.digests)} of {options.processes} processes agree on 3 sets, built "
+        f"{len(referee.digests)} of {numbers['processes']} processes agree on 3 sets, built "
         f"{sum(referee.built.values())} times; builders were killed at the stages {stages}"
     )
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.no_flock import no_flock
 from tests.run import race
 
 
@@ -23,10 +25,11 @@ def test_a_small_race(tmp_path: Path) -> None:
     assert (len(referee.dead), len(referee.digests)) == (1, 11)
 
 
-def test_a_race_without_locks() -> None:
+def test_a_race_without_locks(tmp_path: Path) -> None:
     """When writers shared temporary names, 10 of 10 such rounds failed."""
     for seed in range(4):
-        command = [sys.executable, "-m", "tests.run.race", "--no-flock", "--processes", "8"]
+        command = [sys.executable, "-m", "tests.run.race", "--processes", "8"]
         command += ["--documents", "400", "--seed", str(seed), "--kills", str(seed % 2)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        options: Any = {"env": no_flock(tmp_path), "capture_output": True, "text": True}
+        result = subprocess.run(command, timeout=120, **options)
         assert result.returncode == 0, result.stderr

@@ -48,10 +48,6 @@ _UNUSABLE = (FileNotFoundError, NotADirectoryError, DataError)
 # NumPy reads a header by ast.literal_eval, which on Python 3.11 fails in two threads at once (with
 # "AST constructor recursion depth mismatch").
 _ONE_HEADER_AT_A_TIME = threading.Lock()
-_HEADERS: dict[tuple[int, int], Callable[[Any], tuple[Any, bool, np.dtype[Any]]]] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
 _ENDS = slice(None, 4096), slice(-4096, None)  # of an index: a few pages, whatever its size
 
 
@@ -111,9 +107,10 @@ def load_array(path: str) -> NDArray[Any]:
     """One array of a set, mapped and read-only; for the errors, see `load`."""
     try:
         with open(path, "rb") as file:
-            read_header = _HEADERS[np.lib.format.read_magic(file)]
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("its header has another version than 1.0")
             with _ONE_HEADER_AT_A_TIME:
-                shape, is_fortran, dtype = read_header(file)
+                shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
             offset, size = file.tell(), os.fstat(file.fileno()).st_size
             if dtype.hasobject:
                 raise DataError(f"{path} holds Python objects, not numbers")
