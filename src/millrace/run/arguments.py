@@ -63,7 +63,7 @@ def _load_yaml(text: str) -> Any:
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def compose_mapping_node(self, anchor: str | None) -> Any:
             node = super().compose_mapping_node(anchor)  # as written: `<<` is not merged yet
-            _refuse_twice([key.value for key, _ in node.value if isinstance(key.value, str)])
+            _dict_of([(key.value, 0) for key, _ in node.value if isinstance(key.value, str)])
             return node
 
     try:
@@ -72,18 +72,15 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(error) from None
 
 
-def _load_json(text: str) -> Any:
-    def dict_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _refuse_twice([name for name, _ in pairs])
-        return dict(pairs)
-
-    return json.loads(text, object_pairs_hook=dict_of)
-
-
-def _refuse_twice(names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+def _dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict of names and values; ConfigError for a name that comes twice."""
+    names = [name for name, _ in pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"it gives {', '.join(twice)} twice: leave one out")
+    return dict(pairs)
+
+
+_load_json = functools.partial(json.loads, object_pairs_hook=_dict_of)
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,8 +90,7 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         is_section = isinstance(value, Mapping) and name not in (*NAMES, "tokenizer_identifiers")
         flat += _flat(value).items() if is_section else [(name, value)]
-    _refuse_twice([name for name, _ in flat])
-    return dict(flat)
+    return _dict_of(flat)
 
 
 Reader = Callable[[str, Any], Any]
