@@ -17,8 +17,7 @@ from unittest import mock
 
 import pytest
 
-from millrace import IndexedDataset, cli, jobs
-from millrace.demo import run_demo
+from millrace import IndexedDataset, cli, demo, jobs
 from millrace.encoding.training import train_tokenizer
 from millrace.jobs import cache, indexing
 from millrace.verbs.from_text import TrainOptions
@@ -265,7 +264,11 @@ def test_a_closed_stdout_causes_no_traceback(tokenized: Path) -> None:
     assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_the_demo_runs_and_proves_its_resume(tmp_path: Path) -> None:
+def test_the_demo_runs_and_proves_its_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "TRAINING_BYTES", 300_000)
+    monkeypatch.setattr(demo, "NUM_SAMPLES", 512)
     result = millrace("demo", "--folder", tmp_path / "demo")
     assert result.returncode == 0, result.stderr
     assert "token for token" in result.stdout
@@ -383,7 +386,7 @@ def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Pat
         (jobs.index, indexing.IndexOptions),
         (jobs.prune_cache, cache.PruneOptions),
         (train_tokenizer, TrainOptions),
-        (run_demo, DemoOptions),
+        (demo.run_demo, DemoOptions),
     ],
 )
 def test_a_verb_and_its_function_have_the_same_defaults(
