@@ -42,11 +42,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    gc.disable()  # a quarter of the time
+    """Imported modules stay: collections of garbage, of 0.3 s with torch, need not look at them."""
+    gc.disable()
     try:
         return (yield)
     finally:
         gc.enable()
+        gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -66,13 +68,6 @@ def write_documents(prefix: Path, documents: Sequence[Any], dtype: Any = np.uint
     with IndexedDatasetBuilder(prefix, dtype) as builder:
         for document in documents:
             builder.add_document(document)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> None:
-    """Collections of garbage, of 0.3 s with torch, need not look at what there was before."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

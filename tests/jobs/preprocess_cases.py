@@ -110,7 +110,6 @@ def merge(parts: Sequence[str], prefix: str, vocabulary_size: int) -> None:
         builder.add_index(part)
         for suffix in SUFFIXES:
             os.remove(part + suffix)
-    gc.unfreeze()
     builder.finalize(prefix + ".idx")
 
 
