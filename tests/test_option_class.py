@@ -1,4 +1,4 @@
-"""An option class gives checks, identity, arguments of the command line and a table."""
+"""An option class gives checks, identity and arguments of the command line."""
 
 import argparse
 import json
@@ -17,7 +17,6 @@ from millrace.option_class import (
     check_options,
     identity_of,
     option,
-    option_table,
     parse_escapes,
     parse_size,
     take_options,
@@ -183,24 +182,6 @@ def test_the_help_has_groups_and_defaults(capsys: pytest.CaptureFixture[str]) ->
         assert line in text
     text = text.partition("\njob:\n")[2]
     assert text.index("--workers N") < text.index("--plan {auto,fast}")
-
-
-def test_the_table_has_a_row_for_each_option() -> None:
-    assert option_table(JobOptions).splitlines() == [
-        "| option | default | what it is |",
-        "| --- | --- | --- |",
-        "| `--input PATH ...` | required | files to read |",
-        "| `DIR` | required | folder for the result |",
-        "| `--seed N` | 42 | seed of the order, 0 \\| more |",
-        "| `--workers N` | one per core | worker processes |",
-        "| `--rate NUMBER` | 0.5 | 100 % of it |",
-        "| `--plan auto\\|fast` | auto | how it is done |",
-        "| `--keys TEXT ...` | text | keys to read |",
-        "| `--memory SIZE` |  | limit |",
-        "| `--no-checksums` |  | write no checksums |",
-        "| `--restart` |  | start again |",
-        "| `--shard I/N` |  | a part |",
-    ]
 
 
 def test_sizes_and_escapes() -> None:

@@ -10,11 +10,35 @@ import pytest
 
 from millrace import names
 from millrace.cli import VERBS
-from millrace.option_class import option_table
+from millrace.option_class import Field, fields_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLE = re.compile(r"(<!-- options of ([a-z -]+) -->\n)(.*?)(?=\n<!-- end -->)", re.DOTALL)
 CLASSES = {verb.name: verb.option_classes for verb in VERBS}
+
+
+def option_table(*option_classes: type) -> str:
+    """The options of a verb as a table, in Markdown."""
+    rows: list[tuple[str, ...]] = [("option", "default", "what it is"), ("---", "---", "---")]
+    fields = [field for option_class in option_classes for field in fields_of(option_class)]
+    for field in sorted(fields, key=lambda field: not field.is_required):
+        if field.flags:
+            is_required = field.is_required and field.settings().get("required", True)
+            default = "required" if is_required else field.default_text
+            cells = f"`{usage_of(field)}`", default, field.option.help
+            rows.append(tuple(cell.replace("|", "\\|") for cell in cells))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def usage_of(field: Field) -> str:
+    """The option as it is typed: `--workers N`."""
+    settings = field.settings()
+    value = settings.get("metavar") or "|".join(settings.get("choices", ()))
+    if not field.flags[0].startswith("-"):
+        return value or field.flags[0]
+    value = " ".join(value) if isinstance(value, tuple) else value
+    value += " ..." if settings.get("nargs") in ("+", "*") else ""
+    return f"{field.flags[-1]} {value}".rstrip()
 
 
 def with_tables(text: str) -> str:

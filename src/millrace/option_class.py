@@ -128,19 +128,6 @@ def take_options(option_class: type, values: dict[str, Any]) -> dict[str, Any]:
     return {name: values.pop(name) for name in names if name in values}
 
 
-def option_table(*option_classes: type) -> str:
-    """The options of a verb as a table for the docs, in Markdown."""
-    rows: list[tuple[str, ...]] = [("option", "default", "what it is"), ("---", "---", "---")]
-    fields = [field for option_class in option_classes for field in fields_of(option_class)]
-    for field in sorted(fields, key=lambda field: not field.is_required):
-        if field.flags:
-            is_required = field.is_required and field.settings().get("required", True)
-            default = "required" if is_required else field.default_text
-            cells = f"`{field.usage}`", default, field.option.help
-            rows.append(tuple(cell.replace("|", "\\|") for cell in cells))
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
 # ---- a field ----
 
 
@@ -194,17 +181,6 @@ class Field(NamedTuple):
         if self.option.default_text or isinstance(default, bool) or default in (None, MISSING):
             return self.option.default_text
         return " ".join(default) if isinstance(default, tuple) else f"{default}"
-
-    @property
-    def usage(self) -> str:
-        """The option as it is typed: `--workers N`."""
-        settings = self.settings()
-        value = settings.get("metavar") or "|".join(settings.get("choices", ()))
-        if not self.flags[0].startswith("-"):
-            return value or self.flags[0]
-        value = " ".join(value) if isinstance(value, tuple) else value
-        value += " ..." if settings.get("nargs") in ("+", "*") else ""
-        return f"{self.flags[-1]} {value}".rstrip()
 
     def settings(self) -> dict[str, Any]:
         """The keywords of `add_argument`."""
