@@ -1,5 +1,6 @@
 """What `bench` needs of the machine: an empty page cache, and the rate of copying memory."""
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -24,18 +25,13 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
     """
     num_bytes = num_resident = 0
     for path in paths:
-        try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except OSError:
-            continue  # opening the run says what is wrong
-        try:
+        # Opening the run says what is wrong with a file.
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            descriptor, size = file.fileno(), os.path.getsize(path)
             os.fdatasync(descriptor)  # pages that are not on the disk yet cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            size = os.fstat(descriptor).st_size
             num_bytes += size
             num_resident += int(resident_pages(descriptor, 0, size).sum()) * mmap.PAGESIZE
-        finally:
-            os.close(descriptor)
     amount = f"{num_bytes / 1e6:,.1f} MB in {len(paths)} files"
     if num_resident > 0.01 * num_bytes:
         return (
