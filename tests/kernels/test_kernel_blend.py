@@ -80,14 +80,17 @@ def test_by_weights_equals_its_twin_for_extreme_weights(weights: list[float]) ->
 
 
 @pytest.mark.parametrize("kind", WEIGHTS_OF)
-@pytest.mark.parametrize("num_datasets", [3, 24, 25, 192, 193, 400])
+@pytest.mark.parametrize("num_datasets", [3, 9, 24, 25, 65, 193, 400])
 def test_equals_its_twin_in_many_parts(num_datasets: int, kind: str) -> None:
-    """Enough samples for several parts per thread, and for wrong guesses that are corrected."""
+    """Enough samples for several parts, for wrong guesses that are corrected, and for the margin of
+    the floor to grow and to shrink."""
     random = np.random.default_rng(num_datasets)
     shares = normalized(WEIGHTS_OF[kind](random, num_datasets))
-    assert_weights_twin(shares, 30_000 + num_datasets, threads=(1, 2, 5))
-    if num_datasets in (3, 25, 193):
-        assert_sizes_twin(np.ceil(shares * 25_000).astype(np.int64), threads=(1, 2, 5))
+    assert_weights_twin(shares, 17_000 + 110 * min(num_datasets, 193), threads=(1, 2, 5))
+    sizes = np.ceil(shares * 9000).astype(np.int64)
+    assert_sizes_twin(sizes, threads=(1, 2, 5))
+    sizes[:: max(num_datasets // 4, 2)] = 0
+    assert_sizes_twin(sizes)
 
 
 @pytest.mark.parametrize("spread", [1e-2, 1e-3, 1e-15])
@@ -106,11 +109,11 @@ def test_by_weights_equals_its_twin_for_nearly_equal_weights(kind: str, spread: 
         weights[100:] /= 3
     elif kind == "but for one":
         weights[7] = 400
-    assert_weights_twin(normalized(weights), 30_000, threads=(1, 2))
+    assert_weights_twin(normalized(weights), 12_000, threads=(1, 2))
     assert_weights_twin(normalized(weights), 300)
 
 
-@pytest.mark.parametrize("size", [4095, 4096, 8191, 8192, 8193, 12_287, 12_288, 16_385])
+@pytest.mark.parametrize("size", [4095, 4096, 8191, 8192, 8193, 12_288])
 def test_the_result_does_not_depend_on_the_number_of_parts(size: int) -> None:
     random = np.random.default_rng(size)
     weights = normalized(10.0 ** (-12 * random.random(20)))
@@ -130,24 +133,10 @@ def test_by_sizes_equals_its_twin_for_nearly_equal_sizes() -> None:
 def test_by_weights_equals_its_twin_for_weights_that_are_not_normalised(scale: float) -> None:
     """The guess of a part's start may be bad, and is corrected."""
     for kind, (num_datasets, size) in itertools.product(
-        ("uniform", "few weights", "zipf"), ((30, 20_000), (100, 1500))
+        ("uniform", "few weights", "zipf"), ((30, 9000), (100, 1500))
     ):
         weights = WEIGHTS_OF[kind](np.random.default_rng(num_datasets), num_datasets)
         assert_weights_twin(normalized(weights) * scale, size)
-
-
-@pytest.mark.parametrize("kind", WEIGHTS_OF)
-@pytest.mark.parametrize("num_datasets", [9, 17, 65, 150, 400])
-def test_equals_its_twin_where_not_all_datasets_are_candidates(
-    num_datasets: int, kind: str
-) -> None:
-    """Enough samples for the margin of the floor to grow and to shrink."""
-    random = np.random.default_rng(num_datasets)
-    shares = normalized(WEIGHTS_OF[kind](random, num_datasets))
-    assert_weights_twin(shares, 400_000 // num_datasets)
-    sizes = np.ceil(shares * (200_000 // num_datasets)).astype(np.int64)
-    sizes[:: num_datasets // 4] = 0
-    assert_sizes_twin(sizes)
 
 
 @pytest.mark.parametrize("num_datasets", [80, 32_766])
@@ -172,26 +161,22 @@ WEIGHTS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
 @given(
-    base=st.lists(WEIGHTS, min_size=1, max_size=6),
-    places=st.lists(st.integers(0, 5), min_size=1, max_size=100),
+    base=st.lists(WEIGHTS, min_size=1, max_size=20),
+    places=st.none() | st.lists(st.integers(0, 5), min_size=1, max_size=100),
     normalise=st.booleans(),
     size=st.integers(0, 400),
 )
-@settings(deadline=None, derandomize=True, max_examples=100)
-def test_by_weights_equals_its_twin_for_any_equal_weights(
-    base: list[float], places: list[int], normalise: bool, size: int
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_by_weights_equals_its_twin_for_any_weights(
+    base: list[float], places: list[int] | None, normalise: bool, size: int
 ) -> None:
-    weights = np.array([base[place % len(base)] for place in places])
+    """All different, or many that are equal."""
+    chosen = range(len(base)) if places is None else places
+    weights = np.array([base[place % len(base)] for place in chosen])
     with np.errstate(over="ignore", under="ignore"):
         scaled = normalized(weights)
     usable = normalise and bool(np.all(np.isfinite(scaled) & (scaled > 0)))
     assert_weights_twin(scaled if usable else weights, size)
-
-
-@given(weights=st.lists(WEIGHTS, min_size=1, max_size=20), size=st.integers(0, 300))
-@settings(deadline=None, derandomize=True, max_examples=200)
-def test_by_weights_equals_its_twin_for_any_weights(weights: list[float], size: int) -> None:
-    assert_weights_twin(np.array(weights), size)
 
 
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=20))
@@ -208,10 +193,7 @@ def test_by_weights_refuses_wrong_weights(weights: Any) -> None:
         _native.blend_by_weights(np.array(weights), 10)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [[], np.ones(32_767, np.int64), [5, -1], [2**62, 2**62], [2**62]],  # a sum past int64
-)
+@pytest.mark.parametrize("sizes", [[], np.ones(32_767), [5, -1], [2**62, 2**62], [2**62]])
 def test_by_sizes_refuses_wrong_sizes(sizes: Any) -> None:
     with pytest.raises(ConfigError, match=r"sizes|datasets"):
         _native.blend_by_sizes(np.array(sizes, np.int64))
