@@ -81,7 +81,7 @@ def sample_index(
         start = (sample + 1) * sequence_length  # of the next sample
         drawn = start + extra
         if drawn <= num_tokens:
-            place = int(np.argmax(ends >= drawn))
+            place = int(np.searchsorted(ends, drawn))
             rows.append((place, start - int(ends[place] - lengths[place])))
         elif allow_partial and sample == num_samples - 1 and np.any(lengths >= extra):
             place = int(np.flatnonzero(lengths >= extra)[-1])
