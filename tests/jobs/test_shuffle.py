@@ -189,7 +189,7 @@ def test_jobs_in_threads_of_a_process(tmp_path: Path, plan: str) -> None:
         ({"memory": 1000}, "memory must be at least 8000000 bytes .8.0 MB., not 1.0 kB"),
         ({"documents": True, "carry": True}, "carry cannot be combined with documents=True"),
         ({"documents": True}, "x.bin has no .idx, so millrace cannot tell where its documents"),
-        ({"output_dir": ""}, "output_dir is empty; give a folder"),
+        ({"output_dir": ""}, "the output folder  cannot be made: No such file"),
         ({"input_list": []}, "either input_dir or input_list; both of them"),
     ],
 )

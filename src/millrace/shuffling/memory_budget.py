@@ -30,7 +30,6 @@ _WORKER_MEMORY = 45 * MB  # Python, NumPy and this package in a worker process
 _ARROW_MEMORY = 90 * MB  # more in each process that copies the origins of documents
 _LEAST_BUFFER = 8 * MB  # of a worker
 _BLOCK = 1 << 16  # items whose sizes are looked up at a time
-_SHARE = 2  # of the available memory, a half: the rest is for the page cache
 
 
 class Budget(NamedTuple):
@@ -53,7 +52,7 @@ class Budget(NamedTuple):
 def budget_of(memory: int | None, items: Items) -> Budget:
     """The budget of a job; without a limit half of the memory that is available."""
     arrow = _ARROW_MEMORY if items.has_origins else 0
-    total = available_memory() // _SHARE if memory is None else memory
+    total = available_memory() // 2 if memory is None else memory  # half is for the page cache
     return Budget(total, arrow, _WORKER_MEMORY + arrow)
 
 

@@ -115,8 +115,6 @@ class ShuffleOptions:
                 "carry cannot be combined with documents=True: it only applies to sequences of a "
                 "fixed length"
             )
-        if not self.output_dir:
-            raise ConfigError("output_dir is empty; give a folder for the shards")
 
     @property
     def inputs(self) -> Inputs:
