@@ -212,11 +212,15 @@ class _Array:
     def __repr__(self) -> str:
         return f"an array {self.dtype} {list(self.values.shape)}"
 
-    def other_values(self, other: _Array) -> NDArray[np.bool_]:
-        """Where two arrays of one dtype and shape differ; NaN equals NaN, and 0.0 is not -0.0."""
+    def __eq__(self, other: object) -> bool:
+        """Whether dtype, shape and all bytes are equal: NaN equals NaN, and 0.0 is not -0.0."""
+        return repr(self) == repr(other) and not self.places_unlike(other)
+
+    def places_unlike(self, other: Any) -> list[tuple[int, ...]]:
+        """Where two arrays of one dtype and shape differ."""
+        kind, shape = f"V{self.values.itemsize}", self.values.shape
         one, two = (np.ascontiguousarray(array.values).reshape(-1) for array in (self, other))
-        is_other: NDArray[np.bool_] = one.view(f"V{one.itemsize}") != two.view(f"V{one.itemsize}")
-        return is_other.reshape(self.values.shape)
+        return list(map(tuple, np.argwhere((one.view(kind) != two.view(kind)).reshape(shape))))
 
 
 def _frozen(value: Any) -> Any:
@@ -237,22 +241,16 @@ def _assert_equal(expected: Any, actual: Any, place: str, what: str, remedy: str
     """An AssertionError of the first difference of two values, if there is one."""
     frozen = _frozen(expected), _frozen(actual)
     for path, one, other in differences(*frozen, _is_equal, (place,)):
-        where, number = place_of(path), ""
+        where = place_of(path)
         if isinstance(one, _Array) and repr(one) == repr(other):
-            is_other = one.other_values(other)
-            at = tuple(np.argwhere(is_other)[0].tolist())
-            where += str(list(at)) if at else ""
-            number = f" ({np.count_nonzero(is_other)} of {is_other.size} values differ)"
+            at = one.places_unlike(other)[0]
+            where += str([*map(int, at)]) if at else ""
             one, other = one.values[at].tolist(), other.values[at].tolist()
         first, now = (shown(value, _MAX_SHOWN) for value in (one, other))
-        raise AssertionError(
-            f"{what}: {where} is {first} in the first run, {now} now{number}{remedy}"
-        )
+        raise AssertionError(f"{what}: {where} is {first} in the first run, {now} now{remedy}")
 
 
 def _is_equal(one: Any, other: Any) -> bool:
     """Whether two leaves are equal, also in type; NaN equals NaN."""
-    if isinstance(one, _Array) and isinstance(other, _Array):
-        return repr(one) == repr(other) and not one.other_values(other).any()
     is_nan = one != one and other != other
     return type(one) is type(other) and bool(is_nan or one == other)

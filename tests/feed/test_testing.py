@@ -245,7 +245,7 @@ def making(make: Callable[[Any, int], Any]) -> type[Plain]:
         (making(lambda self, _: {"xy"[self.was_resumed]: np.zeros(3)}), "array .*, nothing now"),
         (
             making(lambda self, _: np.array([1, 0.0 * -self.was_resumed])),
-            r", -0.0 now \(1 of 2 val",
+            r"\[1\] is 0.0 in the first run, -0.0 now",
         ),
         (CountsFromTheResume, "stops and resumes after every step differs in step 2"),
         (SharesItsState, r"after 0 steps has changed while its loader .*position is 0 in"),

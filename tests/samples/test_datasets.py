@@ -12,7 +12,6 @@ from millrace import BlendedDataset, ConfigError, DataError, GPTDataset, Indexed
 from millrace.samples import TokenBatch
 from tests.conftest import write_documents
 from tests.store.pairs import link_pairs, run
-from tests.strangers.test_storage import MemoryFile
 
 Make = Callable[..., IndexedDataset]
 
@@ -143,24 +142,6 @@ def test_invalid_blends_are_refused(parts: list[GPTDataset], make_dataset: Make)
     other = GPTDataset(make_dataset([300], name="other"), sequence_length=9, seed=0)
     with pytest.raises(ConfigError, match="make them equal"):
         BlendedDataset([parts[0], other])
-
-
-# ---- unmapped token files ----
-
-
-def test_every_reader_gives_the_same_samples(make_dataset: Make, tmp_path: Path) -> None:
-    data = make_dataset([100, 0, 30, 250])
-    slow = IndexedDataset(data.prefix, bin_reader=MemoryFile((tmp_path / "data.bin").read_bytes()))
-    files = IndexedDataset(data.prefix, access="file")
-    options = {"sequence_length": 16, "seed": 5, "drop_last_partial_sequence": False}
-    parts = [GPTDataset(reader, **options) for reader in (data, files, slow)]
-    assert parts[0].fingerprint() == parts[1].fingerprint() == parts[2].fingerprint()
-    mixed, mapped = BlendedDataset(parts), BlendedDataset([parts[0]] * 3)
-    for dataset, expected in ((parts[1], parts[0]), (parts[2], parts[0]), (mixed, mapped)):
-        batch = dataset.batch(np.arange(len(expected)))
-        for name, array in expected.batch(np.arange(len(expected))).items():
-            assert np.array_equal(batch[name], array)
-    assert mixed.batch([])["tokens"].shape == (0, 16)
 
 
 # ---- descriptors, and truncated files ----

@@ -30,7 +30,6 @@ from millrace import (
 from millrace.feed import BatchForm
 from millrace.options import SampleOptions
 from millrace.samples.fields import ALL_FIELDS, FIELDS
-from millrace.testing import assert_resumes
 from tests.conftest import write_documents as write_pair
 from tests.feed.helpers import FORKS, is_true_in_child
 from tests.kernels import reference
@@ -251,12 +250,6 @@ def test_a_forked_process_reads_it(folder: Path, sequences: NDArray[Any], access
     dataset, expected = ShardedDataset(folder, access=access), sequences[[0, 22]]
     dataset.batch([3])
     assert is_true_in_child(lambda: np.array_equal(dataset.batch([0, 22])["tokens"], expected))
-
-
-@pytest.mark.parametrize("access", ACCESS)
-def test_it_resumes_at_any_step(folder: Path, access: Any) -> None:
-    dataset = ShardedDataset(folder, access=access)
-    assert assert_resumes(lambda: Loader(dataset, micro_batch_size=3)) == 7
 
 
 def test_the_state_tells_data_apart(folder: Path, sequences: NDArray[Any]) -> None:

@@ -130,13 +130,6 @@ class BlendedDataset(TokenDataset):
 
     def leaves(self, numbers: Numbers) -> Leaves | None:
         draws = self._draws(numbers)
-        plain = [one for one in draws.datasets.values() if is_ours(one) and not one.transforms]
-        stored = [one.source for one in plain if not isinstance(one, BlendedDataset)]
-        is_stored = (isinstance(one, StoredTokens) and one.core[2] for one in stored)
-        if len(stored) == len(draws.datasets) and all(is_stored):  # in half of the time
-            places = np.searchsorted([*draws.datasets], draws.dataset_numbers)
-            stores = self._first_stores[[*draws.datasets]].tolist()
-            return Leaves(stored, places, draws.in_dataset, stores, draws.dataset_numbers)
         places, in_source = np.empty_like(draws.in_dataset), np.empty_like(draws.in_dataset)
         sources: list[StoredTokens] = []
         store_numbers: list[int] = []

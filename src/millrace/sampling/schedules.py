@@ -44,9 +44,6 @@ class BatchSizeSchedule:
             else:
                 self._runs.append((step + steps, start + steps * last_size, size))
 
-    def __repr__(self) -> str:
-        return f"BatchSizeSchedule({shown(list(self.changes))})"
-
     def batch_size(self, consumed_samples: int) -> int:
         """Number of samples, on all ranks, of the step that starts after that many samples."""
         consumed_samples = check_int("consumed_samples", consumed_samples, 0)
@@ -150,9 +147,6 @@ class RampUp(BatchSizeSchedule):
             place = bisect_left(near, number, key=lambda consumed: int(consumed / per_increment))
             changes[near.start + place] = self.start + number * self.increment
         super().__init__([*changes.items()])
-
-    def __repr__(self) -> str:
-        return f"RampUp({self.start}, {self.increment}, {self.samples}, {self.global_batch_size})"
 
 
 _first = itemgetter(0)
