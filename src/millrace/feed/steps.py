@@ -356,27 +356,22 @@ class LookAhead:
         return steps
 
 
-def _print_stacks(seconds: float) -> None:
-    if (stream := sys.__stderr__) is not None:
-        with suppress(OSError, ValueError):  # it is closed
-            stream.write(f"millrace: a batch takes more than {seconds:g} s; all threads:\n")
-            stream.flush()
-            faulthandler.dump_traceback(stream)
-
-
 @contextmanager
 def stacks_printed_after(seconds: float | None) -> Iterator[None]:
-    """Prints what all threads are doing if the block takes longer; None: it may take any time."""
+    """Prints what all threads are doing if the block takes longer; None: it may take any time.
+
+    A process has one such timer: of several blocks at a time, that of the last one.
+    """
     if seconds is None:
         yield
         return
-    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), _print_stacks, [seconds])
-    timer.daemon = True
+    stderr: Any = sys.__stderr__
+    with suppress(Exception):  # there is none, or it is closed
+        faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX), file=stderr)
     try:
-        timer.start()
         yield
     finally:
-        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 _open: weakref.WeakSet[StepQueue] = weakref.WeakSet()
