@@ -17,7 +17,7 @@ SURPLUS = 0.005
 """The part of its share that Megatron-LM builds of each dataset beyond the share."""
 
 _MOST_SURPLUS = 1_000_000  # keeps the number of samples to build countable
-_CHUNK_SIZE = 1 << 22  # draws to count or search at a time: np.bincount needs 8 bytes for each
+_CHUNK_SIZE = 1 << 22  # draws to count at a time: np.bincount needs 8 bytes for each
 
 
 class Mixture(Protocol):
@@ -74,18 +74,12 @@ class BlendOrder:
         return _native.look_up_draws(*self.indices, sample_numbers)
 
     def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `Mixture.find`; reads the index up to the last of the draws."""
         check_int("the source", source, 0, len(self.weights) - 1)
         numbers = check_ints("numbers", numbers)
+        places = np.flatnonzero(self.indices.dataset_index == source)
         found = np.full(len(numbers), -1, np.int64)
-        index, num_passed = self.indices.dataset_index, 0
-        for start in range(0, len(index), _CHUNK_SIZE):
-            places = np.flatnonzero(index[start : start + _CHUNK_SIZE] == source)
-            is_here = (num_passed <= numbers) & (numbers < num_passed + len(places))
-            found[is_here] = start + places[numbers[is_here] - num_passed]
-            num_passed += len(places)
-            if np.all(numbers < num_passed):
-                break
+        is_drawn = (numbers >= 0) & (numbers < len(places))
+        found[is_drawn] = places[numbers[is_drawn]]
         return found
 
     def counts(self, sample_number: int) -> NDArray[np.int64]:
