@@ -34,7 +34,7 @@ started.wait()
 WORKERS = """
 if __name__ == "__main__":
     from torch.utils.data import DataLoader
-    loader = DataLoader(samples, num_workers=2, multiprocessing_context="spawn")
+    loader = DataLoader(samples, num_workers=1, multiprocessing_context="spawn")
     assert sum(1 for _ in loader) == len(samples)
 """
 

@@ -11,7 +11,9 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, cases.Refe
     return cases.make_references(tmp_path_factory.mktemp("tokenizers"))
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize(
+    "number", [*range(6), *(pytest.param(n, marks=pytest.mark.long) for n in range(6, 24))]
+)
 def test_a_random_case_is_equal_to_megatrons_output(
     number: int, references: dict[str, cases.Reference], tmp_path: Path
 ) -> None:

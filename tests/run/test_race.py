@@ -25,9 +25,10 @@ def test_a_small_race(tmp_path: Path) -> None:
     assert (len(referee.dead), len(referee.digests)) == (1, 11)
 
 
-def test_a_race_without_locks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [2, pytest.param(8, marks=pytest.mark.long)])
+def test_a_race_without_locks(rounds: int, tmp_path: Path) -> None:
     """When writers shared temporary names, 10 of 10 such rounds failed."""
-    for seed in range(4):
+    for seed in range(rounds):
         command = [sys.executable, "-m", "tests.run.race", "--processes", "8"]
         command += ["--documents", "400", "--seed", str(seed), "--kills", str(seed % 2)]
         options: Any = {"env": no_flock(tmp_path), "capture_output": True, "text": True}
