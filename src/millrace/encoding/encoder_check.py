@@ -42,7 +42,7 @@ def choose_encoder(
         # The reference encodes while the candidate is loaded, which takes about as long. So do the
         # fingerprints, which every job needs.
         *of_built_in, of_texts = [
-            thread.submit(_results, vocabulary.encode_batch, batch) for batch in (*batches, texts)
+            thread.submit(results_of, vocabulary.encode_batch, batch) for batch in (*batches, texts)
         ]
         other_thread.submit(lambda: vocabulary.fingerprint)
         try:
@@ -52,17 +52,12 @@ def choose_encoder(
         else:
             if key not in _VERDICTS:
                 _VERDICTS[key] = _first_difference(encode_batch, of_built_in)
-            difference = _VERDICTS[key] or _first_difference(encode_batch, [of_texts])
-            if difference is None:
+            found = _VERDICTS[key] or _first_difference(encode_batch, [of_texts])
+            if found is None:
                 return candidate, encode_batch, ""
-            problem = f"{candidate} differs from {reference}: {difference}"
+            problem = f"{candidate} differs from {reference}: {found}"
         thread.shutdown(cancel_futures=True)
     return reference, vocabulary.encode_batch, f"{problem}; {reference} is used instead"
-
-
-def difference_on(texts: list[str], encode: EncodeBatch, reference: EncodeBatch) -> str | None:
-    """As `compare_encoders`."""
-    return _difference(encode, _results(reference, texts))
 
 
 def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
@@ -81,12 +76,13 @@ def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
 
 
 def _first_difference(encode: EncodeBatch, expected: Iterable[Future[Any]]) -> str | None:
-    differences = (_difference(encode, future.result()) for future in expected)
+    differences = (difference(encode, future.result()) for future in expected)
     return next(filter(None, differences), None)
 
 
-def _difference(encode: EncodeBatch, expected: list[Result]) -> str | None:
-    results = _results(encode, [text for text, _ in expected])
+def difference(encode: EncodeBatch, expected: list[Result]) -> str | None:
+    """How an encoder differs from the results of the reference: on the first such text, or None."""
+    results = results_of(encode, [text for text, _ in expected])
     for (text, ids), (_, reference_ids) in zip(results, expected, strict=True):
         if isinstance(reference_ids, str):
             continue
@@ -104,7 +100,8 @@ def _difference(encode: EncodeBatch, expected: list[Result]) -> str | None:
     return None
 
 
-def _results(encode: EncodeBatch, batch: Iterable[str]) -> list[Result]:
+def results_of(encode: EncodeBatch, batch: Iterable[str]) -> list[Result]:
+    """What an encoder gives for each text; if it fails for some, each is encoded alone."""
     texts = list(batch)
     try:
         ids, lengths = encode(texts)
@@ -118,4 +115,4 @@ def _results(encode: EncodeBatch, batch: Iterable[str]) -> list[Result]:
             raise
         if len(texts) == 1:
             return [(texts[0], f"{error}" or type(error).__name__)]
-    return [result for text in texts for result in _results(encode, [text])]
+    return [result for text in texts for result in results_of(encode, [text])]

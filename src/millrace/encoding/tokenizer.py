@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace.checks import check_bool, check_choice, check_int, check_path, shown
 from millrace.deferred import cached_property
 from millrace.dtypes import optimal_dtype
-from millrace.encoding.encoder_check import choose_encoder, difference_on
+from millrace.encoding.encoder_check import choose_encoder, difference, results_of
 from millrace.encoding.flat_ids import EncodeBatch
 from millrace.encoding.functions import FunctionVocabulary, code_of
 from millrace.encoding.tokenizer_files import load_vocabulary
@@ -298,7 +298,7 @@ def compare_encoders(
 ) -> str | None:
     """How two tokenizers differ on the first text on which they do, or None. A text that the
     reference cannot encode is left out."""
-    return difference_on(list(texts), tokenizer.encode_batch, reference.encode_batch)
+    return difference(tokenizer.encode_batch, results_of(reference.encode_batch, texts))
 
 
 def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[Tokenizer, str]:

@@ -124,7 +124,7 @@ class _Texts:
         """The texts of a part, up to `most` bytes; the last one may be cut."""
 
         def refuse(line: int, byte_offset: int, reason: str, data: bytes) -> None:
-            place = f"{part.unit} {text.first_line_of(part) + line}"
+            place = f"{part.format.unit} {text.first_line_of(part) + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 
         query = text.Query(keys=tuple(self._keys), reject=refuse)

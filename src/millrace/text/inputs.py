@@ -51,9 +51,6 @@ def find_inputs(
     ('jsonl', 13)
     """
     paths = checks.check_paths("inputs", inputs)
-    for path in paths:
-        if "\0" in path:
-            raise ConfigError(f"one of inputs is {checks.shown(path)}, which no file can have")
     if not paths:
         raise ConfigError("there are no inputs; give at least one file, folder or pattern")
     formats = known_formats(separator)

@@ -95,16 +95,6 @@ class InputFile:
     def is_pipe(self) -> bool:
         return self.size is None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether any byte of the documents can be read without those before."""
-        return not self.is_pipe and not self.compression
-
-    @property
-    def has_pieces(self) -> bool:
-        """Whether `pieces_of` divides the file, which `parts_of` does not."""
-        return self.format.has_pieces(self)
-
     def part(self, start: int = 0, stop: int | None = None, **fields: Any) -> Part:
         """A part of the file, with other fields of `Part` if given; by default the whole file."""
         whole = {"size": self.size or 0, "first_line": self.format.first_line}
@@ -148,20 +138,6 @@ class Part:
     first_line: int | None
     file_size: int | None = None
     mtime_ns: int | None = None
-
-    @property
-    def unit(self) -> str:
-        return self.format.unit
-
-    @property
-    def identity(self) -> tuple[int | None, int | None]:
-        """Size and time that the file must have."""
-        return self.file_size, self.mtime_ns
-
-    @property
-    def is_range_of_lines(self) -> bool:
-        """Whether the part depends on nothing but the lines that begin in its range."""
-        return self.format.is_cut_at_lines and not self.compression
 
 
 @dataclass
@@ -256,7 +232,7 @@ def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[i
             f"{part.source} {change} while the job was running. Run again when the file is complete"
         )
 
-    status = check(*part.identity)
+    status = check(part.file_size, part.mtime_ns)
     is_regular = stat.S_ISREG(status.st_mode) and not streams.is_of_a_process(part.path)
     yield status.st_size if is_regular else None
     if is_regular:

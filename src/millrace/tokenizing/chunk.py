@@ -74,7 +74,7 @@ def is_of(record: dict[str, Any], work: Work) -> bool:
 
 def _sum_of_lines(part: Part) -> str | None:
     """XXH3-64 of the lines of a part and their position; None of files that are not so cut."""
-    if not part.is_range_of_lines:
+    if part.compression or not part.format.is_cut_at_lines:
         return None
     digest = xxh3()
     with open_part(part) as stream:
@@ -153,7 +153,7 @@ def _read(
         if work.checksum is None:
             place = [part.path, part.start, part.stop]
             # The pages are in memory still: this takes a hundredth of the time of the encoder.
-            record["inputs"].append([place, list(part.identity), _sum_of_lines(part)])
+            record["inputs"].append([place, [part.file_size, part.mtime_ns], _sum_of_lines(part)])
 
 
 def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
@@ -186,9 +186,10 @@ class Rejects(contextlib.ExitStack):
         """Raises a TextError, or keeps a line that is not a document."""
         if self._on_error == "stop":
             place = self._parts[part]
+            unit = place.format.unit
             raise TextError(
-                f"{place.source}, {place.unit} {first_line_of(place) + line}: {reason}. Or go on "
-                f"without such {place.unit}s: --on-error skip, or quarantine, which keeps their "
+                f"{place.source}, {unit} {first_line_of(place) + line}: {reason}. Or go on "
+                f"without such {unit}s: --on-error skip, or quarantine, which keeps their "
                 "bytes"
             )
         if not self._files:

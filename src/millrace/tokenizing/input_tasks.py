@@ -128,13 +128,13 @@ def _plan_steps(
         to_unpack = {
             number
             for number, file in enumerate(files)
-            if file.has_pieces and _UNPACKED * (file.size or 0) > task_size
+            if file.format.has_pieces(file) and _UNPACKED * (file.size or 0) > task_size
         }
         if len(to_unpack) > _UNPACKED_PER_WORKER * workers:
             to_unpack.clear()
     else:
         numbers = {step.file for step in earlier if step.file is not None}
-        to_unpack = {number for number in numbers if files[number].has_pieces}
+        to_unpack = {number for number in numbers if files[number].format.has_pieces(files[number])}
     part_size = task_size
     if shard is not None:
         # Not by the size of its tasks, as the other shards may have another.

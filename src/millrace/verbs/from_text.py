@@ -166,10 +166,6 @@ def _tokenize(
 def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
     if not inputs and input_list is None:
         raise ConfigError("there is no input; give --input or --input-list")
-    if input_list == "-" and "-" in inputs:
-        raise ConfigError(
-            "standard input is both --input and --input-list. Write one of them to a file"
-        )
     return inputs + (read_input_list(input_list) if input_list is not None else [])
 
 

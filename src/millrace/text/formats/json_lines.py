@@ -30,8 +30,8 @@ class JsonLines(Format):
     _separator = b"\n"
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
-        end = file.size if file.is_plain else None
-        if not end:
+        end = file.size
+        if self.has_pieces(file) or not end:
             yield file.part()
             return
         for start in range(0, end, size):
@@ -48,7 +48,7 @@ class JsonLines(Format):
         return count + 2
 
     def has_pieces(self, file: InputFile) -> bool:
-        return not file.is_plain
+        return file.is_pipe or bool(file.compression)
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         keys, batch = query.keys, Batch(query, part.size)
