@@ -20,7 +20,7 @@ _NUM_TOKENS_AS_TEXTS = 3000
 Result = tuple[str, NDArray[np.uint32] | str]  # a text, and its ids or the error that it raises
 _VERDICTS: dict[tuple[str, Options, str], str | None] = {}
 """How the first built-in text differs, or None, by file, options and encoder: a second job of this
-process need not compare 13,000 texts again."""
+process need not compare 14,000 texts again."""
 
 
 def choose_encoder(
