@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from millrace import records
-from millrace.records import Count, Limits, record_from
+from millrace.records import Count, record_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Record:
     count: Count
     share: float
     files: list[File]
-    seed: Annotated[int, Limits(0, 9)] | None = None
+    seed: Annotated[int, 0, 9] | None = None
     is_new: bool = False
     sums: dict[str, int] = field(default_factory=dict)
     rest: Any = None

@@ -47,23 +47,17 @@ def check_within(
     """Raises ConfigError for a number below `least` or above `most`, and for NaN with a limit."""
     if (least is None or number >= least) and (most is None or number <= most):
         return
-    if least is not None and most is not None:
-        limits = f"between {_number_text(least)} and {_number_text(most)}"
-    elif least is not None:
-        limits = f"at least {_number_text(least)}"
+    low, high = (_POWERS.get(limit, limit) for limit in (least, most))
+    if low is None:
+        limits = f"at most {high}"
     else:
-        limits = f"at most {_number_text(most)}"
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
     raise ConfigError(f"{name} must be {limits}, not {shown(number)}")
 
 
-def _number_text(number: float | None) -> str:
-    """A limit for a message: 2**63 - 1 rather than its 19 digits."""
-    if isinstance(number, int) and abs(number) >= 2**16:
-        for text, offset in (("", 0), (" - 1", 1)):
-            power = abs(number) + offset
-            if power.bit_count() == 1 and (number > 0 or not offset):
-                return f"{'-' if number < 0 else ''}2**{power.bit_length() - 1}{text}"
-    return str(number)
+_POWERS: dict[Any, Any] = {2**n - d: f"2**{n}{' - 1' * d}" for n in range(16, 65) for d in (0, 1)}
+_POWERS[_MIN_INT64] = "-2**63"
+"""Limits for a message: 2**63 - 1 rather than its 19 digits."""
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:

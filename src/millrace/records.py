@@ -14,7 +14,7 @@
 
 The caller adds the path of the file and the remedy, and checks what concerns several fields. An
 annotation may be `int`, `float`, `str`, `bool`, `Any`, a dataclass, a `Literal`, a `list`, `tuple`
-or `dict` of these, one `| None`, or `Annotated[int, Limits(least, most)]`.
+or `dict` of these, one `| None`, or `Annotated[int, least, most]`.
 """
 
 import dataclasses
@@ -22,21 +22,14 @@ import functools
 import itertools
 import types
 import typing
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from millrace.checks import MAX_INT64, NOTHING, place_of, shown
 
 T = TypeVar("T")
 
 
-class Limits(NamedTuple):
-    """The least and the largest value of a whole number."""
-
-    least: int
-    most: int
-
-
-Count = Annotated[int, Limits(0, MAX_INT64)]
+Count = Annotated[int, 0, MAX_INT64]
 """A number of things."""
 
 
@@ -76,7 +69,7 @@ def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
         is_valid = type(value) is kind or (kind is float and type(value) is int)
         is_valid = is_valid or (kind is Any and value is not NOTHING)
     elif origin is Annotated:
-        least, most = arguments[1]
+        _, least, most = arguments
         needed = f"a whole number between {least} and {'2**63 - 1' if most == MAX_INT64 else most}"
         is_valid = type(value) is int and least <= value <= most
     elif origin is Literal:

@@ -19,7 +19,7 @@ from millrace import names
 from millrace.checks import MAX_INT32, MAX_INT64, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum
-from millrace.records import Count, Limits, record_from
+from millrace.records import Count, record_from
 from millrace.storage import LOCAL, Storage, read_file, storage_of
 from millrace.store.layout import DTYPES
 
@@ -60,10 +60,10 @@ class ShardsMetadata:
 
     version: int = VERSION
     shuffle_type: str = SEQUENCES
-    seq_len: Annotated[int, Limits(1, MAX_INT32)] | None = None
+    seq_len: Annotated[int, 1, MAX_INT32] | None = None
     total_sequences: Count | None = None
     total_documents: Count | None = None
-    num_shards: Annotated[int, Limits(1, MAX_INT64)]
+    num_shards: Annotated[int, 1, MAX_INT64]
     domain_stats: dict[str, Count]
     shard_sizes: list[Count]
     dtype: str = _DTYPE
