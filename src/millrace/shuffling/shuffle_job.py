@@ -11,12 +11,7 @@ from millrace.option_class import StrPath
 from millrace.ragged import even_sizes, starts_of
 from millrace.shards.metadata import DOCUMENTS, SEQUENCES
 from millrace.shuffling import shard_publication as publication
-from millrace.shuffling.distribution import (
-    Parts,
-    distribution_json,
-    format_figures,
-    measure_distribution,
-)
+from millrace.shuffling.distribution import distribution_json, format_figures, measure_distribution
 from millrace.shuffling.domains import Input, find_domains
 from millrace.shuffling.fixed_sequences import SequenceItems
 from millrace.shuffling.memory_budget import budget_of
@@ -202,15 +197,13 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         **{name: getattr(options, name) for name in ("num_shards", "seed", "carry")},
         "dtype": items.dtype.name,
         "inputs": items.inputs,
-        "distribution": distribution_json(distribution),
+        "distribution": distribution,
     }
     return {**publication.publication(done, metadata), "result": asdict(result)}
 
 
-def _permute(
-    run: Run, options: ShuffleOptions, items: Items
-) -> tuple[Permutation, dict[str, Parts]]:
-    """The permutation, after a check that it spreads the domains evenly."""
+def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutation, dict[str, Any]]:
+    """The permutation, after a check that it spreads the domains evenly, and the counts of that."""
     label, size = "phase 2: permutation", items.num_items
 
     def choose() -> str:
@@ -226,4 +219,4 @@ def _permute(
         for parts in distribution.values():
             progress.note(format_figures(parts.figures()))
             parts.check()
-    return permutation, distribution
+    return permutation, distribution_json(distribution)
