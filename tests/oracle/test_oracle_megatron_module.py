@@ -790,6 +790,12 @@ def test_modes_are_kept(tmp_path: Path) -> None:
         _ = ours.IndexedDataset(str(with_modes)).sequence_modes
 
 
+def test_arrays_outlive_their_dataset(prefix: Path) -> None:
+    expected = millrace.IndexedDataset(prefix)[5].tolist()
+    arrays = [ours.IndexedDataset(str(prefix))[5] for _ in range(50)]
+    assert all(array.tolist() == expected for array in arrays)
+
+
 def test_weights_without_a_sum_are_refused_at_once() -> None:
     for split in ("0,0,0", "", "0.0"):
         with pytest.raises(AssertionError, match="not all 0"):

@@ -286,6 +286,9 @@ def test_files_without_tokens_are_byte_equal(
     nothing = np.zeros(0, np.int32)
     written = [(nothing, lengths, [7, 1][: len(lengths)]) for lengths in documents]
     _, theirs = write_both(tmp_path, written, np.int32, multimodal=multimodal, whole=whole)
+    for mapped in (True, False):
+        named = by_names.IndexedDataset(str(theirs), mmap=mapped)
+        assert len(named) == sum(map(len, documents))
     dataset = millrace.IndexedDataset(theirs)  # Megatron-LM cannot open it
     assert (len(dataset), dataset.num_documents) == (sum(map(len, documents)), len(documents))
     assert dataset.num_tokens == 0
