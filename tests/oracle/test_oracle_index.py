@@ -1,5 +1,6 @@
 """`millrace index --megatron-cache`: Megatron-LM finds every index there, and the reverse."""
 
+import importlib
 import json
 import logging
 import os
@@ -92,6 +93,29 @@ def test_megatron_starts_on_what_we_wrote_and_builds_none(
     assert state_of(cache) == written
     ours = millrace.build_datasets(ours_of(case))
     megatron.assert_same_datasets(list(ours), theirs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_both_caches_take_one_build(
+    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The second is written from the first."""
+    case = cases(data)[name]
+    index(ours_of(case), megatron_cache_folder=tmp_path / "alone", tokenizer=IDENTIFIERS)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("built again")
+
+    module = importlib.import_module("millrace.jobs.indexing")
+    monkeypatch.setattr(module, "build_arrays", refuse)
+    monkeypatch.setattr(module, "build_blend", refuse)
+    config = ours_of(case, cache=tmp_path / "ours")
+    index(config, megatron_cache_folder=tmp_path / "both", tokenizer=IDENTIFIERS)
+    alone, both = (
+        {path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()}
+        for folder in ("alone", "both")
+    )
+    assert alone == both
 
 
 @pytest.mark.parametrize("name", NAMES)

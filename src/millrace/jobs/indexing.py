@@ -1,5 +1,6 @@
 """Build every index of a training run ahead of time, off the nodes with GPUs."""
 
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from millrace.errors import ConfigError
 from millrace.option_class import option
 from millrace.order import SPLITS, GPTPlan, normalize, parse_split
 from millrace.order.order_plans import build_arrays
-from millrace.run import DatasetConfig
+from millrace.run import DatasetConfig, Datasets
 from millrace.run.build import build_blend, build_run
 from millrace.run.config import source_of
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
@@ -157,19 +158,19 @@ def index(
         raise ConfigError("there is nowhere to put the indices: give a cache folder")
     if megatron_cache_folder is not None:
         _check_for_megatron(config, tokenizer)
-    num_built = total = 0
+    datasets, num_built, total = None, 0, 0
     if config.cache is None:
         plan = plan_run(config)
     else:
         with Progress("indices", enabled=show_progress) as bar:
-            plan, _ = build_run(config, progress=bar.count, wait_limit=wait_limit)
+            plan, datasets = build_run(config, progress=bar.count, wait_limit=wait_limit)
         num_built, total = bar.num_done, plan.num_datasets
     if megatron_cache_folder is not None:
         num_sets = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)
         total += num_sets
         folder = os.fspath(megatron_cache_folder)
         with Progress("Megatron-LM's cache", enabled=show_progress) as bar:
-            written = _write_megatron_cache(plan, folder, tokenizer, wait_limit)
+            written = _write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
             for done, is_new in enumerate(written, start=1):
                 num_built += is_new
                 bar.count(done, num_sets)
@@ -203,18 +204,19 @@ def _check_for_megatron(config: DatasetConfig, tokenizer: Any) -> None:
 
 
 def _write_megatron_cache(
-    plan: RunPlan, folder: str, tokenizer: Any, wait_limit: float | None
+    plan: RunPlan, datasets: Datasets | None, folder: str, tokenizer: Any, wait_limit: float | None
 ) -> Iterator[bool]:
     """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
 
-    Yields for each dataset and blend whether its files were written now.
+    The indices are those of `datasets`, or are built if it is None. Yields for each dataset and
+    blend whether its files were written now.
     """
 
     def write(names: dict[str, Any], split: str, kind: Any, check: Any, build: Any) -> bool:
         files = megatron_cache.CacheSet.of(folder, names, split, kind)
         return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
 
-    def write_dataset(dataset: DatasetPlan, names: dict[str, Any]) -> bool:
+    def write_dataset(dataset: DatasetPlan, names: dict[str, Any], built: Any) -> bool:
         order, inputs = cast(GPTPlan, dataset.order), dataset.inputs
         start, stop = inputs.sequences
 
@@ -222,29 +224,36 @@ def _write_megatron_cache(
             megatron_cache.check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
 
         def build(_: str) -> Mapping[str, Any]:
+            if built is not None:
+                return cast(Mapping[str, Any], built.indices._asdict())
             return build_arrays(order, inputs, dataset.file.prefix)
 
         return write(names, names["index_split"], megatron_cache.GPT_ARRAYS, check, build)
 
-    def write_blend(split: SplitPlan, names: dict[str, Any]) -> bool:
+    def write_blend(split: SplitPlan, names: dict[str, Any], built: Any) -> bool:
         def check(arrays: megatron_cache.Arrays) -> None:
             megatron_cache.check_blend_arrays(arrays, split.num_samples, len(split.datasets))
 
         def build(_: str) -> Mapping[str, Any]:
-            return build_blend(split)._asdict()
+            indices = build_blend(split) if built is None else built.order.indices
+            return cast(Mapping[str, Any], indices._asdict())
 
         return write(names, split.name, megatron_cache.BLEND_ARRAYS, check, build)
 
-    for split in plan.present_splits:
+    for split, built in zip(plan.splits, datasets or (None,) * len(SPLITS), strict=True):
+        if split is None:
+            continue
         parts = [_identifiers(plan.config, split, one, tokenizer) for one in split.datasets]
+        ours = built if isinstance(built, list) else getattr(built, "datasets", [built])
+        ours = itertools.repeat(None) if built is None else ours
         with ThreadPoolExecutor(plan.config.num_threads) as pool:
-            yield from pool.map(write_dataset, split.datasets, parts)
+            yield from pool.map(write_dataset, split.datasets, parts, ours)
         if split.kind == "blend":
             # With a size, Megatron-LM's blend normalises what its builder has normalised before.
             lengths = split.lengths
             weights = lengths if split.size is None else normalize(split.weights or lengths)
             names = {"class": "BlendedDataset", "datasets": parts, "split": split.name}
-            yield write_blend(split, {**names, "weights": weights, "size": split.size})
+            yield write_blend(split, {**names, "weights": weights, "size": split.size}, built)
 
 
 def _identifiers(
