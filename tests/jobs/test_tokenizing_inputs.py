@@ -16,7 +16,7 @@ import pytest
 from millrace import ConfigError, IndexedDataset, TextError
 from millrace.encoding import Tokenizer
 from millrace.jobs import tokenize
-from millrace.store.writer import PairWriter
+from millrace.store import IndexedDatasetBuilder
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
 
 
@@ -241,7 +241,7 @@ def test_the_pairs_of_several_keys_are_published_together(
         return [tokenizer.decode(dataset[0]) for dataset in datasets]
 
     assert texts_after("mill") == ["the mill"] * 2
-    write_files = PairWriter.write_files
+    write_files = IndexedDatasetBuilder._write_files
     for key in keys:
 
         def write_or_fail(self: Any, key: str = key) -> None:
@@ -250,7 +250,7 @@ def test_the_pairs_of_several_keys_are_published_together(
             write_files(self)
 
         with monkeypatch.context() as patch:
-            patch.setattr(PairWriter, "write_files", write_or_fail)
+            patch.setattr(IndexedDatasetBuilder, "_write_files", write_or_fail)
             assert texts_after("wheel") == ["the mill"] * 2
         for folder in tmp_path.glob("*.tmp"):
             folder.rmdir()

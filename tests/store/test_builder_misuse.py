@@ -208,7 +208,7 @@ def test_of_several_builders_all_are_published_or_none(tmp_path: Path) -> None:
     assert first_tokens() == [2, 2, 2]
     for broken in range(3):
         builders = start(3)
-        os.mkdir(builders[broken]._writer.temporaries.idx)
+        os.mkdir(builders[broken]._pair[1].idx)
         with pytest.raises(IsADirectoryError):
             finalize_together(builders)
         assert first_tokens() == [2, 2, 2]
@@ -264,7 +264,7 @@ def test_an_end_in_another_thread_ends_every_call(tmp_path: Path, end: str) -> N
 def test_a_call_from_within_a_call_is_refused(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     refusal = pytest.raises(ConfigError, match="from within one of its own calls")
-    with builder._writer.turn(), refusal:
+    with builder._turn(), refusal:
         builder.add_document((1, 2))
     builder.add_document([3])
     builder.finalize()
@@ -280,7 +280,7 @@ import os, sys, numpy as np
 from millrace import IndexedDatasetBuilder, MillraceError
 builder = IndexedDatasetBuilder(sys.argv[1], np.int32)
 builder.add_document(np.arange(1000))
-builder._writer.flush()
+builder._flush()
 child = os.fork()
 if child == 0:
     for use in (lambda: builder.add_document([1]), lambda: builder.add_document((1,)),

@@ -330,12 +330,12 @@ def half_publish(prefix: Path, token: int, steps: int, monkeypatch: pytest.Monke
 
     builder = IndexedDatasetBuilder(prefix)
     builder.add_document([token])
-    builder._writer.write_files()
+    builder._write_files()
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", dying(os.rename))
         patch.setattr(os, "unlink", dying(os.unlink))
         with pytest.raises(DiedError):
-            publish.publish([(str(prefix), builder._writer.temporaries)])
+            publish.publish([builder._pair])
     builder.abort()
 
 

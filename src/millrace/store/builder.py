@@ -2,22 +2,29 @@
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from millrace import _native
 from millrace.checks import MAX_INT32, check_bool, check_ints, check_path, plain_json, shown
-from millrace.errors import ConfigError
-from millrace.files import naming, temporary_name
+from millrace.errors import ConfigError, DataError
+from millrace.files import flush_to_disk, naming
+from millrace.forks import watch_forks
 from millrace.interrupts import interrupts_held
-from millrace.storage import storage_of
+from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import dtype_code
-from millrace.store.publish import bin_path, files_of, origins_path, publish
+from millrace.store.publish import bin_path, building, check_prefix, publish
 from millrace.store.reader import IndexedDataset
-from millrace.store.writer import PairWriter, blocks
+from millrace.store.writer import IndexColumns, Turns, blocks, copy_file
 
+_BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
+_CHUNK = 1 << 19  # tokens of an array that are checked at a time
+_LAST_WAIT = 5.0  # seconds that the end of a process waits for a thread that adds something
 _ENTRIES = 1 << 16  # documents whose entries are made at a time: they stay in a core's cache
 
 
@@ -71,19 +78,36 @@ class IndexedDatasetBuilder:
         durable: bool = True,
     ) -> None:
         self.prefix = check_path("prefix", prefix)
-        _check_prefix(self.prefix)
+        check_prefix(self.prefix)
         dtype_code(dtype)
         self.dtype = np.dtype(dtype).newbyteorder("<")
         self.multimodal = check_bool("multimodal", multimodal)
-        self._writer = PairWriter(
-            self.prefix,
-            self.dtype,
-            multimodal=self.multimodal,
-            checksums=check_bool("checksums", checksums),
-            provenance=_plain_json(provenance),
-            durable=check_bool("durable", durable),
-        )
-        self._buffer = self._writer.buffer
+        self._durable = check_bool("durable", durable)
+        self._provenance = _plain_json(provenance)
+        self._hasher = BlockHasher() if check_bool("checksums", checksums) else None
+        self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
+        # Wherever the working directory is later.
+        folder = os.path.realpath(os.path.dirname(self.prefix) or ".")
+        place = os.path.join(folder, os.path.basename(self.prefix))
+        resources = contextlib.ExitStack()
+        self._turns = Turns(f"the builder of {self.prefix}", resources.close)
+        try:
+            with interrupts_held():
+                self._columns = IndexColumns(folder, self.dtype, has_modes=self.multimodal)
+                resources.callback(self._columns.close)
+                self._pair = place, resources.enter_context(building(place))
+                file = open(self._pair[1].bin, "wb", buffering=0)  # noqa: SIM115
+                self._file: Any = resources.enter_context(file)
+                self._buffer = _native.TokenBuffer(
+                    self.dtype.name, _BUFFER_SIZE, file.fileno(), self.multimodal
+                )
+                resources.callback(self._buffer.close)
+                weakref.finalize(self, self._turns.end_at_exit, _LAST_WAIT)
+        except BaseException:
+            with interrupts_held():
+                resources.close()
+            raise
+        watch_forks(self)
 
     @property
     def num_documents(self) -> int:
@@ -106,10 +130,10 @@ class IndexedDatasetBuilder:
 
     def end_document(self) -> None:
         """Ends the current document: the sequences, if any, since the last one ended."""
-        with self._writer.turn():
+        with self._turn():
             self._buffer.end_document()
             if self._buffer.is_full:
-                self._writer.flush()
+                self._flush()
 
     def add_document(
         self, tokens: ArrayLike, lengths: ArrayLike | None = None, modes: ArrayLike | None = None
@@ -133,18 +157,18 @@ class IndexedDatasetBuilder:
         """
         values = _as_tokens(tokens, self.dtype)
         counts = _as_lengths(lengths, len(values))
-        with self._writer.turn():
-            self._writer.append(values)
+        with self._turn():
+            self._append(values)
             for start in range(0, len(counts), _ENTRIES):
                 self._buffer.add_documents(counts[start : start + _ENTRIES])
-                self._writer.columns.append(*self._buffer.take_entries())
-            self._writer.flush()
+                self._columns.append(*self._buffer.take_entries())
+            self._flush()
 
     def add_provenance(self, entries: Mapping[str, Any]) -> None:
         """Adds plain JSON values to the sidecar's provenance; they replace those of their names."""
         plain = _plain_json(entries)
-        with self._writer.turn():
-            self._writer.provenance = {**(self._writer.provenance or {}), **(plain or {})}
+        with self._turn():
+            self._provenance = {**(self._provenance or {}), **(plain or {})}
 
     def add_index(
         self,
@@ -169,7 +193,7 @@ class IndexedDatasetBuilder:
                 there are no such documents, or a document is still open here.
             DataError: If the other dataset is damaged.
         """
-        self._writer.turns.check_open()
+        self._turns.check_open()
         other = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
         span = (0, other.num_documents) if documents is None else documents
         start, stop = other.document_range(*span)
@@ -186,24 +210,23 @@ class IndexedDatasetBuilder:
             )
         sequences = other.check_documents(start, stop)
         byte_span = other.check_sequences(*sequences)
-        writer = self._writer
-        with writer.turn():
+        with self._turn():
             if self._buffer.has_open_document:
                 raise ConfigError(
                     "a document is still open; call end_document() before add_index()"
                 )
-            writer.flush()
+            self._flush()
             try:
                 file = other.reopen_bin() if other.dtype == self.dtype else None
                 if file is not None:
-                    writer.copy(other, file, *byte_span)
+                    self._copy(other, file, *byte_span)
                 else:
                     for data in blocks(other, *byte_span):
-                        writer.append(_as_tokens(data.view(other.dtype), self.dtype))
-                        writer.flush()
-                writer.columns.copy(other, sequences, (start, stop))
+                        self._append(_as_tokens(data.view(other.dtype), self.dtype))
+                        self._flush()
+                self._columns.copy(other, sequences, (start, stop))
             except ConfigError as error:  # a token that does not fit, or `other` was closed
-                writer.turns.end(f"an addition failed: {error}")
+                self._turns.end(f"an addition failed: {error}")
                 raise
             self._buffer.count(
                 num_sequences=sequences[1] - sequences[0],
@@ -222,29 +245,119 @@ class IndexedDatasetBuilder:
 
     def abort(self) -> None:
         """Discards what was written; an old pair at the prefix stays. May be called twice."""
-        self._writer.turns.close("it was aborted")
+        self._turns.close("it was aborted")
 
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         try:
-            if kind is None and self._writer.turns.closed_because is None:
+            if kind is None and self._turns.closed_because is None:
                 self.finalize()
         finally:
             self.abort()
 
     def _add(self, tokens: Any, lengths: Any, modes: Any, *, ends_document: bool) -> None:
-        self._writer.turns.check_open()
+        self._turns.check_open()
         values = _as_tokens(tokens, self.dtype)  # outside a turn: a token may be any object
         counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
         has_modes = self.multimodal and modes is not None
         mode_array = _as_modes(modes, len(counts)) if has_modes else None
-        with self._writer.turn():
-            self._writer.append(values)
+        with self._turn():
+            self._append(values)
             self._buffer.add_sequences(counts, mode_array, ends_document)
             if self._buffer.is_full:
-                self._writer.flush()
+                self._flush()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Gives one thread the right to change the files and the data on their way to them."""
+        with self._turns.take(), naming(bin_path(self.prefix)):
+            yield
+
+    def after_fork(self) -> None:
+        """In a forked process: the files and the lock are its parent's."""
+        if self._turns.closed_because is None:
+            self._file.close()
+        self._turns.leave_to_parent()
+
+    def _append(self, values: NDArray[Any]) -> None:
+        """Buffers tokens; a chunk is checked while the last one is written.
+
+        A ConfigError for a token that does not fit the dtype: none of its chunk is buffered.
+        """
+        for start in range(0, len(values), _CHUNK):
+            try:
+                self._buffer.append(values[start : start + _CHUNK])
+            except ValueError as error:
+                problem = ConfigError(f"{error}; or write another dtype")
+                if start > 0:  # tokens before it are written: nothing can follow them
+                    self._turns.end(f"an addition failed: {problem}")
+                raise problem from None
+            if start + _CHUNK < len(values):
+                self._flush()
+
+    def _flush(self) -> None:
+        """Starts to write the buffer, while more can be added."""
+        self._columns.append(*self._buffer.take_entries())
+        if self._hasher is not None:
+            self._hasher.update(self._buffer.view())
+        self._num_bytes += self._buffer.num_bytes
+        self._buffer.flush()
+
+    def _copy(self, other: IndexedDataset, source: BinaryIO, start: int, stop: int) -> None:
+        """Appends bytes [start, stop) of another `.bin` of the same dtype, open as `source`."""
+        self._buffer.wait()
+        with source:
+            if self._hasher is not None:
+                for data in blocks(other, start, stop):
+                    self._hasher.update(data)
+            copy_file(source, self._file, start, stop)
+        if self._durable:  # the flush at the end then has less to wait for
+            _native.start_writeback(self._file.fileno(), self._num_bytes, stop - start)
+        self._num_bytes += stop - start
+
+    def _write_files(self) -> None:
+        """Brings all files to the disk, and raises DataError if they are not what was added."""
+        files, info = self._pair[1], Info(provenance=dict(self._provenance or {}))
+        written = self._finish_bin()
+        hasher = None if self._hasher is None else BlockHasher()
+        with open(files.idx, "wb", buffering=1 << 20) as index:
+            for chunk in self._columns.chunks():
+                index.write(chunk)
+                if hasher is not None:
+                    hasher.update(chunk)
+            index.flush()
+            # On NFS a file's time is that of its flush, and clocks step back: see `publish`.
+            written = max(written, os.fstat(index.fileno()).st_mtime_ns)
+            os.utime(index.fileno(), ns=(written, written))
+            self._flush_to_disk(index)
+        if self._hasher is not None and hasher is not None:
+            info = replace(info, bin=self._hasher.finish(), idx=hasher.finish())
+        if info.bin is not None or self._provenance is not None:
+            with open(files.info, "wb") as sidecar:
+                sidecar.write(info.to_json().encode())
+                self._flush_to_disk(sidecar)
+
+    def _finish_bin(self) -> int:
+        """Ends the `.bin`; returns the time of its last change."""
+        self._flush()
+        self._buffer.wait()
+        self._flush_to_disk(self._file)
+        status, width = os.fstat(self._file.fileno()), self.dtype.itemsize
+        expected, counted = self._columns.num_tokens() * width, self.num_tokens * width
+        if not expected == counted == self._num_bytes == status.st_size:
+            raise DataError(
+                f"{self._file.name}: the lengths of the sequences make {expected} bytes of tokens, "
+                f"{counted} were added, {self._num_bytes} were written, and the file has "
+                f"{status.st_size}. Another program writes to it, or an addition was cut off: "
+                "nothing is published"
+            )
+        return status.st_mtime_ns
+
+    def _flush_to_disk(self, file: BinaryIO) -> None:
+        if self._durable:
+            flush_to_disk(file)
 
 
 def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
@@ -252,51 +365,28 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
 
     If one of them fails, none is published. For errors see `IndexedDatasetBuilder.finalize`.
     """
-    writers = [builder._writer for builder in builders]
     with contextlib.ExitStack() as stack:
-        for writer in writers:
-            stack.enter_context(writer.turn())
-            if writer.buffer.has_open_document:
+        for one in builders:
+            stack.enter_context(one._turn())
+            if one._buffer.has_open_document:
                 raise ConfigError(
-                    f"the last sequences of {writer.prefix} do not belong to a document yet; "
+                    f"the last sequences of {one.prefix} do not belong to a document yet; "
                     "call end_document() before finalize()"
                 )
         try:
-            for writer in writers:
-                with naming(bin_path(writer.prefix)):
-                    writer.write_files()
-                writer.turns.check_open()
-            pairs = [(writer.place, writer.temporaries) for writer in writers]
+            for one in builders:
+                with naming(bin_path(one.prefix)):
+                    one._write_files()
+                one._turns.check_open()
             with interrupts_held():
-                publish(pairs, durable=any(writer.durable for writer in writers))
+                is_durable = any(one._durable for one in builders)
+                publish([one._pair for one in builders], durable=is_durable)
         finally:
-            for writer in writers:
-                writer.turns.end("it was finalised")
+            for one in builders:
+                one._turns.end("it was finalised")
 
 
 # ---- arguments ----
-
-
-def _check_prefix(prefix: str) -> None:
-    """Raises ConfigError before any work for a pair whose files could not be published."""
-    storage_of(prefix)  # a path such as s3://bucket/name is refused
-    folder = os.path.dirname(prefix) or "."
-    if not os.path.isdir(folder):
-        raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")
-    if prefix.endswith((".bin", ".idx")):
-        raise ConfigError(f"the prefix is {prefix}; give it without {prefix[-4:]}, which is added")
-    name = os.path.basename(prefix)
-    size, most = len(os.fsencode(name)), os.pathconf(folder, "PC_NAME_MAX")
-    added = len(os.fsencode(temporary_name(origins_path(name)))) - size
-    if size + added > most:
-        raise ConfigError(
-            f"the name {shown(name, 80)} of the prefix has {size} bytes; at most {most - added} "
-            f"are possible, because names of files have up to {most} bytes in {folder}. Give a "
-            "shorter prefix"
-        )
-    for path in files_of(prefix):
-        if os.path.isdir(path):
-            raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
 
 
 def _plain_json(provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -26,9 +26,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from millrace.errors import DataError, MillraceError
+from millrace.checks import shown
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import fsync_folder, temporary_name, writers_lock
-from millrace.storage import LOCAL, Access, Storage, StoredFile, exists
+from millrace.storage import LOCAL, Access, Storage, StoredFile, exists, storage_of
 
 NEW = ".new"
 LOCK = ".tmp.lock"
@@ -146,6 +147,28 @@ def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
     # A builder's index is not older than its tokens: a file later than it is another tool's.
     others = [index] if exists(storage, data + NEW) else [index, data]
     return written > 0 and all(written_at(path) <= written for path in others)
+
+
+def check_prefix(prefix: str) -> None:
+    """Raises ConfigError before any work for a pair whose files could not be published."""
+    storage_of(prefix)  # a path such as s3://bucket/name is refused
+    folder = os.path.dirname(prefix) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")
+    if prefix.endswith((".bin", ".idx")):
+        raise ConfigError(f"the prefix is {prefix}; give it without {prefix[-4:]}, which is added")
+    name = os.path.basename(prefix)
+    size, most = len(os.fsencode(name)), os.pathconf(folder, "PC_NAME_MAX")
+    added = len(os.fsencode(temporary_name(origins_path(name)))) - size
+    if size + added > most:
+        raise ConfigError(
+            f"the name {shown(name, 80)} of the prefix has {size} bytes; at most {most - added} "
+            f"are possible, because names of files have up to {most} bytes in {folder}. Give a "
+            "shorter prefix"
+        )
+    for path in files_of(prefix):
+        if os.path.isdir(path):
+            raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
 
 
 @contextlib.contextmanager

@@ -6,31 +6,24 @@ The columns of an index grow beyond memory, and `write_index` writes one for a `
 import contextlib
 import os
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from millrace import _native
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file, flush_to_disk, naming
-from millrace.forks import watch_forks
+from millrace.files import atomic_file
 from millrace.interrupts import interrupts_held
 from millrace.storage import Bytes, copied, gather_range
-from millrace.store.info import BlockHasher, Checksums, Info
 from millrace.store.layout import Header
-from millrace.store.publish import bin_path, building, idx_path
+from millrace.store.publish import bin_path, idx_path
 from millrace.store.reader import IndexedDataset
 
-_BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
-_CHUNK = 1 << 19  # tokens of an array that are checked at a time
 LIMIT = 1 << 20  # entries of a column that are kept in memory
 _PIECE = 1 << 17  # entries that are read back at a time: they stay in a core's cache
 _COPY_SIZE = 64 << 20  # bytes that a merge lets the kernel copy at a time
 _READ_SIZE = 2 << 20  # bytes that a merge reads at a time if it must see them
-_LAST_WAIT = 5.0  # seconds that the end of a process waits for a thread that adds something
 
 
 class Turns:
@@ -91,7 +84,7 @@ class Turns:
 
     def leave_to_parent(self) -> None:
         """In a forked child: closes without freeing, and forgets the turns of other threads."""
-        self._lock, self._holder = threading.Lock(), None
+        self._lock, self._holder, self._free = threading.Lock(), None, lambda: None
         self.closed_because = (
             self.closed_because or "it belongs to the process that this one was forked from"
         )
@@ -106,158 +99,13 @@ class Turns:
                 self._free()
 
 
-class PairWriter:
-    """The temporaries of one pair, and the data on their way to them.
-
-    `turn` gives one thread the right to call the other methods. `buffer` is the core's, of tokens
-    and entries, and has their numbers. `place` is the prefix, wherever the working directory is.
-    """
-
-    def __init__(
-        self,
-        prefix: str,
-        dtype: np.dtype[Any],
-        *,
-        multimodal: bool,
-        checksums: bool,
-        provenance: Mapping[str, Any] | None,
-        durable: bool,
-    ) -> None:
-        folder = os.path.realpath(os.path.dirname(prefix) or ".")
-        self.prefix, self.place = prefix, os.path.join(folder, os.path.basename(prefix))
-        self.provenance, self.durable = provenance, durable
-        self._hasher = BlockHasher() if checksums else None
-        self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
-        resources = contextlib.ExitStack()
-        self.turns = Turns(f"the builder of {prefix}", resources.close)
-        try:
-            with interrupts_held():
-                self.columns = IndexColumns(folder, dtype, has_modes=multimodal)
-                resources.callback(self.columns.close)
-                self.temporaries = resources.enter_context(building(self.place))
-                file = open(self.temporaries.bin, "wb", buffering=0)  # noqa: SIM115
-                self._file: Any = resources.enter_context(file)
-                self.buffer = _native.TokenBuffer(
-                    dtype.name, _BUFFER_SIZE, file.fileno(), multimodal
-                )
-                resources.callback(self.buffer.close)
-                self._drop = weakref.finalize(self, self.turns.end_at_exit, _LAST_WAIT)
-        except BaseException:
-            with interrupts_held():
-                resources.close()
-            raise
-        watch_forks(self)
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Holds the turn of this writer; see `Turns.take`."""
-        with self.turns.take(), naming(bin_path(self.prefix)):
-            yield
-
-    def after_fork(self) -> None:
-        """In a forked process: the files and the lock are its parent's."""
-        if self.turns.closed_because is None:
-            self._drop.detach()
-            self._file.close()
-        self.turns.leave_to_parent()
-
-    def append(self, values: NDArray[Any]) -> None:
-        """Buffers tokens; a chunk is checked while the last one is written.
-
-        A ConfigError for a token that does not fit the dtype: none of its chunk is buffered.
-        """
-        for start in range(0, len(values), _CHUNK):
-            try:
-                self.buffer.append(values[start : start + _CHUNK])
-            except ValueError as error:
-                problem = ConfigError(f"{error}; or write another dtype")
-                if start > 0:  # tokens before it are written: nothing can follow them
-                    self.turns.end(f"an addition failed: {problem}")
-                raise problem from None
-            if start + _CHUNK < len(values):
-                self.flush()
-
-    def flush(self) -> None:
-        """Starts to write the buffer, while more can be added."""
-        self.columns.append(*self.buffer.take_entries())
-        if self._hasher is not None:
-            self._hasher.update(self.buffer.view())
-        self._num_bytes += self.buffer.num_bytes
-        self.buffer.flush()
-
-    def copy(self, other: IndexedDataset, source: BinaryIO, start: int, stop: int) -> None:
-        """Appends bytes [start, stop) of another `.bin` of the same dtype, open as `source`."""
-        self.buffer.wait()
-        with source:
-            if self._hasher is not None:
-                for data in blocks(other, start, stop):
-                    self._hasher.update(data)
-            _copy_file(source, self._file, start, stop)
-        if self.durable:  # the flush at the end then has less to wait for
-            _native.start_writeback(self._file.fileno(), self._num_bytes, stop - start)
-        self._num_bytes += stop - start
-
-    def write_files(self) -> None:
-        """Brings all files to the disk, and raises DataError if they are not what was added."""
-        written = self._finish_bin()
-        sums = None if self._hasher is None else self._hasher.finish()
-        index_sums = self._write_index(written)
-        if sums is not None or self.provenance is not None:
-            info = Info(provenance=dict(self.provenance or {}), bin=sums, idx=index_sums)
-            with open(self.temporaries.info, "wb") as sidecar:
-                sidecar.write(info.to_json().encode())
-                self._flush_to_disk(sidecar)
-
-    def _flush_to_disk(self, file: BinaryIO) -> None:
-        if self.durable:
-            flush_to_disk(file)
-
-    def _finish_bin(self) -> int:
-        """Ends the `.bin`; returns the time of its last change."""
-        self.flush()
-        self.buffer.wait()
-        self._flush_to_disk(self._file)
-        status, width = os.fstat(self._file.fileno()), self.columns.dtype.itemsize
-        expected, counted = self.columns.num_tokens() * width, self.buffer.num_tokens * width
-        if not expected == counted == self._num_bytes == status.st_size:
-            raise DataError(
-                f"{self._file.name}: the lengths of the sequences make {expected} bytes of tokens, "
-                f"{counted} were added, {self._num_bytes} were written, and the file has "
-                f"{status.st_size}. Another program writes to it, or an addition was cut off: "
-                "nothing is published"
-            )
-        return status.st_mtime_ns
-
-    def _write_index(self, written: int) -> Checksums | None:
-        """Writes the index; `written` is the time of the last change of the `.bin`."""
-        hasher = None if self._hasher is None else BlockHasher()
-        header = self.columns.header
-        with open(self.temporaries.idx, "wb", buffering=1 << 20) as index:
-            for chunk in self.columns.chunks():
-                index.write(chunk)
-                if hasher is not None:
-                    hasher.update(chunk)
-            index.flush()
-            # On NFS a file's time is that of its flush, and clocks step back: see `publish`.
-            size, written = index.tell(), max(written, os.fstat(index.fileno()).st_mtime_ns)
-            os.utime(index.fileno(), ns=(written, written))
-            self._flush_to_disk(index)
-        counts = self.buffer.num_sequences, self.buffer.num_documents + 1
-        if (header.num_sequences, header.num_document_entries, header.size) != (*counts, size):
-            raise DataError(
-                f"{self.prefix}: {size} bytes of index were written for {counts[0]} sequences and "
-                f"{counts[1]} document entries. Nothing is published"
-            )
-        return None if hasher is None else hasher.finish()
-
-
 def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[Bytes]:
     """Bytes [start, stop) of a dataset's `.bin`, some at a time, without bus errors."""
     for at in range(start, stop, _READ_SIZE):
         yield gather_range(dataset.reader, at, min(at + _READ_SIZE, stop))
 
 
-def _copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None:
+def copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None:
     """Copies bytes [start, stop) of a file to the end of another, in the kernel if it can."""
     reading, writing, at = source.fileno(), target.fileno(), start
     while at < stop:
