@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,51 +28,34 @@ def write_sequences(
     folder: Path, sequences: NDArray[Any], num_shards: int = 3, **values: Any
 ) -> ShardsMetadata:
     """Writes a folder of fixed-length sequences; `values` are of the metadata."""
-    folder.mkdir(parents=True, exist_ok=True)
     total, seq_len = sequences.shape
-    sizes = sizes_of(total, num_shards)
     stored = np.dtype("int32") if sequences.dtype == np.uint32 else sequences.dtype
-    for number, part in enumerate(np.array_split(sequences.view(stored), num_shards)):
-        with IndexedDatasetBuilder(shard_prefix(folder, number), stored) as builder:
-            for sequence in part:
-                builder.add_document(sequence)
-    metadata = ShardsMetadata(
-        seq_len=seq_len,
-        total_sequences=total,
-        num_shards=num_shards,
-        domain_stats={"code": total // 3, "web": total - total // 3},
-        shard_sizes=sizes,
-        dtype=str(sequences.dtype),
-        seed=7,
-        permutation="numpy",
-        checksums=checksums_of(folder),
+    own = {"seq_len": seq_len, "total_sequences": total, "dtype": str(sequences.dtype)}
+    own |= {"domain_stats": {"code": total // 3, "web": total - total // 3}, "permutation": "numpy"}
+    return _write(
+        folder, np.array_split(sequences.view(stored), num_shards), stored, **own | values
     )
-    metadata = replace(metadata, **values)
-    write_metadata(folder, metadata)
-    return metadata
 
 
 def write_documents(
     folder: Path, shards: Sequence[Sequence[Any]], dtype: Any = np.uint16
 ) -> ShardsMetadata:
     """Writes a folder of documents, which are lists of tokens."""
+    total = sum(map(len, shards))
+    own = {"shuffle_type": DOCUMENTS, "total_documents": total, "domain_stats": {"web": total}}
+    return _write(folder, shards, dtype, **own, permutation="keyed")
+
+
+def _write(folder: Path, shards: Sequence[Any], stored: Any, **values: Any) -> ShardsMetadata:
+    """Writes pairs, and metadata with `values`."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, documents in enumerate(shards):
-        with IndexedDatasetBuilder(shard_prefix(folder, number), dtype) as builder:
+        with IndexedDatasetBuilder(shard_prefix(folder, number), stored) as builder:
             for document in documents:
                 builder.add_document(document)
-    sizes = [len(documents) for documents in shards]
-    metadata = ShardsMetadata(
-        shuffle_type=DOCUMENTS,
-        total_documents=sum(sizes),
-        num_shards=len(shards),
-        domain_stats={"web": sum(sizes)},
-        shard_sizes=sizes,
-        dtype=str(np.dtype(dtype)),
-        seed=7,
-        permutation="keyed",
-        checksums=checksums_of(folder),
-    )
+    own = {"num_shards": len(shards), "shard_sizes": [*map(len, shards)], "seed": 7}
+    own |= {"dtype": str(np.dtype(stored)), "checksums": checksums_of(folder)}
+    metadata = ShardsMetadata(**own | values)
     write_metadata(folder, metadata)
     return metadata
 

@@ -66,11 +66,6 @@ def tokenizer_of(prefix: str | Path) -> Any:
     return info.provenance.get("tokenizer")
 
 
-def entry_of(prefix: str | Path) -> Any:
-    record = read_tokenizer(str(prefix))
-    return record and record.entry
-
-
 def run(*arguments: object, status: int = 0, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "millrace", *map(str, arguments)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
@@ -243,15 +238,6 @@ def test_a_sidecar_that_does_not_name_a_tokenizer_is_not_compared(
     (tmp_path / "a.info.json").unlink()
     assert read_tokenizer(prefix) is None
     assert read_tokenizer(str(tmp_path / "none")) is None
-
-
-def test_a_long_provenance_is_read_whole(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", GPT2, inputs=[f"file-{number}.jsonl" for number in range(5000)])
-    assert entry_of(prefix) == GPT2
-    # Of a sidecar with a short provenance only the start is read: the rest may be damaged.
-    path = Path(f"{write(tmp_path / 'b', GPT2)}.info.json")
-    path.write_bytes(path.read_bytes()[:-10])
-    assert entry_of(tmp_path / "b") == GPT2
 
 
 # ---- blends ----

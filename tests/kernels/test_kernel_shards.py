@@ -50,16 +50,6 @@ def test_gather_equals_its_twin(sizes: list[int], length: int, dtype: Any, data:
     np.testing.assert_array_equal(actual[0], flat[numbers])
 
 
-def test_a_part_of_a_sequence_is_located() -> None:
-    shards = make_shards([2, 0, 3], 5, np.int16)
-    columns = (np.array([1, 4, 4]), np.array([2, 0, 5]), np.array([3, 5, 0]))
-    for module in (_native, reference):
-        source = module.sharded_source(shards, [2, 0, 3], 5)
-        byte_offsets, byte_counts = module.locate_spans(source, *columns)
-        assert byte_offsets.tolist() == [14, 40, 50]
-        assert byte_counts.tolist() == [6, 10, 0]
-
-
 @pytest.mark.parametrize("span", [(5, 0, 1), (-1, 0, 1), (0, 0, 6), (0, 5, 1), (0, -1, 1)])
 @pytest.mark.parametrize("number", [-1, 5, 2**62])
 def test_spans_and_samples_outside_are_refused(span: tuple[int, int, int], number: int) -> None:

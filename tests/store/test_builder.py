@@ -68,6 +68,9 @@ def test_index_entries_that_spill_to_disk_give_the_same_bytes(
         (np.int32, np.array([2**31]), "does not fit int32"),
         (np.int32, [1.5], "integers are needed"),
         (np.int32, [[1], [2]], "one dimension"),
+        (np.int32, [[1], [2, 3]], "one dimension"),
+        (np.int32, "abc", "one dimension"),
+        (np.int32, None, "one dimension"),
     ],
 )
 def test_tokens_that_do_not_fit_are_refused(
@@ -111,23 +114,20 @@ def test_sequences_outside_any_document_are_refused(tmp_path: Path) -> None:
 # ---- nothing half-written ----
 
 
-def test_the_old_pair_stays_until_the_new_one_is_finalised(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:
-        builder.add_document([1])
-    reader = IndexedDataset(tmp_path / "data")
-    builder = IndexedDatasetBuilder(tmp_path / "data")
-    builder.add_document([2])
-    assert IndexedDataset(tmp_path / "data")[0].tolist() == [1]
-    builder.finalize()
-    assert IndexedDataset(tmp_path / "data")[0].tolist() == [2]
-    assert reader[0].tolist() == [1]  # an open dataset goes on showing what it opened
-    assert names(tmp_path) == ["data.bin", "data.idx"]
-
-
 def test_an_error_in_the_block_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError), IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_documents([1, 2, 100_000], [2, 1])
     assert names(tmp_path) == []
+
+
+def test_a_merge_that_fails_in_the_middle_closes_the_builder(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "wide", np.int32) as builder:
+        builder.add_documents([1, 70_000], [1, 1])
+    builder = IndexedDatasetBuilder(tmp_path / "data", np.uint16)
+    with pytest.raises(ConfigError, match="70000 does not fit uint16"):
+        builder.add_index(tmp_path / "wide", change_dtype=True)
+    with pytest.raises(ConfigError, match=r"builder of .* is closed"):
+        builder.add_document([1])
 
 
 def test_two_builders_of_one_prefix_are_refused(tmp_path: Path) -> None:

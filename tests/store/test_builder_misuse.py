@@ -341,49 +341,6 @@ except OSError as error:
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "value",
-    [[[1], [2, 3]], [[1], [2]], [1.5, 1.5], ["1"], np.array([3.0]), object(), "abc", {1: 2}],
-)
-def test_values_other_than_lists_of_numbers_are_refused(tmp_path: Path, value: Any) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data") as builder:
-        for tokens in (value, 7, None):
-            with pytest.raises(ConfigError):
-                builder.add_document(tokens)
-        for add in (builder.add_document, builder.add_documents):
-            with pytest.raises(ConfigError, match="lengths"):
-                add([1, 2, 3], value)
-        with pytest.raises(ConfigError):
-            builder.add_documents([1, 2], None)  # type: ignore[arg-type]
-        builder.add_document([4])
-    assert [sequence.tolist() for sequence in IndexedDataset(tmp_path / "data")] == [[4]]
-
-
-def test_a_source_that_is_closed_in_the_middle_closes_the_builder(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "source", np.uint8) as builder:
-        builder.add_document(np.zeros(5_000_000, np.uint8))
-    source = IndexedDataset(tmp_path / "source")
-
-    class Reader:
-        """A reader whose dataset is closed during the first read."""
-
-        size = 5_000_000
-
-        def read(self, byte_offset: int, num_bytes: int) -> Any:
-            raise AssertionError
-
-        def gather(self, byte_offsets: Any, byte_counts: Any) -> Any:
-            source.close()
-            return np.zeros(byte_counts.sum(), np.uint8)
-
-    source = IndexedDataset(tmp_path / "source", bin_reader=Reader())
-    builder = IndexedDatasetBuilder(tmp_path / "data", np.uint8, checksums=True)
-    with pytest.raises(ConfigError, match="is closed"):
-        builder.add_index(source)
-    with pytest.raises(ConfigError, match=r"builder of .* is closed"):
-        builder.add_document([1])
-
-
 _DAEMON = """
 import sys, threading, time
 import numpy as np
@@ -459,18 +416,6 @@ for number in range(rounds):
 def test_ctrl_c_again_and_again_leaves_nothing(tmp_path: Path) -> None:
     result = run(_STORM, tmp_path / "data", 100)
     assert result.returncode == 0, result.stderr
-
-
-def test_paths_of_every_kind_are_accepted(tmp_path: Path) -> None:
-    for prefix in (tmp_path / "data", str(tmp_path / "data"), os.fsencode(tmp_path / "data")):
-        with IndexedDatasetBuilder(prefix) as builder:  # type: ignore[arg-type]
-            builder.add_document([1])
-        assert IndexedDataset(prefix).prefix == str(tmp_path / "data")  # type: ignore[arg-type]
-    for other in (3, None, ["data"]):
-        with pytest.raises(ConfigError, match="must be a path"):
-            IndexedDatasetBuilder(other)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="must be a path"):
-            IndexedDataset(other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("character", ["x", "é"])

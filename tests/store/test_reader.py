@@ -108,7 +108,7 @@ def test_truncated_and_longer_files_are_refused(dataset: IndexedDataset, tmp_pat
 @pytest.mark.parametrize(
     ("offset", "data", "message"),
     [
-        (0, b"TNTIDX\0\0\0", "not a Megatron-LM index"),
+        (0, b"TNTIDX\0\0\0", "a Megatron-LM index has"),
         (9, b"\x02", "version 2"),
         (17, b"\x09", "dtype code 9"),
         (17, b"\x00", "dtype code 0"),

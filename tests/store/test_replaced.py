@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import millrace
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
 from millrace.jobs import merge, split
 from millrace.store import publish, verify
@@ -391,43 +390,6 @@ def test_the_folder_is_flushed_between_all_steps(
     ]
     shown = [step for step in steps if not step.endswith((".tmp", ".lock"))]
     assert shown == 2 * expected
-
-
-# ---- arguments ----
-
-
-def test_ids_of_every_integer_type_are_read(tmp_path: Path) -> None:
-    write(tmp_path / "data", 1, count=5)
-    for access in ("mmap", "file"):
-        dataset = IndexedDataset(tmp_path / "data", access=access)  # type: ignore[arg-type]
-        for dtype in (np.uint64, np.int8, ">i4", np.uint16):
-            ids = np.array([4, 0, 3, 1])[::2].astype(dtype)
-            assert dataset.read(ids)[1].tolist() == [0, 100, 200]
-        for bad in (2**64 - 1, 2**63):
-            with pytest.raises(ConfigError, match="sequence_ids must be at most"):
-                dataset.read(np.array([bad], np.uint64))
-        for bad_ids in ([0.5], [[1]], ["a"], 3):
-            with pytest.raises(ConfigError, match="sequence_ids"):
-                dataset.read(bad_ids)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="whole number"):
-            dataset.get(0, 0.5)  # type: ignore[arg-type]
-        assert dataset.get(np.int8(1), np.int8(90), np.uint8(10)).tolist() == [1] * 10
-
-
-def test_one_prefix_is_not_a_list_of_prefixes(tmp_path: Path) -> None:
-    write(tmp_path / "p", 1)
-    for one in ("p", tmp_path / "p"):
-        with pytest.raises(ConfigError, match="must be a list"):
-            verify(one)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="must be a list"):
-            merge(one, tmp_path / "merged")  # type: ignore[arg-type]
-    merge([tmp_path / "p"], tmp_path / "merged", checksums=True)
-    info = IndexedDataset(tmp_path / "merged").info()
-    assert info is not None
-    assert info.provenance == {"merged": [str(tmp_path / "p")]}
-    assert millrace.jobs.split(tmp_path / "p", tmp_path / "s", documents=np.int64(20)) == [
-        f"{tmp_path}/s_00000"
-    ]
 
 
 _CUT_WHILE_MERGED = """

@@ -14,11 +14,11 @@ from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
 from millrace.jobs.benchmark_limits import copy_bytes_per_second, drop_from_page_cache
 from millrace.jobs.benchmark_ranks import BenchOptions, Pass, measure_rank
+from millrace.names import BIN, IDX
 from millrace.option_class import option
 from millrace.run import DatasetConfig, arguments
 from millrace.run.config import source_of
 from millrace.run.plan import Manifest
-from millrace.store.publish import bin_path, idx_path
 
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them
 _NEAR_COPY = 0.5  # share of the copying rate above which a measurement is bound by memory
@@ -213,7 +213,7 @@ def _training_prefixes(config: DatasetConfig) -> list[str]:
 
 def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:
     """The files that a start reads: token files, and index arrays that are in the cache folder."""
-    files = [path(prefix) for prefix in dict.fromkeys(prefixes) for path in (bin_path, idx_path)]
+    files = [prefix + end for prefix in dict.fromkeys(prefixes) for end in (BIN, IDX)]
     manifest = Manifest.find(config)
     for name in [] if manifest is None else filter(None, manifest.sets):
         array_set = arrays.load(str(config.cache), name)

@@ -9,8 +9,8 @@ A Parquet file with one row per document, in their order, which any Parquet read
 
 A sidecar has a row for every document. It is written when its pair is there; its metadata hold the
 pair's fingerprint, so that it is never taken for another pair's. Row groups are cut after a fixed
-number of rows (or bytes of ids): the bytes do not depend on how the rows were added, and reading
-one row takes one row group. pyarrow is imported when origins are added or read.
+number of rows: the bytes do not depend on how the rows were added, and reading one row takes one
+row group. pyarrow is imported when origins are added or read.
 """
 
 from __future__ import annotations
@@ -153,19 +153,13 @@ class OriginsFile:
 
 def _check_format(parquet: Any, path: str) -> bytes:
     """The fingerprint of the sidecar's pair; a DataError if the file is not a sidecar."""
-    metadata = parquet.metadata.metadata or {}
+    metadata, columns = parquet.metadata.metadata or {}, parquet.schema_arrow.remove_metadata()
     version = metadata.get(VERSION_KEY)
-    if version is None or PAIR_KEY not in metadata:
-        raise DataError(f"{path} is not a sidecar that millrace wrote. Give it another name")
-    if version != VERSION:
+    if version != VERSION or PAIR_KEY not in metadata or not columns.equals(schema()):
         raise DataError(
-            f"{path} has version {version.decode(errors='replace')}; {VERSION.decode()} can be "
-            "read. Use a later version of millrace, or write the pair again"
-        )
-    if not parquet.schema_arrow.remove_metadata().equals(schema()):
-        raise DataError(
-            f"{path} has the columns {', '.join(parquet.schema_arrow.names)}, or they have other "
-            f"types than a sidecar's. {_REMEDY}"
+            f"{path} is not a sidecar of version {VERSION.decode()}: it has the version "
+            f"{version and version.decode(errors='replace')} and the columns "
+            f"{', '.join(columns.names)}. Give it another name, or use a later version of millrace"
         )
     return bytes(metadata[PAIR_KEY])
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from millrace.checks import absolute_path, check_ints, check_path, shown
 from millrace.errors import ConfigError
 from millrace.files import atomic_file
+from millrace.names import ORIGINS
 from millrace.provenance.origins import (
     PAIR_KEY,
     VERSION,
@@ -24,11 +24,10 @@ from millrace.provenance.origins import (
     with_own_sources,
 )
 from millrace.store.info import BlockHasher, read_info, write_info
-from millrace.store.publish import origins_path, prefix_lock
+from millrace.store.publish import prefix_lock
 from millrace.store.reader import IndexedDataset
 
 _GROUP_ROWS = 1 << 16  # rows of a row group: 1 to 3 ms to read
-_GROUP_ID_BYTES = 16 << 20  # bytes of ids after which a row group ends, too
 _COPY_SIZE = 1 << 20
 
 
@@ -53,7 +52,6 @@ class OriginsWriter:
         self.num_rows = 0
         self._prefix, self._durable = absolute_path(check_path("prefix", prefix)), durable
         self._pending: list[Any] = []  # tables that do not fill a row group yet
-        self._num_pending = self._pending_id_bytes = 0
         self._sink = _Sink(os.path.dirname(self._prefix))
 
     @functools.cached_property
@@ -98,35 +96,31 @@ class OriginsWriter:
         """
         pa = import_pyarrow()
         numbers = check_ints("source_numbers", source_numbers)
-        columns = {
-            "lines": pa.array(check_ints("lines", lines)),
-            "byte_offsets": pa.array(check_ints("byte_offsets", byte_offsets)),
-            "ids": pa.nulls(len(numbers), pa.string())
-            if ids is None
-            else _texts("ids", ids, (str, type(None))),
-        }
-        for name, column in columns.items():
-            if len(column) != len(numbers):
-                raise ConfigError(
-                    f"there are {len(column)} {name} for {len(numbers)} source_numbers; give one "
-                    "of each for every document"
-                )
         names = _texts("sources", sources, (str,))
-        low, high = int(numbers.min(initial=0)), int(numbers.max(initial=-1))
-        if low < 0 or high >= len(names):
-            raise ConfigError(
-                f"source_numbers go from {low} to {high}; there are {len(names)} sources"
+        try:
+            table = pa.Table.from_arrays(
+                [
+                    pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), names),
+                    pa.array(check_ints("lines", lines)),
+                    pa.array(check_ints("byte_offsets", byte_offsets)),
+                    pa.nulls(len(numbers), pa.string())
+                    if ids is None
+                    else _texts("ids", ids, (str, type(None))),
+                ],
+                schema=schema(),
             )
-        source = pa.DictionaryArray.from_arrays(numbers.astype(np.int32), names)
-        self.add_table(pa.Table.from_arrays([source, *columns.values()], schema=schema()))
+        except pa.ArrowException as error:
+            raise ConfigError(
+                f"the origins of {len(numbers)} documents, of {len(names)} sources, do not agree "
+                f"({error}): give one line, byte offset and id for each source number"
+            ) from None
+        self.add_table(table)
 
     def add_table(self, table: Any) -> None:
         """Appends the rows of a pyarrow table with the columns of the sidecar."""
         self.num_rows += len(table)
         self._pending.append(table)
-        self._num_pending += len(table)
-        self._pending_id_bytes += int(_id_lengths(table).sum())
-        if self._num_pending >= _GROUP_ROWS or self._pending_id_bytes >= _GROUP_ID_BYTES:
+        if sum(map(len, self._pending)) >= _GROUP_ROWS:
             self._write_groups()
 
     def publish(self) -> None:
@@ -143,7 +137,7 @@ class OriginsWriter:
             self._writer.close()
             hasher, written = BlockHasher(), self._sink.file
             written.seek(0)
-            with atomic_file(origins_path(self._prefix), durable=self._durable) as file:
+            with atomic_file(self._prefix + ORIGINS, durable=self._durable) as file:
                 while data := written.read(_COPY_SIZE):
                     hasher.update(data)
                     file.write(data)
@@ -169,16 +163,11 @@ class OriginsWriter:
     def _write_groups(self, *, is_last: bool = False) -> None:
         """Writes the row groups that are full, and with `is_last` the rest."""
         rows = import_pyarrow().concat_tables([schema().empty_table(), *self._pending])
-        while len(rows):
-            id_ends = np.cumsum(_id_lengths(rows.slice(0, _GROUP_ROWS)))
-            count = min(int(np.searchsorted(id_ends, _GROUP_ID_BYTES)) + 1, len(id_ends))
-            if not is_last and count < _GROUP_ROWS and id_ends[-1] < _GROUP_ID_BYTES:
-                break
-            self._writer.write_table(with_own_sources(rows.slice(0, count)), row_group_size=count)
-            rows = rows.slice(count)
+        while len(rows) >= (1 if is_last else _GROUP_ROWS):
+            group, rows = rows.slice(0, _GROUP_ROWS), rows.slice(_GROUP_ROWS)
+            self._writer.write_table(with_own_sources(group), row_group_size=_GROUP_ROWS)
         # Only the sources of these rows, or the list would grow with the number of files.
         self._pending = [with_own_sources(rows)] if len(rows) else []
-        self._num_pending, self._pending_id_bytes = len(rows), int(_id_lengths(rows).sum())
 
 
 class _Sink(io.RawIOBase):
@@ -240,10 +229,3 @@ def _texts(name: str, values: Sequence[str | None], types: tuple[type, ...]) -> 
     except UnicodeEncodeError:
         safe = [text and text.encode("utf-8", "backslashreplace").decode() for text in texts]
         return pa.array(safe, pa.string())
-
-
-def _id_lengths(table: Any) -> NDArray[np.int64]:
-    import pyarrow.compute
-
-    lengths = pyarrow.compute.fill_null(pyarrow.compute.binary_length(table.column("id")), 0)
-    return lengths.to_numpy().astype(np.int64)  # type: ignore[no-any-return]

@@ -6,19 +6,14 @@ compared where pairs come together. So is the library that has split texts into 
 version and language are recorded, and may differ. A pair without that information fits any other.
 """
 
-import contextlib
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from millrace.errors import DataError
-from millrace.storage import LOCAL, Storage
-from millrace.store.info import read_info
+from millrace.storage import LOCAL, Storage, read_file
+from millrace.store.info import VERSION
 from millrace.store.publish import paths_to_read
-
-_HEAD = 1 << 14  # bytes of a sidecar that nearly always hold the provenance, before the checksums
-_START = re.compile(r'\s*\{\s*"version":\s*1,\s*"provenance":\s*')
 
 
 class TokenizerRecord(NamedTuple):
@@ -51,10 +46,7 @@ class TokenizerRecord(NamedTuple):
 
 
 def read_tokenizer(prefix: str, storage: Storage = LOCAL) -> TokenizerRecord | None:
-    """The tokenizer that wrote a pair; None if its sidecar is missing, damaged or does not say.
-
-    Only the start of the sidecar is read: the checksums of a large pair take megabytes.
-    """
+    """The tokenizer that wrote a pair; None if its sidecar is missing, damaged or does not say."""
     provenance = _provenance(prefix, storage)
     entry = provenance.get("tokenizer")
     if not isinstance(entry, dict):
@@ -104,14 +96,10 @@ def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any
 
 def _provenance(prefix: str, storage: Storage) -> dict[str, Any]:
     try:
-        file = storage.open(paths_to_read(prefix, storage).info, "file")
-        head = file.read(0, min(_HEAD, file.size)).tobytes().decode(errors="replace")
-        start = _START.match(head)
-        if start is not None:
-            with contextlib.suppress(ValueError):  # it is longer than the head
-                value, _ = json.JSONDecoder().raw_decode(head, start.end())
-                return value if isinstance(value, dict) else {}
-        info = read_info(prefix, storage)
-    except (OSError, DataError, RecursionError, ValueError):
-        return {}
-    return {} if info is None else info.provenance
+        content = json.loads(read_file(storage, paths_to_read(prefix, storage).info))
+        provenance = content["provenance"]
+        if content["version"] == VERSION and isinstance(provenance, dict):
+            return provenance
+    except (OSError, DataError, KeyError, TypeError, ValueError, RecursionError):
+        pass
+    return {}

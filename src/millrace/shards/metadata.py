@@ -9,7 +9,7 @@ is not whole.
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -138,9 +138,8 @@ def read_metadata(
     folder = check_path("folder", folder)
     storage = storage_of(folder, storage)
     metadata = parse_metadata(folder, dtype, storage)
-    numbers = range(metadata.num_shards)
-    problems = [text for n in numbers if (text := shard_problem(folder, metadata, n, storage))]
-    if problems:
+    numbers, size_of = range(metadata.num_shards), lambda path: storage.stat(path).size
+    if problems := [*filter(None, (shard_problem(folder, metadata, n, size_of) for n in numbers))]:
         others = f" ({len(problems)} shards have such problems)" if len(problems) > 1 else ""
         raise DataError(f"{problems[0]}{others}")
     return metadata
@@ -199,13 +198,13 @@ def _last_lines(text: bytes) -> bytes:
 
 
 def shard_problem(
-    folder: str, metadata: ShardsMetadata, number: int, storage: Storage = LOCAL
+    folder: str, metadata: ShardsMetadata, number: int, size_of: Callable[[str], int]
 ) -> str | None:
-    """A sentence if a shard's `.bin` is missing or has another size."""
+    """A sentence if a shard's `.bin` is missing or has another size, which `size_of` gives."""
     path = f"{shard_prefix(folder, number)}.bin"
     try:
-        size = storage.stat(path).size
-    except (FileNotFoundError, NotADirectoryError):
+        size = size_of(path)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return f"{path} is missing: restore it, or shuffle again"
     expected = metadata.shard_sizes[number] * metadata.sequence_bytes
     if metadata.has_documents or size == expected:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from millrace.checks import check_path
 from millrace.files import sum_of
 from millrace.names import SHUFFLE_RESULT
@@ -26,12 +24,11 @@ from millrace.shards.metadata import (
     shard_prefix,
     shard_problem,
 )
-from millrace.storage import LOCAL, copied
+from millrace.storage import copied
 from millrace.store.checking import Checks, Report, make_pool
-from millrace.store.layout import WRITE_AGAIN, Header, read_header
+from millrace.store.layout import WRITE_AGAIN
 from millrace.store.reader import IndexedDataset
 
-_ENTRIES = 1 << 20  # index entries that are compared at a time
 _SHARD_FILE = re.compile(r"shard_\d+\.(bin|idx)")
 
 
@@ -74,53 +71,24 @@ def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: 
     prefix, size = shard_prefix(folder, number), metadata.shard_sizes[number]
     path = f"{prefix}.idx"
     with checks.errors_of(prefix):
-        if problem := shard_problem(folder, metadata, number):
+        if problem := shard_problem(folder, metadata, number, os.path.getsize):
             checks.add(problem)
         elif not os.path.exists(path):
             if not metadata.is_of_another_tool:
                 checks.add(f"{path} is missing: restore it, or shuffle again")
         else:
-            header = read_header(LOCAL.open(path, "file"), path)
-            checks.report.num_bytes += header.size
-            checks.add(problem := _header_problem(path, header, metadata, size))
-            if metadata.has_documents or problem is None:
-                dataset = IndexedDataset(prefix, access="file")
-                dataset.check()
-                if not metadata.has_documents:
-                    checks.add(_sequences_problem(path, dataset, metadata.seq_len or 0))
-
-
-def _sequences_problem(path: str, dataset: IndexedDataset, length: int) -> str | None:
-    """The problem of an index whose documents are not one sequence of that length each."""
-    for start in range(0, len(dataset), _ENTRIES):
-        part = slice(start, start + _ENTRIES)
-        lengths = copied(dataset.sequence_lengths[part])
-        firsts = copied(dataset.document_indices[:-1][part])
-        bad = (lengths != length) | (firsts != np.arange(start, start + len(lengths)))
-        if bad.any():
-            place = int(bad.argmax())
-            return (
-                f"{path}: sequence {start + place} has {lengths[place]} tokens, and document "
-                f"{start + place} begins with sequence {firsts[place]}; each document should be "
-                f"one sequence of {length} tokens. {WRITE_AGAIN}"
-            )
-    return None
-
-
-def _header_problem(path: str, header: Header, metadata: ShardsMetadata, size: int) -> str | None:
-    """What the metadata contradict in the header of a shard with so many items."""
-    expected, num_documents = metadata.token_dtype, header.num_document_entries - 1
-    if header.dtype != expected:
-        suffix = "" if str(expected) == metadata.dtype else f", stored as {expected}"
-        problem = f"says {header.dtype}; {METADATA} says {metadata.dtype}{suffix}"
-    elif num_documents != size:
-        problem = f"has {num_documents} documents; {METADATA} says {size}"
-    elif not metadata.has_documents and (header.num_sequences, header.has_modes) != (size, False):
-        modes = " with modes" if header.has_modes else ""
-        problem = f"has {header.num_sequences} sequences{modes}; {METADATA} says {size}"
-    else:
-        return None
-    return f"{path} {problem}. {WRITE_AGAIN}"
+            dataset = IndexedDataset(prefix, access="file")
+            checks.report.num_bytes += dataset.num_bytes - dataset.reader.size
+            dataset.check()
+            found, expected = (dataset.num_documents, dataset.dtype), (size, metadata.token_dtype)
+            lengths = copied(dataset.sequence_lengths)
+            is_fixed = not metadata.has_documents
+            if found != expected or (is_fixed and (lengths != metadata.seq_len).any()):
+                each = f", each of {metadata.seq_len} tokens" if is_fixed else ""
+                checks.add(
+                    f"{path} has {found[0]} documents of {found[1]}; by {METADATA} it should have "
+                    f"{expected[0]} of {expected[1]}{each}. {WRITE_AGAIN}"
+                )
 
 
 def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:

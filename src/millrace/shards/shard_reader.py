@@ -1,6 +1,5 @@
 """The shards of a folder as one token file, whose sequences all have one length."""
 
-import contextlib
 import os
 from typing import Any
 
@@ -13,7 +12,7 @@ from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
 from millrace.ragged import Numbers
-from millrace.shards.metadata import bin_paths, parse_metadata, shard_prefix, shard_problem
+from millrace.shards.metadata import parse_metadata, shard_prefix, shard_problem
 from millrace.storage import Access, Bytes, Storage, StoredFile, storage_of
 from millrace.store.opened import JoinedFiles, OpenTokens
 
@@ -65,16 +64,14 @@ class Shards(OpenTokens):
         self._options: dict[str, Any] = {"access": access, "dtype": dtype, "storage": storage}
         self.dtype = self.metadata.token_dtype
         readers: list[StoredFile] = []
-        for number, path in enumerate(bin_paths(self.prefix, self.metadata)):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                readers.append(storage.open(path, access))
-                expected = self.metadata.shard_sizes[number] * self.metadata.sequence_bytes
-                if readers[-1].size == expected:
-                    continue
-            raise DataError(
-                shard_problem(self.prefix, self.metadata, number, storage)
-                or f"{path} was replaced while it was opened: open the folder again"
-            )
+
+        def size_of(path: str) -> int:
+            readers.append(storage.open(path, access))
+            return readers[-1].size
+
+        for number in range(self.metadata.num_shards):
+            if problem := shard_problem(self.prefix, self.metadata, number, size_of):
+                raise DataError(problem)
         self.reader: JoinedFiles = JoinedFiles(readers)
         self.is_mapped = self.reader.is_mapped
         identities = [reader.identity for reader in readers]

@@ -13,11 +13,11 @@ import numpy as np
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below
-from millrace.names import JOURNAL
+from millrace.names import BIN, JOURNAL
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import starts_of
 from millrace.shuffling.token_files import TokenFile, open_token_file, read_errors_of
-from millrace.store.publish import bin_path, paths_to_read
+from millrace.store.publish import paths_to_read
 from millrace.text import read_input_list as read_lines
 
 Inputs = str | Sequence[tuple[float, str | os.PathLike[str]]]
@@ -179,7 +179,7 @@ def _token_path(path: str, absolute: str) -> str:
         return absolute
     prefix = absolute.removesuffix(".idx")
     if os.path.exists(paths_to_read(prefix).idx):
-        return bin_path(prefix)
+        return prefix + BIN
     raise ConfigError(
         f"{path} does not exist or is not a token file; give a folder, a .bin or .npy file, or the "
         "path prefix of an indexed dataset"

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT32
 from millrace.errors import DataError
+from millrace.names import IDX
 from millrace.ragged import Numbers, even_sizes, spread, starts_of
 from millrace.shuffling.domains import Input
 from millrace.shuffling.shuffle_items import Items, ItemsAt
 from millrace.shuffling.token_files import read_files
-from millrace.store.publish import idx_path
 from millrace.store.writer import Entries, write_index
 
 _BLOCK = 1 << 20  # tokens that are read at a time
@@ -66,7 +66,7 @@ class SequenceItems(Items):
         counts = even_sizes(stop - start, -(-(stop - start) // _ENTRIES)).tolist()
         ones = (np.ones(count, np.int64) for count in counts)
         write_index(prefix, dtype, (Entries(one * self.item_size, one) for one in ones))
-        return [idx_path(prefix)]
+        return [prefix + IDX]
 
     def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads the sequences that start at these places of the stream, ascending, to targets."""

@@ -17,6 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.files import naming
+from millrace.names import IDX, INFO, ORIGINS
 from millrace.provenance import Origins, OriginsWriter
 from millrace.ragged import Numbers, starts_of
 from millrace.shuffling.domains import Input
@@ -25,7 +26,6 @@ from millrace.shuffling.token_files import TokenFile, read_files
 from millrace.storage import copied
 from millrace.store import IndexedDataset
 from millrace.store.info import Info, write_info
-from millrace.store.publish import idx_path, info_path, origins_path
 from millrace.store.writer import Entries, write_index
 
 _BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
@@ -96,14 +96,14 @@ class DocumentItems(Items):
 
         entries = itertools.chain.from_iterable(map(self._tables.entries, documents()))
         write_index(prefix, self.dtype, entries, has_modes=self._tables.has_modes)
-        paths = [idx_path(prefix)]
+        paths = [prefix + IDX]
         if self._origins is not None:
             self._origins.write(prefix, documents())
-            paths.append(origins_path(prefix))
+            paths.append(prefix + ORIGINS)
         if self.tokenizer is not None:
             info = Info(provenance={"tokenizer": self.tokenizer})
             write_info(prefix, info, durable=False)
-            paths.append(info_path(prefix))
+            paths.append(prefix + INFO)
         return paths
 
 

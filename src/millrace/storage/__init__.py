@@ -265,10 +265,10 @@ class PositionedFile:
     is_local = True
 
     def __init__(self, path: str) -> None:
-        self._path, self._slot = absolute_path(path), _Slot()
+        self._path = absolute_path(path)
         descriptor, self.identity = _open(self._path)
         self.size = self.identity.size
-        self._slot.fill(descriptor)
+        self._keep(descriptor)
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return gather_range(self, byte_offset, byte_offset + num_bytes)
@@ -291,13 +291,12 @@ class PositionedFile:
 
     def _open(self) -> "_Descriptor":
         """An open descriptor, for as long as the caller holds it."""
-        descriptor, identity = self._slot.descriptor, self.identity
+        descriptor, identity = _recent.get(id(self)), self.identity
         with contextlib.suppress(FileNotFoundError):
             if descriptor is None:
                 descriptor, identity = _open(self._path)
             if identity == self.identity:
-                self._slot.fill(descriptor)
-                return descriptor
+                return self._keep(descriptor)
         raise DataError(
             f"{self._path} was removed, replaced or changed after it was opened, and cannot be "
             "opened again: of all files that are read with access='file', at most "
@@ -305,8 +304,17 @@ class PositionedFile:
             "must not change"
         )
 
+    def _keep(self, descriptor: "_Descriptor") -> "_Descriptor":
+        """Keeps a descriptor, and closes those whose last use is the longest ago."""
+        _recent[id(self)] = descriptor
+        with contextlib.suppress(KeyError):  # another thread has just closed it
+            _recent.move_to_end(id(self))
+            while len(_recent) > MAX_OPEN:
+                _recent.popitem(last=False)
+        return descriptor
+
     def __del__(self) -> None:
-        _recent.pop(self._slot, None)
+        _recent.pop(id(self), None)
 
 
 class _Descriptor(int):
@@ -316,23 +324,9 @@ class _Descriptor(int):
         close(self)  # at the end of Python, `os` may be gone before the last dataset
 
 
-class _Slot:
-    """The place of a file's descriptor; None: it is closed."""
-
-    descriptor: _Descriptor | None = None
-
-    def fill(self, descriptor: _Descriptor) -> None:
-        """Keeps a descriptor, and closes those whose last use is the longest ago."""
-        self.descriptor = descriptor
-        _recent.pop(self, None)
-        _recent[self] = None
-        while len(_recent) > MAX_OPEN:
-            _recent.popitem(last=False)[0].descriptor = None
-
-
-# The slots that were used last. Each step is one operation of the dict, so that threads need no
-# lock, which a forked child could inherit locked.
-_recent: OrderedDict[_Slot, None] = OrderedDict()
+# The descriptors of the files that were used last, by the `id` of their `PositionedFile`. Each step
+# is one operation of the dict: threads need no lock, which a forked child could inherit locked.
+_recent: OrderedDict[int, _Descriptor] = OrderedDict()
 
 
 def _open(path: str) -> tuple[_Descriptor, Identity]:

@@ -16,9 +16,10 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import flush_to_disk, naming
 from millrace.forks import watch_forks
 from millrace.interrupts import interrupts_held
+from millrace.names import BIN
 from millrace.store.info import BlockHasher, Info
 from millrace.store.layout import dtype_code
-from millrace.store.publish import bin_path, building, check_prefix, publish
+from millrace.store.publish import building, check_prefix, publish
 from millrace.store.reader import IndexedDataset
 from millrace.store.writer import IndexColumns, Turns, blocks, copy_file
 
@@ -272,7 +273,7 @@ class IndexedDatasetBuilder:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Gives one thread the right to change the files and the data on their way to them."""
-        with self._turns.take(), naming(bin_path(self.prefix)):
+        with self._turns.take(), naming(self.prefix + BIN):
             yield
 
     def after_fork(self) -> None:
@@ -375,7 +376,7 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
                 )
         try:
             for one in builders:
-                with naming(bin_path(one.prefix)):
+                with naming(one.prefix + BIN):
                     one._write_files()
                 one._turns.check_open()
             with interrupts_held():

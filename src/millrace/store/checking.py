@@ -21,12 +21,11 @@ from millrace.checks import check_int, check_paths
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
+from millrace.names import BIN, IDX
 from millrace.storage import LOCAL, StoredFile, exists, storage_of
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
-from millrace.store.publish import bin_path, idx_path, open_pair, paths_to_read
+from millrace.store.publish import open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
-
-_ATTEMPTS = 10  # to check a pair; one fails only if the pair is replaced meanwhile
 
 
 @dataclass(kw_only=True)
@@ -155,26 +154,7 @@ def make_pool(threads: int | None) -> ThreadPoolExecutor:
 
 
 def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
-    """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
-    for _ in range(_ATTEMPTS):
-        before = _identity(prefix)
-        checks = Checks(prefix, pool, on_bytes)
-        _check_pair(prefix, checks)
-        if not checks.report.problems or _identity(prefix) == before:
-            break
-    return checks.report
-
-
-def _identity(prefix: str) -> list[Any] | None:
-    """Paths and identities of the files that there are."""
-    with contextlib.suppress(OSError, ValueError):  # a prefix that no file can have
-        paths = [path for path in paths_to_read(prefix) if exists(LOCAL, path)]
-        return [(path, LOCAL.stat(path)) for path in paths]
-    return None
-
-
-def _check_pair(prefix: str, checks: Checks) -> None:
-    info = Info()
+    checks, info = Checks(prefix, pool, on_bytes), Info()
     with checks.errors_of():
         info = read_info(prefix) or info
     checks.report.has_checksums = info.bin is not None
@@ -182,12 +162,14 @@ def _check_pair(prefix: str, checks: Checks) -> None:
         data, index = open_pair(prefix, "file", storage=storage_of(prefix))
         assert data is not None
         opened = partial(IndexedDataset, prefix, access="file")
-        checks.blocks(idx_path(prefix), index, info.idx)
-        checks.blocks(bin_path(prefix), data, info.bin, lambda a, b: _sequences_in(opened(), a, b))
+        checks.blocks(prefix + IDX, index, info.idx)
+        checks.blocks(prefix + BIN, data, info.bin, lambda a, b: _sequences_in(opened(), a, b))
         checks.report.num_bytes = checks.report.num_bytes or index.size
         dataset = opened()
         dataset.check()
-        _check_origins(dataset, info, checks)
+        if dataset.files == (data.identity, index.identity):  # else a new pair was published
+            _check_origins(dataset, info, checks)
+    return checks.report
 
 
 def _sequences_in(dataset: IndexedDataset, start: int, stop: int) -> str:

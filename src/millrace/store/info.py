@@ -10,13 +10,14 @@ from typing import Any
 
 from millrace.errors import DataError
 from millrace.files import atomic_file, xxh3
+from millrace.names import INFO
 from millrace.records import Count, record_from
 from millrace.storage import LOCAL, Storage, read_file
-from millrace.store.publish import info_path, paths_to_read
+from millrace.store.publish import paths_to_read
 
 BLOCK_SIZE = 4 << 20
 ALGORITHM = "xxh3_64"
-_VERSION = 1
+VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Info:
     origins: Checksums | None = None
 
     def to_json(self) -> str:
-        document: dict[str, Any] = {"version": _VERSION, "provenance": self.provenance}
+        document: dict[str, Any] = {"version": VERSION, "provenance": self.provenance}
         if self.bin is not None and self.idx is not None:
             sums = {"bin": self.bin, "idx": self.idx, "origins": self.origins}
             stored = {name: asdict(one) for name, one in sums.items() if one is not None}
@@ -65,8 +66,8 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
     path = paths_to_read(prefix, storage).info
     try:
         content = json.loads(read_file(storage, path))
-        if isinstance(content, dict) and content.get("version", _VERSION) != _VERSION:
-            raise DataError(f"{path} has version {content['version']}; {_VERSION} can be read")
+        if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
+            raise DataError(f"{path} has version {content['version']}; {VERSION} can be read")
         document = record_from(_Document, content, "the sidecar")
         sums = document.checksums
         if sums is None:
@@ -97,7 +98,7 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
 
 def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
     """Writes the sidecar of a pair that is there."""
-    with atomic_file(info_path(prefix), durable=durable) as file:
+    with atomic_file(prefix + INFO, durable=durable) as file:
         file.write(info.to_json().encode())
 
 

@@ -102,17 +102,11 @@ def read_header(file: BinReader, path: str) -> Header:
         )
     head = gather_range(file, 0, HEADER.size).tobytes()
     magic, version, code, num_sequences, num_entries = HEADER.unpack(head)
-    if magic != MAGIC:
+    if (magic, version) != (MAGIC, VERSION) or code not in DTYPES:
         raise DataError(
-            f"{path} starts with {magic!r}, not {MAGIC!r}: it is not a Megatron-LM index file. "
-            "Give the path prefix of a .bin/.idx pair"
-        )
-    if version != VERSION:
-        raise DataError(f"{path} has version {version}; version {VERSION} can be read")
-    if code not in DTYPES:
-        raise DataError(
-            f"{path} has dtype code {code}; the codes are {min(DTYPES)} to {max(DTYPES)}. "
-            "The file is damaged: write it again from its source"
+            f"{path} starts with {magic!r}, version {version} and dtype code {code}; a Megatron-LM "
+            f"index has {MAGIC!r}, {VERSION} and a code from {min(DTYPES)} to {max(DTYPES)}. Give "
+            "the path prefix of a .bin/.idx pair, or write it again from its source"
         )
     headers = [Header(DTYPES[code], num_sequences, num_entries, modes) for modes in (False, True)]
     for header in headers if num_entries > 0 else []:

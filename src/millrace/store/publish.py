@@ -29,31 +29,13 @@ from typing import NamedTuple
 from millrace.checks import shown
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import fsync_folder, temporary_name, writers_lock
+from millrace.names import BIN, IDX, INFO, NEW, ORIGINS
 from millrace.storage import LOCAL, Access, Storage, StoredFile, exists, storage_of
 
-NEW = ".new"
 LOCK = ".tmp.lock"
 
 _ATTEMPTS = 20  # to open a pair; an attempt fails only during a publication
 _PAUSE = 0.001  # seconds; a publication's renames take less
-
-
-def bin_path(prefix: str) -> str:
-    return prefix + ".bin"
-
-
-def idx_path(prefix: str) -> str:
-    return prefix + ".idx"
-
-
-def info_path(prefix: str) -> str:
-    """The sidecar of checksums and provenance, which a pair may have (see `info`)."""
-    return prefix + ".info.json"
-
-
-def origins_path(prefix: str) -> str:
-    """The sidecar of its documents' origins, which a pair may have (see `provenance`)."""
-    return prefix + ".origins.parquet"
 
 
 class Temporaries(NamedTuple):
@@ -66,7 +48,7 @@ class Temporaries(NamedTuple):
 
 
 def _paths(prefix: str) -> Temporaries:
-    return Temporaries(bin_path(prefix), idx_path(prefix), info_path(prefix), origins_path(prefix))
+    return Temporaries(*(prefix + ending for ending in (BIN, IDX, INFO, ORIGINS)))
 
 
 def files_of(prefix: str) -> tuple[str, ...]:
@@ -142,7 +124,7 @@ def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
             return storage.stat(path).time
         return 0
 
-    data, index = bin_path(prefix), idx_path(prefix)
+    data, index = prefix + BIN, prefix + IDX
     written = written_at(index + NEW)
     # A builder's index is not older than its tokens: a file later than it is another tool's.
     others = [index] if exists(storage, data + NEW) else [index, data]
@@ -159,7 +141,7 @@ def check_prefix(prefix: str) -> None:
         raise ConfigError(f"the prefix is {prefix}; give it without {prefix[-4:]}, which is added")
     name = os.path.basename(prefix)
     size, most = len(os.fsencode(name)), os.pathconf(folder, "PC_NAME_MAX")
-    added = len(os.fsencode(temporary_name(origins_path(name)))) - size
+    added = len(os.fsencode(temporary_name(name + ORIGINS))) - size
     if size + added > most:
         raise ConfigError(
             f"the name {shown(name, 80)} of the prefix has {size} bytes; at most {most - added} "
@@ -221,12 +203,12 @@ def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -
     prefixes = [prefix for prefix, _ in pairs]
     try:
         for prefix, files in pairs:
-            os.rename(files.bin, bin_path(prefix) + NEW)
+            os.rename(files.bin, prefix + BIN + NEW)
             if os.path.exists(files.info):
-                os.rename(files.info, info_path(prefix) + NEW)
+                os.rename(files.info, prefix + INFO + NEW)
         flush_folders(prefixes)
         for prefix, files in pairs:
-            os.rename(files.idx, idx_path(prefix) + NEW)
+            os.rename(files.idx, prefix + IDX + NEW)
         flush_folders(prefixes)
     except BaseException:
         _withdraw(prefixes)
@@ -239,27 +221,27 @@ def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -
     except OSError:
         # An old file cannot be removed, perhaps another user's. If all old indices are still there,
         # the old pairs count, and the new ones must not appear later.
-        if all(os.path.exists(idx_path(prefix)) for prefix in prefixes):
+        if all(os.path.exists(prefix + IDX) for prefix in prefixes):
             _withdraw(prefixes)
         raise
 
 
 def _finish(prefixes: Sequence[str], flush_folders: Callable[[Sequence[str]], None]) -> None:
     """Steps 3 to 5, also of a publication that was cut off among them."""
-    prefixes = [prefix for prefix in prefixes if os.path.exists(idx_path(prefix) + NEW)]
+    prefixes = [prefix for prefix in prefixes if os.path.exists(prefix + IDX + NEW)]
     # Once the tokens have their name, the old sidecars are gone, and the new ones may be there.
-    waiting = [prefix for prefix in prefixes if os.path.exists(bin_path(prefix) + NEW)]
+    waiting = [prefix for prefix in prefixes if os.path.exists(prefix + BIN + NEW)]
     for prefix in waiting:
-        _remove(idx_path(prefix), info_path(prefix), origins_path(prefix))
+        _remove(prefix + IDX, prefix + INFO, prefix + ORIGINS)
     flush_folders(waiting)
     for prefix in waiting:
-        os.rename(bin_path(prefix) + NEW, bin_path(prefix))
+        os.rename(prefix + BIN + NEW, prefix + BIN)
     for prefix in prefixes:
         with contextlib.suppress(FileNotFoundError):
-            os.rename(info_path(prefix) + NEW, info_path(prefix))
+            os.rename(prefix + INFO + NEW, prefix + INFO)
     flush_folders(prefixes)
     for prefix in prefixes:
-        os.rename(idx_path(prefix) + NEW, idx_path(prefix))
+        os.rename(prefix + IDX + NEW, prefix + IDX)
     flush_folders(prefixes)
 
 

@@ -15,6 +15,7 @@ from millrace.checks import check_int, check_ints, check_path
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
+from millrace.names import BIN, IDX
 from millrace.storage import (
     Access,
     BinReader,
@@ -28,7 +29,7 @@ from millrace.storage import (
 from millrace.store import layout
 from millrace.store.info import Info, read_info
 from millrace.store.opened import OpenTokens
-from millrace.store.publish import bin_path, idx_path, open_pair
+from millrace.store.publish import open_pair
 
 _CHUNK = 1024  # sequences that iteration reads at a time
 _PIECE = 1 << 19  # lengths that are copied at a time: they stay in a core's cache
@@ -97,7 +98,7 @@ class IndexedDataset(OpenTokens):
         )
         index = self._pair.idx
         self.files = tuple(file and file.identity for file in self._pair)
-        self.header = layout.read_header(index, idx_path(self.prefix))
+        self.header = layout.read_header(index, self.prefix + IDX)
         self.dtype = self.header.dtype
         reader = self._pair.bin or bin_reader
         assert reader is not None
@@ -384,7 +385,7 @@ class IndexedDataset(OpenTokens):
     def reopen_bin(self) -> BinaryIO | None:
         """The `.bin` as a file of the system; None if it is not one, or was replaced."""
         with contextlib.suppress(OSError):
-            file = open(bin_path(self.prefix), "rb", buffering=0)  # noqa: SIM115
+            file = open(self.prefix + BIN, "rb", buffering=0)  # noqa: SIM115
             identity = identity_of(os.fstat(file.fileno()))
             if self._pair.bin is not None and identity == self._pair.bin.identity:
                 return file

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from millrace.deferred import Deferred
 from millrace.errors import DataError
+from millrace.names import BIN, IDX
 from millrace.storage import Access, storage_of
-from millrace.store.publish import bin_path, idx_path
 from millrace.store.reader import IndexedDataset
 
 
@@ -115,7 +115,7 @@ def _open_unchanged(record: TokenFileRecord, access: Access) -> IndexedDataset:
 def _sizes_and_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
     storage = storage_of(prefix)
     try:
-        data, index = storage.stat(bin_path(prefix)), storage.stat(idx_path(prefix))
+        data, index = storage.stat(prefix + BIN), storage.stat(prefix + IDX)
     except FileNotFoundError:
         return (0, 0), (0, 0)  # missing, or published halfway, which opening it tells apart
     return (data.size, index.size), (data.time, index.time)

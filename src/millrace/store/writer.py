@@ -15,9 +15,9 @@ from numpy.typing import DTypeLike, NDArray
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.interrupts import interrupts_held
+from millrace.names import BIN, IDX
 from millrace.storage import Bytes, copied, gather_range
 from millrace.store.layout import Header
-from millrace.store.publish import bin_path, idx_path
 from millrace.store.reader import IndexedDataset
 
 LIMIT = 1 << 20  # entries of a column that are kept in memory
@@ -241,12 +241,12 @@ def write_index(
         DataError: The tokens of the entries are not as many as those of the `.bin`.
     """
     columns = IndexColumns(os.path.dirname(prefix) or ".", dtype, has_modes=has_modes)
-    with contextlib.closing(columns), atomic_file(idx_path(prefix), durable=False) as file:
+    with contextlib.closing(columns), atomic_file(prefix + IDX, durable=False) as file:
         num_sequences = 0
         for lengths, counts, modes in documents:
             columns.append(lengths, modes, num_sequences + np.cumsum(counts))
             num_sequences += len(lengths)
-        header, size = columns.header, os.path.getsize(bin_path(prefix))
+        header, size = columns.header, os.path.getsize(prefix + BIN)
         num_bytes = columns.num_tokens() * header.dtype.itemsize
         if num_bytes != size:
             raise DataError(

@@ -15,8 +15,9 @@ from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
 from millrace.engine import ALREADY, Done, Run
 from millrace.errors import ConfigError, TextError
 from millrace.files import checksum
+from millrace.names import IDX
 from millrace.option_class import StrPath, identity_of
-from millrace.store.publish import LOCK, files_of, idx_path, remove_leftovers
+from millrace.store.publish import LOCK, files_of, remove_leftovers
 from millrace.text import InputFile, Query, find_inputs, parts_of
 from millrace.tokenizing import input_tasks
 from millrace.tokenizing.chunk import run_task, texts_of
@@ -110,7 +111,7 @@ def tokenize(
         checked.output_prefix,
         _identity(checked, files),
         inputs=_details(checked, files),
-        outputs=list(map(idx_path, checked.prefixes.values())),
+        outputs=[prefix + IDX for prefix in checked.prefixes.values()],
         engine=checked.engine,
         restart=checked.restart,
         show_progress=checked.show_progress,
