@@ -143,9 +143,7 @@ def test_missing_and_truncated_shards(folder: Path) -> None:
         read_metadata(folder)
     path.unlink()
     (folder / "shard_0002.bin").unlink()
-    with pytest.raises(
-        DataError, match=r"shard_0001\.bin is missing: restore it.* \(2 shards have"
-    ):
+    with pytest.raises(DataError, match=r"shard_0001\.bin is missing: restore it"):
         read_metadata(folder)
     path.mkdir()
     with pytest.raises(DataError, match=r"shard_0001\.bin"):

@@ -47,9 +47,13 @@ class TokenizerRecord(NamedTuple):
 
 def read_tokenizer(prefix: str, storage: Storage = LOCAL) -> TokenizerRecord | None:
     """The tokenizer that wrote a pair; None if its sidecar is missing, damaged or does not say."""
-    provenance = _provenance(prefix, storage)
-    entry = provenance.get("tokenizer")
-    if not isinstance(entry, dict):
+    try:
+        content = json.loads(read_file(storage, paths_to_read(prefix, storage).info))
+        provenance = content["provenance"]
+        entry = provenance["tokenizer"]
+    except (OSError, DataError, KeyError, TypeError, ValueError, RecursionError):
+        return None
+    if content.get("version") != VERSION or not isinstance(entry, dict):
         return None
     others = entry.get("fingerprints")
     values = [entry.get("sha256"), entry.get("fingerprint")]
@@ -92,14 +96,3 @@ def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any
         if len(names) == 1 and "" not in names:
             return {**entry, "sentences": names.pop()}
     return entry
-
-
-def _provenance(prefix: str, storage: Storage) -> dict[str, Any]:
-    try:
-        content = json.loads(read_file(storage, paths_to_read(prefix, storage).info))
-        provenance = content["provenance"]
-        if content["version"] == VERSION and isinstance(provenance, dict):
-            return provenance
-    except (OSError, DataError, KeyError, TypeError, ValueError, RecursionError):
-        pass
-    return {}

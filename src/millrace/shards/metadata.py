@@ -138,10 +138,7 @@ def read_metadata(
     folder = check_path("folder", folder)
     storage = storage_of(folder, storage)
     metadata = parse_metadata(folder, dtype, storage)
-    numbers, size_of = range(metadata.num_shards), lambda path: storage.stat(path).size
-    if problems := [*filter(None, (shard_problem(folder, metadata, n, size_of) for n in numbers))]:
-        others = f" ({len(problems)} shards have such problems)" if len(problems) > 1 else ""
-        raise DataError(f"{problems[0]}{others}")
+    check_sizes(folder, metadata, lambda path: storage.stat(path).size)
     return metadata
 
 
@@ -195,6 +192,13 @@ def metadata_problem(folder: str, metadata: ShardsMetadata) -> str | None:
 def _last_lines(text: bytes) -> bytes:
     """The end of the metadata whose other bytes are `text`."""
     return f'  "metadata_checksum": "{checksum([text])}"\n}}\n'.encode()
+
+
+def check_sizes(folder: str, metadata: ShardsMetadata, size_of: Callable[[str], int]) -> None:
+    """Raises DataError for the first shard that is missing or has another size."""
+    for number in range(metadata.num_shards):
+        if problem := shard_problem(folder, metadata, number, size_of):
+            raise DataError(problem)
 
 
 def shard_problem(

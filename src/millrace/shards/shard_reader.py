@@ -12,7 +12,7 @@ from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
 from millrace.ragged import Numbers
-from millrace.shards.metadata import parse_metadata, shard_prefix, shard_problem
+from millrace.shards.metadata import check_sizes, parse_metadata, shard_prefix
 from millrace.storage import Access, Bytes, Storage, StoredFile, storage_of
 from millrace.store.opened import JoinedFiles, OpenTokens
 
@@ -69,9 +69,7 @@ class Shards(OpenTokens):
             readers.append(storage.open(path, access))
             return readers[-1].size
 
-        for number in range(self.metadata.num_shards):
-            if problem := shard_problem(self.prefix, self.metadata, number, size_of):
-                raise DataError(problem)
+        check_sizes(self.prefix, self.metadata, size_of)
         self.reader: JoinedFiles = JoinedFiles(readers)
         self.is_mapped = self.reader.is_mapped
         identities = [reader.identity for reader in readers]
