@@ -246,7 +246,7 @@ def test_the_pairs_of_several_keys_are_published_together(
 
         def write_or_fail(self: Any, key: str = key) -> None:
             if key in os.path.basename(self.prefix):
-                os.mkdir(self.temporaries.idx)  # so that the index cannot be written
+                os.mkdir(self._pair[1].idx)  # so that the index cannot be written
             write_files(self)
 
         with monkeypatch.context() as patch:
