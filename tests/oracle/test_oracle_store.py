@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"
 )
 
-CASES = 320
+CASES = 192  # 8 of each dtype and mode
 DTYPES = ("u1", "i1", "i2", "i4", "i8", "f8", "f4", "u2")
 
 Document = tuple[np.ndarray, list[int], list[int]]  # tokens, lengths and modes of its sequences
