@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import write_documents
 from tests.kernels.test_kernel_gather import OPTIONS, gpt_order, make_arrays, token_source
 from tests.kernels.twins import assert_same
 
-from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, _native
+from millrace import GPTDataset, IndexedDataset, _native
 
 
 def moved(array: np.ndarray) -> np.ndarray:
@@ -124,9 +125,7 @@ def test_arrays_of_other_shapes_steps_and_dtypes_are_refused() -> None:
 
 
 def test_views_and_samples_of_a_mapped_file(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", np.int32) as builder:
-        for length in (3, 0, 40, 17, 1, 9, 30):
-            builder.add_document(np.arange(length))
+    write_documents(tmp_path / "data", [range(n) for n in (3, 0, 40, 17, 1, 9, 30)], np.int32)
     dataset = IndexedDataset(tmp_path / "data")
     assert not dataset.sequence_pointers.flags.aligned
     assert [len(view) for view in dataset] == [3, 0, 40, 17, 1, 9, 30]
@@ -136,9 +135,7 @@ def test_views_and_samples_of_a_mapped_file(tmp_path: Path) -> None:
 
 
 def test_slices_with_steps_of_any_size(tmp_path: Path) -> None:
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        for number in range(9):
-            builder.add_document([number])
+    write_documents(tmp_path / "data", [[number] for number in range(9)])
     dataset = IndexedDataset(tmp_path / "data")
     huge = sys.maxsize
     for cut in (
