@@ -260,6 +260,9 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 class IndexedDatasetBuilder:
     """Writes a `.bin`/`.idx` pair, which `finalize` publishes.
 
+    Until then, each use of `sequence_lengths`, `document_indices` and `sequence_modes` (None
+    without modes) reads these lists back from disk.
+
     Args:
         bin_path: PREFIX.bin, in a folder that exists.
         dtype: NumPy type of the tokens in the file.
@@ -275,6 +278,18 @@ class IndexedDatasetBuilder:
         self.multimodal = multimodal
         with as_assertions():
             self._builder = store.IndexedDatasetBuilder(self._prefix, dtype, multimodal=multimodal)
+
+    @property
+    def sequence_lengths(self) -> list[int]:
+        return list(self._builder.columns()[0].tolist())
+
+    @property
+    def document_indices(self) -> list[int]:
+        return list(self._builder.columns()[1].tolist())
+
+    @property
+    def sequence_modes(self) -> list[int] | None:
+        return self._builder.columns()[2].tolist() if self.multimodal else None
 
     def add_item(self, tensor: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the open document.
