@@ -104,17 +104,29 @@ def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: f
         f"millrace/check_consistency/{name}/{call}", distributed_c10d._get_default_store()
     )
     keys = [str(rank) for rank in range(distributed.get_world_size(group))]
-    deadline, pause = time.monotonic() + timeout, 0.002
-    try:
-        store.set(keys[distributed.get_rank(group)], json.dumps(report))
-        store.add("count", 1)
-        while store.add("count", 0) < len(keys):  # a wait of the store is deaf to Ctrl-C
+    rank, deadline = distributed.get_rank(group), time.monotonic() + timeout
+
+    def all_have_counted(times: int) -> bool:
+        """Waits until each rank has counted so often; False if one has not in time."""
+        pause = 0.002
+        while store.add("count", 0) < times * len(keys):  # a wait of the store is deaf to Ctrl-C
             if time.monotonic() >= deadline:
-                ranks = _ranks([rank for rank, key in enumerate(keys) if not store.check([key])])
-                return f"{ranks} did not answer within {timeout:.4g} s: dead, hangs, or elsewhere"
+                return False
             time.sleep(pause)
             pause = min(0.5, 1.5 * pause)
-        return _problem([json.loads(text) for text in store.multi_get(keys)])
+        return True
+
+    try:
+        store.set(keys[rank], json.dumps(report))
+        store.add("count", 1)
+        if not all_have_counted(1):
+            missing = _ranks([number for number, key in enumerate(keys) if not store.check([key])])
+            return f"{missing} did not answer within {timeout:.4g} s: dead, hangs, or is elsewhere"
+        message = _problem([json.loads(text) for text in store.multi_get(keys)])
+        store.add("count", 1)
+        if rank == 0:  # the store ends with this process, perhaps at once: let the others read
+            all_have_counted(2)
+        return message
     except distributed.DistNetworkError as lost:
         return f"the store of the process group is lost: its process, often rank 0, ended: {lost}"
 
