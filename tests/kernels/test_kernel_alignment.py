@@ -35,21 +35,16 @@ def moved(array: np.ndarray) -> np.ndarray:
 def test_samples(dtype: Any, index_dtypes: tuple[Any, Any]) -> None:
     arrays = make_arrays(3, 8, extra=True, dtype=dtype, index_dtypes=index_dtypes)
     numbers = np.arange(len(arrays["shuffle_index"]))
-    zeros = np.zeros_like(numbers)
-    there = {name: moved(array) for name, array in arrays.items()}
-    source, other = token_source(_native, arrays), token_source(_native, there)
-    order, moved_order = gpt_order(_native, arrays), gpt_order(_native, there)
-    expected = _native.gather_samples((source,), (order,), zeros, numbers, OPTIONS)
-    samples = _native.gather_samples(
-        (other,), (moved_order,), moved(zeros), moved(numbers), OPTIONS
-    )
-    assert_same(samples, expected)
-    spans = _native.spans(order, numbers)
-    moved_spans = _native.spans(moved_order, moved(numbers))
-    assert_same(moved_spans, spans)
-    pieces = _native.locate_spans(source, *spans[:3])
-    moved_pieces = _native.locate_spans(other, *map(moved, moved_spans[:3]))
-    assert_same(moved_pieces, pieces)
+
+    def results(place: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
+        there = {name: place(array) for name, array in arrays.items()}
+        source, order = token_source(_native, there), gpt_order(_native, there)
+        zeros, chosen = place(np.zeros_like(numbers)), place(numbers)
+        samples = _native.gather_samples((source,), (order,), zeros, chosen, OPTIONS)
+        spans = _native.spans(order, chosen)
+        return [*samples, *spans, *_native.locate_spans(source, *map(place, spans[:3]))]
+
+    assert_same(results(moved), results(np.asarray))
 
 
 Calls = list[tuple[Callable[..., Any], tuple[Any, ...]]]

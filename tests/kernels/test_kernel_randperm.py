@@ -58,16 +58,13 @@ def test_torch_randperm_equals_torch() -> None:
     for size in SIZES:
         for seed in SEEDS:
             assert_equals_torch(size, seed)
+    for size in (2**16 + 1, 2**20 - 1, 3_000_000):
+        assert_equals_torch(size, size)
     random = np.random.default_rng(0)
     for _ in range(2000):
         assert_equals_torch(
             int(random.integers(0, 300)), int(random.integers(0, 2**64, None, "u8"))
         )
-
-
-@pytest.mark.parametrize("size", [2**16 + 1, 2**20 - 1, 3_000_000])
-def test_torch_randperm_equals_torch_for_large_sizes(size: int) -> None:
-    assert_equals_torch(size, size)
 
 
 # CRC-32 of the first and last 1,000 numbers (int64) that torch 2.13.0 gives on each side of its
