@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.checks import MAX_INT32, check_bool, check_choice, check_int, check_token
+from millrace.checks import MAX_INT32, check_bool, check_choice, check_int, check_token, shown
 from millrace.errors import ConfigError
 
 BOUNDARIES = ("eod", "documents")
@@ -64,3 +64,23 @@ class SampleOptions:
         if values["boundaries"] == "eod":
             del values["boundaries"]
         return values
+
+
+def choose_options(
+    options: SampleOptions | None, single: tuple[Any, ...], *, has_extra: bool = True
+) -> SampleOptions:
+    """The options of samples as one object, or made of single ones, in the order of its fields.
+
+    `has_extra` is the default of the single `add_extra_token`.
+    """
+    if options is None:
+        return SampleOptions(**dict(zip(_NAMES, single, strict=True)))
+    if not isinstance(options, SampleOptions):
+        raise ConfigError(f"options must be SampleOptions, not {shown(options)}")
+    defaults = (None, has_extra, None, None, False, False, "eod")
+    if any(value is not default for value, default in zip(single, defaults, strict=True)):
+        raise ConfigError("give options, or single options of samples: one of the two")
+    return options
+
+
+_NAMES = tuple(SampleOptions.__dataclass_fields__)

@@ -90,7 +90,7 @@ def variants(blend: BlendedDataset) -> dict[str, BlendedDataset]:
         reader = FlakyReader(f"{dataset.prefix}.bin")
         flaky = IndexedDataset(dataset.prefix, bin_reader=reader) if number % 10 == 0 else by_file
         for name, data in (("file", by_file), ("flaky", flaky)):
-            datasets[name].append(GPTDataset(data, order=dataset.order, **vars(dataset.options)))
+            datasets[name].append(GPTDataset(data, order=dataset.order, options=dataset.options))
     return {name: BlendedDataset(parts, order=blend.order) for name, parts in datasets.items()}
 
 

@@ -239,7 +239,7 @@ def test_a_blend_picks_the_fields_of_other_datasets(make_dataset: Make) -> None:
         assert np.array_equal(batch["dataset_numbers"], blend.dataset_index)
     with pytest.raises(ConfigError, match=r"Squares returns tokens, .*it has no document_ids"):
         blend.batch(numbers, BatchForm(fields=("tokens", "document_ids")))
-    with pytest.raises(ConfigError, match=r"finished rows, .* cu_seqlens"):
+    with pytest.raises(ConfigError, match=r"Squares returns finished rows, .* cu_seqlens"):
         blend.batch(numbers, BatchForm(fields=("tokens", "cu_seqlens")))
     with pytest.raises(DataError, match=r"sample \d+ of the blend: Squares .* id 2401,.* 2401\)"):
         blend.batch(numbers, BatchForm(vocab_size=2401))

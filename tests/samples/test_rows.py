@@ -52,7 +52,7 @@ def forms(draw: Any) -> BatchForm:
 def dataset_of(prefixes: list[str], kind: str, options: SampleOptions, access: Any) -> Any:
     order: Any = {"seed": 1, "drop_last_partial_sequence": False}
     parts = [
-        GPTDataset(IndexedDataset(prefix, access=access), **vars(options), **order)
+        GPTDataset(IndexedDataset(prefix, access=access), options=options, **order)
         for prefix in prefixes
     ]
     if kind == "file":

@@ -126,8 +126,8 @@ def test_random_folders(
     assert_equal(dataset.batch(numbers), rows_of(sequences[numbers], **options))
     # The same as a GPT dataset with an order in Python over all shards' tokens in one file.
     write_pair(folder / "whole", sequences)
-    own = {"sequence_length": seq_len, "add_extra_token": False, **options}
-    whole = GPTDataset(IndexedDataset(folder / "whole"), order=dataset.order, **own)
+    own = SampleOptions(sequence_length=seq_len, add_extra_token=False, **options)  # type: ignore[arg-type]
+    whole = GPTDataset(IndexedDataset(folder / "whole"), order=dataset.order, options=own)
     form = BatchForm(fields=ALL_FIELDS)
     assert_equal(dataset.batch(numbers, form), whole.batch(numbers, form))
     shutil.rmtree(folder)
@@ -135,6 +135,7 @@ def test_random_folders(
 
 def test_the_extra_token_is_the_last_label(folder: Path, sequences: NDArray[Any]) -> None:
     batch = ShardedDataset(folder, add_extra_token=True).batch([0, 22])
+    assert_equal(ShardedDataset(folder, SampleOptions(sequence_length=7)).batch([0, 22]), batch)
     assert batch["tokens"].tolist() == sequences[[0, 22], :-1].tolist()
     assert batch["labels"].tolist() == sequences[[0, 22], 1:].tolist()
     assert batch["loss_mask"].tolist() == [[1.0] * 7] * 2
@@ -153,7 +154,17 @@ def test_a_folder_of_the_common_script(tmp_path: Path, sequences: NDArray[Any]) 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"reset_position_ids": True}, "give eod_token"), ({"access": "ram"}, "access is 'ram'")],
+    [
+        ({"options": SampleOptions(sequence_length=8)}, r"have 8 tokens\. Give sequence_length 8"),
+        (
+            {"options": SampleOptions(sequence_length=7, add_extra_token=False)},
+            r"have 8 tokens\. Give sequence_length 8 without",
+        ),
+        ({"options": SampleOptions(sequence_length=7), "eod_token": 3}, "one of the two"),
+        ({"options": {"sequence_length": 8}}, "must be SampleOptions"),
+        ({"reset_position_ids": True}, "give eod_token"),
+        ({"access": "ram"}, "access is 'ram'"),
+    ],
 )
 def test_options_that_do_not_fit_are_refused(folder: Path, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -281,9 +292,9 @@ def test_a_blend_reads_it_in_one_call_of_the_core(
     folder: Path, sequences: NDArray[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_pair(tmp_path / "text", [np.arange(100, 180)])
-    options = {"sequence_length": 8, "add_extra_token": False}
-    gpt = GPTDataset(IndexedDataset(tmp_path / "text"), seed=1, **options)  # type: ignore[arg-type]
-    sharded = ShardedDataset(folder)
+    options = SampleOptions(sequence_length=8, add_extra_token=False)
+    gpt = GPTDataset(IndexedDataset(tmp_path / "text"), seed=1, options=options)
+    sharded = ShardedDataset(folder, options)
     blend = BlendedDataset([sharded, gpt], [0.5, 0.5], 20)
     parts = [sharded, gpt]
     expected = [

@@ -32,6 +32,7 @@ from millrace import (
 from millrace.options import SampleOptions
 from millrace.samples import TokenBatch
 from millrace.samples.fields import BatchForm
+from millrace.samples.transforms import MaskedTokens
 from millrace.store import RawTokens
 from tests.conftest import write_documents
 from tests.kernels import reference
@@ -463,19 +464,21 @@ def test_repeats_have_no_loss(tmp_path: Path) -> None:
 
 @dataclass
 class Applying:
-    """A user's transform, which may change tokens."""
+    """A user's transform with a method `apply`."""
 
-    function: Callable[[TokenBatch], Any]
+    function: Callable[[MaskedTokens], Any]
     changes_tokens: bool = False
 
-    def __call__(self, batch: TokenBatch, sample_numbers: np.ndarray) -> Any:
-        return self.function(batch)
+    def apply(self, texts: MaskedTokens, sample_numbers: np.ndarray) -> Any:
+        return self.function(texts)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"kind": "applying"}
 
 
-ODD_TOKENS_ONLY = Applying(lambda batch: (None, batch.untrained(batch.tokens % 2 == 0)))
+ODD_TOKENS_ONLY = Applying(
+    lambda texts: texts._replace(is_trained=texts.is_trained & (texts.tokens % 2 == 1))
+)
 
 
 class Counting:
@@ -522,16 +525,16 @@ def test_a_dataset_may_keep_the_batches_that_it_returns() -> None:
             return self.kept
 
     dataset = Keeping()
-    nothing = Applying(lambda batch: (None, batch.untrained(np.ones(len(batch.tokens), bool))))
+    nothing = Applying(lambda texts: texts._replace(is_trained=np.zeros(len(texts.tokens), bool)))
     assert not TransformedDataset(dataset, [nothing]).batch([3, 1])["loss_mask"].any()
     assert dataset.batch([3, 1])["loss_mask"].all()
 
 
 def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
-    def add_a_token(batch: TokenBatch) -> Any:
-        take = np.insert(np.arange(len(batch.tokens)), batch.ends, -1)
-        ends = batch.ends + np.arange(1, len(batch) + 1)
-        return take, TokenBatch(np.append(batch.tokens, 5)[take], ends)
+    def add_a_token(texts: MaskedTokens) -> MaskedTokens:
+        tokens = np.insert(texts.tokens, texts.ends, 5)
+        ends = texts.ends + np.arange(1, len(texts.ends) + 1)
+        return MaskedTokens(tokens, ends, np.ones(len(tokens), bool))
 
     longer = TransformedDataset(gpt(two_files[0]), [Applying(add_a_token, changes_tokens=True)])
     with pytest.raises(DataError, match=r"a, transformed sample 7: .* does not fit"):
@@ -541,15 +544,22 @@ def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (lambda batch: None, r"Applying returned None; \(take, TokenBatch\) is needed"),
-        (lambda batch: batch, r"\(take, TokenBatch\) is needed"),
-        (lambda batch: (None, batch.tokens), "a TokenBatch is needed"),
-        (lambda batch: (None, TokenBatch(batch.tokens, [50])), "1 samples; 2 were asked for"),
-        (lambda batch: (None, TokenBatch(batch.tokens, [24, 50])), "must be True"),
+        (lambda texts: None, r"Applying returned None; \(tokens, ends, is_trained\)"),
+        (lambda texts: texts[:2], r"\(tokens, ends, is_trained\) is needed"),
+        (
+            lambda texts: texts._replace(is_trained=np.ones(50, int)),
+            r"bools \[50\], not int64 \[50\]",
+        ),
+        (lambda texts: texts._replace(is_trained=texts.is_trained[1:]), r"\[50\], not bool \[49\]"),
+        (lambda texts: texts._replace(tokens=texts.tokens / 2), r"tokens must .* float64 \[50\]"),
+        (lambda texts: texts._replace(ends=texts.ends[1:]), "1 samples; 2 were asked for"),
+        (lambda texts: texts._replace(ends=texts.ends - np.array([1, 0])), "must be True"),
+        (lambda texts: texts._replace(ends=texts.ends[::-1]), r"ends are \[50, 25\] for 50 tokens"),
+        (lambda texts: texts._replace(ends=texts.ends - 1), r"ends are \[24, 49\] for 50 tokens"),
     ],
 )
 def test_what_a_transform_returns_is_checked(
-    two_files: list[str], result: Callable[[TokenBatch], Any], message: str
+    two_files: list[str], result: Callable[[MaskedTokens], Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         TransformedDataset(gpt(two_files[0]), [Applying(result)]).batch([0, 1])

@@ -93,9 +93,9 @@ def build_run(
 
 
 def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDataset:
-    options = vars(plan.config.sample_options)
+    options = plan.config.sample_options
     datasets = [
-        GPTDataset(part.file, order=part.order.load(part.inputs, indices), **options)
+        GPTDataset(part.file, order=part.order.load(part.inputs, indices), options=options)
         for part, indices in zip(split.datasets, arrays.datasets, strict=True)
     ]
     if arrays.blend is None:

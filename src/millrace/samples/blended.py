@@ -146,14 +146,20 @@ class BlendedDataset(TokenDataset):
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         if form is not None and form.token_dtype == "file":
             _ = self.file_dtype  # an error, if there are several
-        options = self.options
-        leaves = self.leaves(numbers) if options and options.boundaries == "eod" else None
-        if leaves is not None and options is not None:
-            return gather(leaves, options, form, numbers)
+        if self.options is not None and self.options.boundaries == "eod":
+            leaves = self.leaves(numbers)
+            if leaves is not None:
+                return gather(leaves, self.options, form, numbers)
         draws = self._draws(numbers)
-        if options is not None and all(map(is_ours, draws.datasets.values())):
-            return rows(self._tokens_for(numbers, form), options, form)
-        return _merge_finished(draws, numbers, form)
+        views: dict[int, Any] = {
+            number: one.options if is_ours(one) else None for number, one in draws.datasets.items()
+        }
+        if None in views.values():
+            return _merge_finished(draws, numbers, form)
+        tokens, kinds = self._tokens_for(numbers, form), list(set(views.values()))
+        if len(kinds) == 1:
+            return rows(tokens, kinds[0], form)
+        return rows(tokens, [views[number] for number in draws.dataset_numbers.tolist()], form)
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
         draws, leaves = self._draws(numbers), self.leaves(numbers)
@@ -197,9 +203,10 @@ class BlendedDataset(TokenDataset):
 def _merge_finished(draws: _Draws, sample_numbers: Numbers, form: BatchForm | None) -> Batch:
     """The rows of several datasets, each made by its own method."""
     if form is not None and (uneven := [name for name in form.fields if name in _UNEVEN]):
+        finished = next(one for one in draws.datasets.values() if not is_ours(one))
         raise ConfigError(
-            "datasets of the blend return finished rows, or differ in their options, so that it "
-            f"cannot make {', '.join(uneven)}: leave these fields out, or give all the same options"
+            f"{name_of(finished)} returns finished rows, of which a blend cannot make "
+            f"{', '.join(uneven)}: leave these fields out"
         )
     batches: list[Batch] = []
     for _, dataset, numbers, _ in draws.each():

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from millrace.checks import check_bool
 from millrace.errors import ConfigError, DataError
-from millrace.options import SampleOptions
+from millrace.options import SampleOptions, choose_options
 from millrace.order import GPTIndices, GPTPlan, Order, OrderInputs, SequenceOrder, Spans
 from millrace.order.gpt import check_seed
 from millrace.order.order_plans import build_order, check_range, check_token_dtype
@@ -25,17 +25,18 @@ class GPTDataset(TokenDataset):
 
     Args:
         dataset: The token file.
+        sequence_length: Tokens to train on in a sample, 1 to 2**31 - 1.
         seed: Seed of the order, 0 to 2**32 - 1.
         num_samples: Least number of samples; the sequences are repeated for as many epochs as that
             takes. None: the samples of one epoch.
         sequences: (start, stop), the range of sequences to draw from (see `split_ranges`); None:
             all.
+        eod_token, reset_position_ids, eod_mask_loss, pad_token, add_extra_token, boundaries: What a
+            sample looks like (see `SampleOptions`).
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
         order: Another order than Megatron-LM's, in place of seed, num_samples, sequences and
             drop_last_partial_sequence.
-        options: What a sample looks like, the fields of `SampleOptions` as keywords:
-            sequence_length, and if need be eod_token, reset_position_ids, eod_mask_loss, pad_token,
-            add_extra_token and boundaries. Of a `SampleOptions` object: `**vars(options)`.
+        options: The options of samples as one object, in place of the single ones.
 
     Attributes:
         source: The tokens, in their order.
@@ -53,14 +54,22 @@ class GPTDataset(TokenDataset):
         self,
         dataset: TokenStore | TokenFile,
         *,
+        sequence_length: int | None = None,
         seed: int | None = None,
         num_samples: int | None = None,
         sequences: tuple[int, int] | None = None,
+        eod_token: int | None = None,
+        reset_position_ids: bool = False,
+        eod_mask_loss: bool = False,
+        pad_token: int | None = None,
         drop_last_partial_sequence: bool = True,
+        add_extra_token: bool = True,
+        boundaries: str = "eod",
         order: Order | None = None,
-        **options: Any,
+        options: SampleOptions | None = None,
     ) -> None:
-        sample = SampleOptions(**options)
+        single = (sequence_length, add_extra_token, eod_token, pad_token, reset_position_ids)
+        options = choose_options(options, (*single, eod_mask_loss, boundaries))
         if order is None:
             file: Any = dataset.dataset if isinstance(dataset, TokenFile) else dataset
             check_token_dtype(file.dtype, file.prefix)
@@ -70,8 +79,8 @@ class GPTDataset(TokenDataset):
                 num_tokens=file.num_tokens,
                 sequences=check_range(sequences, len(file)),
                 num_samples=num_samples,
-                sequence_length=sample.sequence_length,
-                add_extra_token=sample.add_extra_token,
+                sequence_length=options.sequence_length,
+                add_extra_token=options.add_extra_token,
                 drop_last_partial_sequence=drop_last_partial_sequence,
                 seed=check_seed(seed),  # type: ignore[arg-type]
                 load_lengths=partial(getattr, file, "sequence_lengths"),
@@ -84,7 +93,7 @@ class GPTDataset(TokenDataset):
                 "seed, num_samples, sequences and drop_last_partial_sequence belong to "
                 "Megatron-LM's order: leave them out where another order is given"
             )
-        super().__init__(StoredTokens(dataset, order), sample)
+        super().__init__(StoredTokens(dataset, order), options)
         self.order = order
 
     @property
@@ -119,13 +128,13 @@ class ShardedDataset(GPTDataset):
 
     Args:
         folder: The output folder.
+        options: The options of samples as one object, in place of the single ones below.
+        eod_token, reset_position_ids, eod_mask_loss, pad_token, boundaries: See `SampleOptions`.
         add_extra_token: Whether the last token of a sequence is only a label.
         dtype: Dtype of the tokens ("uint16", "uint32", "int32"), for folders whose metadata do not
             say it; None: uint32.
         access: How the shards are read: "mmap", or "file" (positioned reads, for file systems where
             mapping hurts).
-        options: eod_token, reset_position_ids, eod_mask_loss, pad_token and boundaries, as in
-            `SampleOptions`.
 
     Attributes:
         prefix, metadata: The folder, and what its `metadata.json` says.
@@ -139,20 +148,36 @@ class ShardedDataset(GPTDataset):
     def __init__(
         self,
         folder: str | os.PathLike[str],
+        options: SampleOptions | None = None,
         *,
+        eod_token: int | None = None,
+        reset_position_ids: bool = False,
+        eod_mask_loss: bool = False,
+        pad_token: int | None = None,
         add_extra_token: bool = False,
+        boundaries: str = "eod",
         dtype: str | None = None,
         access: Access = "mmap",
-        **options: Any,
     ) -> None:
         shards = Shards(folder, access=access, dtype=dtype)
         if len(shards) == 0:
             remedy = "shuffle longer files, or with a smaller --seq-len"
             raise DataError(f"{shards.prefix} has no sequences: {remedy}")
         has_extra = check_bool("add_extra_token", add_extra_token)
-        shape: dict[str, Any] = {"sequence_length": shards.sequence_length - has_extra}
-        shape["add_extra_token"] = has_extra
-        super().__init__(shards, order=SequenceOrder(len(shards), **shape), **shape, **options)
+        length = shards.sequence_length - has_extra if options is None else None
+        single = (length, add_extra_token, eod_token, pad_token, reset_position_ids)
+        options = choose_options(options, (*single, eod_mask_loss, boundaries), has_extra=False)
+        if options.sequence_length + options.add_extra_token != shards.sequence_length:
+            size = shards.sequence_length
+            raise ConfigError(
+                f"sequence_length is {options.sequence_length}, add_extra_token "
+                f"{options.add_extra_token}; the sequences of {shards.prefix} have {size} tokens. "
+                f"Give sequence_length {size} without the extra token, {size - 1} with it, or "
+                "shuffle again with another --seq-len"
+            )
+        length, has_extra = options.sequence_length, options.add_extra_token
+        order = SequenceOrder(len(shards), sequence_length=length, add_extra_token=has_extra)
+        super().__init__(shards, order=order, options=options)
 
     @property
     def metadata(self) -> ShardsMetadata:
