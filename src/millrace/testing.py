@@ -38,7 +38,8 @@ def assert_resumes(
     - copies of the state by JSON, pickle and `copy.deepcopy` work as well as the state itself;
     - the state does not change while its loader goes on, and taking it changes no batch;
     - no batch changes after it was returned, as one in a buffer that is used again would;
-    - a run that stops and resumes after every step returns the same batches;
+    - a run that stops after every single step, so that each state comes from a loader that was
+      itself resumed, returns the same batches;
     - `loader.batch(k)`, if the loader has such a method and starts at sample 0, returns the batch
       of step k and leaves the position where it is.
 
@@ -61,6 +62,19 @@ def assert_resumes(
             0, and the first difference.
         ConfigError: `make_loader` does not return a new loader at each call, or the loader returns
             no batch.
+
+    Example:
+        >>> import numpy as np
+        >>> from millrace import Loader
+        >>> class Squares:
+        ...     def __len__(self):
+        ...         return 12
+        ...     def batch(self, sample_numbers):
+        ...         return {"squares": np.asarray(sample_numbers) ** 2}
+        ...     def fingerprint(self):
+        ...         return {"kind": "squares"}
+        >>> assert_resumes(lambda: Loader(Squares(), micro_batch_size=3))
+        4
     """
     max_steps = None if max_steps is None else check_int("max_steps", max_steps, 1)
     if steps_after_resume is not None:

@@ -97,10 +97,12 @@ class Tokenizer:
     ) -> Tokenizer:
         """A tokenizer that calls a function.
 
-        An interrupted job continues only if the function is the same, which its code tells: its
-        own, that of functions of its package that it names, and plain values among its globals. If
-        it names anything else, such as an object with a state, the job continues only with a
-        version. Files that it reads and modules that it imports while it runs are not looked at.
+        An interrupted job continues only if the function is the same. Its code tells that: byte
+        code, constants and defaults, and those of functions of its own package that it names; plain
+        values and regular expressions in its closure and among the globals that it names; versions
+        of other packages. If it names anything else, such as an object with a state, or is no
+        function itself, the job does not continue, unless a version is given. Files that it reads
+        and modules that it imports while it runs are not looked at.
 
         Args:
             function: Function from a text to a list or array of ids. Worker processes need to
@@ -135,7 +137,8 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of what decides the ids; line breaks, truncation and padding do not."""
+        """SHA-256 of what decides the ids: equal for a `tokenizer.json` with other line breaks, key
+        order, truncation or padding settings."""
         return self.fingerprints[0]
 
     @cached_property
@@ -151,8 +154,10 @@ class Tokenizer:
 
     @property
     def versions(self) -> dict[str, str]:
-        """What decides the ids beside the fingerprint: versions of the libraries, or of a function;
-        if that has none and cannot be seen, another one at each call."""
+        """What decides the ids beside the fingerprint: versions of the libraries, or of a function.
+
+        Of a function that has none and cannot be seen, it is another one at each call.
+        """
         if isinstance(self.vocabulary, FunctionVocabulary):
             code = self.vocabulary.version or code_of(self.vocabulary.function)
             return {"function": code or f"{UNSEEN} ({os.urandom(4).hex()})"}
@@ -229,15 +234,25 @@ class Tokenizer:
         return self._encode_batch
 
     def with_encoder(self, name: str, encode_batch: EncodeBatch | None = None) -> Tokenizer:
-        """The same tokenizer with another encoder, which may be loaded already; ConfigError for one
-        that cannot read the vocabulary."""
+        """The same tokenizer with another encoder.
+
+        Args:
+            name: Name of the encoder, or "auto".
+            encode_batch: That encoder, if it is loaded already.
+
+        Raises:
+            ConfigError: An encoder that cannot read the vocabulary.
+        """
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._use(name, encode_batch)
         return other
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """The ids of some texts, such as 1 MB of documents.
+        """The ids of some texts.
+
+        Args:
+            texts: Texts, such as those of about 1 MB of documents.
 
         Returns:
             The ids of all texts in one array (uint32), and the number of ids of each (int64).
@@ -272,7 +287,11 @@ class Tokenizer:
         return [part.tolist() for part in parts]
 
     def decode(self, ids: ArrayLike) -> str:
-        """The text of some ids, including special tokens; ConfigError for ids that it lacks."""
+        """The text of some ids, including special tokens.
+
+        Raises:
+            ConfigError: Ids that the vocabulary cannot decode.
+        """
         numbers = np.asarray(ids).tolist()
         try:
             return self.vocabulary.decode(numbers)
@@ -296,18 +315,25 @@ class Tokenizer:
 def compare_encoders(
     tokenizer: Tokenizer, reference: Tokenizer, texts: Sequence[str]
 ) -> str | None:
-    """How two tokenizers differ on the first text on which they do, or None. A text that the
-    reference cannot encode is left out."""
+    """How two tokenizers differ on the first text on which they do, or None.
+
+    A text that the reference cannot encode is left out.
+    """
     return difference(tokenizer.encode_batch, results_of(reference.encode_batch, texts))
 
 
 def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[Tokenizer, str]:
-    """A tokenizer whose encoder agrees with the reference library, and "", or the reason if that is
-    not the encoder that `tokenizer` asks for.
+    """The tokenizer to use: the given one if its encoder agrees with the reference library.
+
+    Both encode a built-in set of edge cases and `texts`.
 
     Args:
-        texts: Texts of the data, such as its first documents, which both encode after a built-in
-            set of edge cases; a thread iterates over them.
+        tokenizer: Tokenizer to check.
+        texts: Texts of the data, such as its first documents; a thread iterates over them.
+
+    Returns:
+        A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`
+        asks for ("" otherwise).
     """
     name, encode, message = choose_encoder(tokenizer.vocabulary, tokenizer._encoder, texts)
     return tokenizer.with_encoder(name, encode), message

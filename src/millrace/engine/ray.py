@@ -42,21 +42,27 @@ def run_ray(
     workers: int | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Generator[tuple[Task, Any], None, None]:
-    """Runs a function on tasks on a Ray cluster; an `Executor`, which tells the other arguments.
+    """Runs a function on tasks on a Ray cluster; an `Executor`.
 
     Uses the Ray runtime of this process if there is one, and leaves it running. Otherwise joins the
-    cluster that the environment variable RAY_ADDRESS names ("auto": one on this machine), or, where
-    it names none, starts one on this machine and ends it. Jobs in several threads at once need a
-    runtime that was started before them. Each task takes one CPU. Close the iterator to cancel what
-    runs. Inside `interrupts_held`, Ctrl-C is taken while this waits for tasks or results.
+    cluster that the environment variable RAY_ADDRESS names ("auto": one on this machine), and
+    leaves it at the end. Without that variable it starts a cluster of its own on this machine, and
+    ends it. Jobs in several threads at once need a runtime that was started before them.
+
+    Each task takes one CPU of the cluster. Close the iterator to cancel what runs. Inside
+    `interrupts_held`, Ctrl-C is taken while this waits for tasks or results.
 
     Args:
+        function, context, tasks: As of any `Executor`; every machine can import the function.
         workers: Number of tasks that the cluster has at a time, at least 1; None: twice its CPUs,
             so that a free CPU finds its next task there.
         note: Called with a sentence that says which cluster runs the tasks.
 
     Raises:
-        ConfigError: If Ray is not installed, or the cluster cannot be joined or has no CPUs.
+        ConfigError: If Ray is not installed, the cluster cannot be joined or started, it has no
+            CPUs, or a worker cannot load the function, the context or a task.
+        MillraceError: A task whose worker or machine was lost in every attempt.
+        Exception: The error of the function, or of drawing a task.
     """
     if workers is not None:
         workers = checks.check_int("workers", workers, 1)

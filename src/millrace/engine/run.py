@@ -60,6 +60,7 @@ class Done(NamedTuple):
     """A finished task.
 
     Attributes:
+        task: The task.
         record: What its function returned about it, as JSON returns it.
         folder: Folder of its files.
         is_kept: Whether an earlier run has done it.
@@ -79,16 +80,16 @@ class Run:
     """One run of a job, in a `with` block; the text of this module shows a job.
 
     The journal lies beside the output, in `PREFIX.journal`, until the output is published. The
-    result stays beside it, in `PREFIX.job.info.json`, for a command that runs again. Inside the
-    block Ctrl-C is taken only where nothing can be left half done: while tasks are drawn or waited
-    for, and in `once` and `phase`.
+    result is kept beside it, in `PREFIX.job.info.json`: a command that has finished, and runs again
+    with the same inputs and options, returns it. Inside the block Ctrl-C is taken only where
+    nothing can be left half done: while tasks are drawn or waited for, and in `once` and `phase`.
 
     Args:
         prefix: First part of the paths of the output.
         job: What decides the tasks and their files, as plain JSON values: a job that differs in it
             cannot continue.
-        inputs: What else decides the output. A job that differs in it continues, and the tasks say
-            what they depend on.
+        inputs: What else decides the output, as plain JSON values. A job that differs in it
+            continues, and the tasks say what they depend on.
         outputs: Paths of files without which the output is not whole.
         engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster, or an
             `Executor`.
@@ -97,7 +98,8 @@ class Run:
         show_progress: Whether to show progress on stderr.
 
     Attributes:
-        result: The result of an earlier run that has published the output, or None.
+        result: The result of an earlier run that has published the output; None if there is work
+            to do.
         folder: Absolute path of the journal's folder of this run, where the tasks have theirs.
         scratch: Folder in it for files of the job itself, empty at the start.
         num_done, num_kept: Number of tasks that ran now, and that an earlier run had done.
@@ -217,15 +219,16 @@ class Run:
         were yielded, so that the error of a job does not depend on which task was fast.
 
         Args:
-            function: The function.
+            function: Function of a context and a task.
             tasks: The tasks, which are drawn as workers become free.
-            context: Its first argument, sent to each worker once.
+            context: First argument of the function, sent to each worker once.
             phase: Label of the progress.
             workers: Number of worker processes; None: the engine chooses.
             total: Amount of all tasks together; None: their number, if it is known.
             report: Function of a finished task, called when the job has used it: its amount of
                 `total`, and a text beside the bar. None: each counts as one.
-            keep: Function of a task that is done and its record: whether it need not run again.
+            keep: Function of a task that is done and its record: whether the task need not run
+                again.
         """
         if total is None and isinstance(tasks, Sized):
             total = len(tasks)
@@ -298,10 +301,14 @@ class Run:
     def publish(self, make_public: Callable[[], None], result: Any) -> Any:
         """Publishes the output, stores the result beside it, and removes the journal.
 
+        A run that is killed meanwhile is continued: `make_public` may be called again.
+
         Args:
-            make_public: Function that gives the files of the output their names, on the disk; it
-                may be called again, if the run is killed meanwhile.
-            result: The result of the job, plain JSON values, which is returned.
+            make_public: Function that gives the files of the output their names, on the disk.
+            result: The result of the job: plain JSON values.
+
+        Returns:
+            The result.
         """
         result, path = plain_json(result), self._prefix + RESULT
         self.check_interrupt()

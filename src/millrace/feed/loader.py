@@ -26,13 +26,18 @@ _MAX_THREADS = 1024
 class Loader(Renewed):
     """Iterates over the micro batches of one data-parallel rank.
 
-    All ranks together see the samples in one global order, whatever their number and their micro
-    batch: a state that one rank has saved resumes every rank of another run at the next sample.
+    All ranks together see the samples in one global order, whatever their number, their micro
+    batch and the places where they stopped: a state that was saved by one rank of a run resumes
+    every rank of another run at the very next sample.
 
-    Threads make the next batches while the trainer works, from the first batch or `start` up to
-    `close`, the end of a `with` block, or when the loader is no longer used. Several threads may
-    draw from one loader: each step is handed out once. After an error in a step, which `transform`
-    may raise too, the next call tries the same step again.
+    Threads make the next batches while the trainer works; what is ready is not part of the state,
+    so that no step depends on them. They start with the first batch, or with `start`, and end with
+    `close`, at the end of a `with` block, or when the loader is no longer used.
+
+    Several threads may draw from one loader: each step is handed out once, in any order among them,
+    and one at a time. After an error in a step, which `transform` may raise too, the position is
+    where it was before: the next call tries the same step again. If `transform` asks the loader for
+    a batch, it gets that of the next step.
 
     Args:
         dataset: Dataset to draw from: `GPTDataset`, `BlendedDataset`, `StreamDataset`,
@@ -42,26 +47,45 @@ class Loader(Renewed):
         micro_batch_size: Number of samples in a batch.
         data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
         data_parallel_size: Number of ranks.
-        drop_last: Whether to leave out a last block that does not fill every rank's micro batch.
+        drop_last: Whether to leave out a last block that does not fill every rank's micro batch;
+            else ranks may get shorter batches, and none, at the last step.
         consumed_samples: Number of samples that all ranks have consumed before the first batch.
-        transform: Function of each batch, a dict of arrays [micro_batch_size, sequence_length],
-            when it is asked for; `millrace.torch.to_tensors` makes torch tensors of them.
-        prepare: Function of each batch ahead of its use, in the loader's threads: for work that
-            takes time, such as pinning memory or copying to a device.
+        transform: Function that is called with each batch, a dict of arrays [micro_batch_size,
+            sequence_length], when it is asked for; `millrace.torch.to_tensors` makes torch tensors
+            of them.
+        prepare: Function that is called with each batch ahead of its use, in the loader's threads:
+            for work that takes time, such as pinning memory or copying to a device.
         fields: Names of a batch's arrays (see `millrace.feed.BatchForm`). None: tokens, labels,
             loss_mask and position_ids.
-        token_dtype, share_labels, vocab_size: As of `millrace.feed.BatchForm`.
+        token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
+        share_labels: Whether labels may be a view of the tokens' memory, one token further on.
+        vocab_size: Size of the vocabulary: a token id outside it is an error. None: not checked.
         prefetch: Number of batches that are ready or in work at most, ahead of the trainer. None:
-            2, or up to 32 if they are small (8 MiB in all). 0: each is made when it is asked for.
+            2, or up to 32 if they are small (8 MiB in all). 0: each batch is made when it is asked
+            for.
         threads: Number of threads that make batches; the result does not depend on it. Storage
             with a long latency needs several, and a `prefetch` of at least their number. With 1,
-            one thread at a time is in the dataset and in `prepare`, whatever is called.
-        watchdog: Seconds after which what all threads do is printed to stderr, if a batch is not
-            there yet. None: never.
+            one thread at a time is in the dataset and in `prepare`, also after `load_state_dict`
+            and in `batch`.
+        watchdog: Seconds after which a batch that is not there yet prints what all threads are
+            doing to stderr. None: never.
 
     Raises:
         ConfigError: A number outside its limits, something that is not a dataset or a sampler, or a
             fingerprint that a saved state cannot hold.
+
+    Example:
+        >>> class Numbers:
+        ...     def __len__(self):
+        ...         return 6
+        ...     def batch(self, sample_numbers):
+        ...         return {"tokens": np.asarray(sample_numbers) * 10}
+        ...     def fingerprint(self):
+        ...         return {"kind": "numbers"}
+        >>> import numpy as np
+        >>> loader = Loader(Numbers(), micro_batch_size=3)
+        >>> next(loader)["tokens"], loader.consumed_samples, len(loader)
+        (array([ 0, 10, 20]), 3, 2)
     """
 
     _queue: StepQueue | None
@@ -178,7 +202,11 @@ class Loader(Renewed):
         return True  # also without a number of steps
 
     def batch(self, step: int) -> Any:
-        """The batch of a step, counted from sample 0, or an IndexError; the position stays."""
+        """The batch of a step, counted from sample 0; the position stays where it is.
+
+        Raises:
+            IndexError: No such step.
+        """
         step, start = check_int("step", step, 0), Position(0)
         if (consumed_at := getattr(self.sampler, "consumed_at", None)) is not None:
             return self.batch_at(consumed_at(step))
@@ -187,7 +215,11 @@ class Loader(Renewed):
         return self.batch_at(start.consumed_samples)
 
     def batch_at(self, consumed_samples: int) -> Any:
-        """The batch of the step that starts after so many samples; see `batch`."""
+        """The batch of the step that starts after so many samples; the position stays where it is.
+
+        Raises:
+            IndexError: No such step.
+        """
         start = Position(check_int("consumed_samples", consumed_samples, 0))
         step = _found(self._maker.step(start), f"after {shown(consumed_samples)} samples")
         return step.batch if self.transform is None else self.transform(step.batch)
@@ -199,7 +231,8 @@ class Loader(Renewed):
     def state_dict(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """The state to save with a checkpoint: plain numbers, strings, lists and dicts.
 
-        `consumed_samples` is its position; None: where the loader stands.
+        Args:
+            consumed_samples: Position of the state; None: where the loader stands.
         """
         now, stream = self._position
         place = now if consumed_samples is None else consumed_samples
@@ -216,7 +249,8 @@ class Loader(Renewed):
         A state with another view (masks, padding) is accepted with a ViewChangeWarning.
 
         Raises:
-            ResumeError: A state of other data, another order or another version, and what differs.
+            ResumeError: A state of other data, another order or another version; the message says
+                what differs.
             ConfigError: A consumed_samples that is not a whole number, or where no step can start.
         """
         self._seek(self._fingerprint.read_state(state))

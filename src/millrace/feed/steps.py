@@ -146,9 +146,14 @@ def failed_step(before: Position, error: BaseException, numbers: Any = None) -> 
 class WaitStats:
     """How long the trainer has waited for batches.
 
-    `steps` were handed out, of which `waited_steps` were not ready when they were asked for. The
-    seconds of waiting are those in all, of the longest wait, of the first (None: no wait yet), and
-    by what took the longest in making the batch: "sampler", "dataset" or "prepare".
+    Attributes:
+        steps: Number of steps that were handed out.
+        waited_steps: Number of steps that were not ready when they were asked for.
+        seconds: Seconds of waiting in all.
+        longest: Seconds of the longest wait.
+        first: Seconds of the wait for the first batch, which `seconds` includes.
+        by_cause: Seconds of waiting by what took the longest in making the batch: "sampler",
+            "dataset" or "prepare".
     """
 
     steps: int = 0

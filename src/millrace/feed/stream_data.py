@@ -43,10 +43,37 @@ class StreamSampler(SequentialSampler):
 class StreamDataset:
     """The samples of a `TokenStream` as a dataset of a `Loader`, which makes rows of their tokens.
 
-    The loader saves the stream's state behind the last batch handed out. Each rank reads the
-    samples of all ranks, and keeps a slice of each step: so the state of each resumes any number of
-    them. A state at another place (`loader.state_dict(consumed_samples)`) has no state of the
-    stream, which is then read from its beginning. `options` say what a sample looks like.
+    A stream has no sample numbers: it is read in turn, in one thread. The loader keeps the stream's
+    state beside each batch that it makes ahead, and saves that of the last one handed out. Each
+    rank reads the samples of all ranks, and keeps a slice of each step: so all ranks together hold
+    the same global batch, and the state of each resumes any number of them.
+
+    A state at another place than where the loader stood (`loader.state_dict(consumed_samples)`) has
+    no state of the stream: the stream is then read from its beginning, up to there.
+
+    Args:
+        stream: The stream.
+        options: What a sample looks like.
+
+    Raises:
+        ConfigError: What is not a stream, or not options.
+
+    Example:
+        >>> import numpy as np
+        >>> from millrace import Loader
+        >>> from millrace.feed import SampleOptions, TokenBatch
+        >>> class Counting:
+        ...     def read(self, state, count):
+        ...         first = 0 if state is None else state["next"]
+        ...         tokens = np.arange(first, first + 4 * count)
+        ...         batch = TokenBatch(tokens, 4 * np.arange(1, count + 1))
+        ...         return batch, {"next": first + 4 * count}
+        ...     def fingerprint(self, consumed_samples=None):
+        ...         return {"kind": "counting"}
+        >>> stream = StreamDataset(Counting(), SampleOptions(sequence_length=3))
+        >>> loader = Loader(stream, micro_batch_size=2)
+        >>> next(loader)["labels"].tolist(), loader.state_dict()["stream"]
+        ([[1, 2, 3], [5, 6, 7]], {'consumed_samples': 2, 'state': {'next': 8}})
     """
 
     def __init__(self, stream: TokenStream, options: SampleOptions) -> None:
@@ -60,7 +87,11 @@ class StreamDataset:
     def read(
         self, before: Position, sampler: Any, form: BatchForm | None
     ) -> tuple[Batch, Position]:
-        """The rank's rows of the step that starts there, and the position behind it."""
+        """The rank's rows of the step that starts there, and the position behind it.
+
+        Raises:
+            EndOfBatches: The stream has ended.
+        """
         start, state = before
         if state is None and start > 0:
             state = self._state_at(start, sampler.block_size)
@@ -104,17 +135,24 @@ class StreamDataset:
 class ExternalBatches(Renewed, StreamSampler):
     """Any iterable of batches as a dataset of a `Loader` (Megatron-LM's `external`).
 
-    It is its own sampler: `Loader(ExternalBatches(batches, samples_per_step=32))`. The iterable
-    gives one rank's batches, a step each; which samples they hold is its own affair.
+    It is its own sampler: `Loader(ExternalBatches(batches, samples_per_step=32))`. The loader reads
+    it ahead, in one thread, and its state is the number of samples. The iterable gives one rank's
+    batches, a step each; which samples they hold is its own affair.
+
+    To resume, a function gets the number of consumed samples and returns the batches from there.
+    Any other iterable is read from its beginning and its first batches are thrown away, which takes
+    as long as reading them; an iterator, which cannot begin again, resumes only if it has not been
+    read.
 
     Args:
-        batches: Function of consumed_samples that returns the batches from there on, or an iterable
-            from the first step on, which a resume reads from its beginning again: an iterator that
-            has been read cannot resume.
+        batches: Iterable of batches from the first step on, or function of consumed_samples that
+            returns the batches from there on.
         samples_per_step: Number of samples that all ranks together take at a step.
         fingerprint: Plain values that tell these batches from others, for the loader's state.
-        num_steps: Number of steps, if it is known; with fewer batches the end is a ConfigError, as
-            is a number outside its limits.
+        num_steps: Number of steps, if it is known; with fewer batches the end is an error.
+
+    Raises:
+        ConfigError: A number outside its limits, or batches that cannot be iterated.
 
     Example:
         >>> from millrace import Loader
@@ -154,7 +192,13 @@ class ExternalBatches(Renewed, StreamSampler):
         return self.num_steps() * self.block_size
 
     def batch(self, sample_numbers: ArrayLike) -> Any:
-        """The batch of the step that starts at the first of these numbers."""
+        """The batch of the step that starts at the first of these numbers.
+
+        Raises:
+            EndOfBatches: The batches have ended before.
+            ResumeError: An iterator that has been read cannot begin again.
+            ConfigError: The batches end before the first of these numbers.
+        """
         start = int(np.asarray(sample_numbers)[0])
         with self._lock:
             try:

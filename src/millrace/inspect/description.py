@@ -211,9 +211,23 @@ def _document_lines(document: dict[str, Any], name: str = "document", place: str
 class ShardsDescription:
     """A folder of shards in numbers. An *item* is a sequence, or a document.
 
-    `distribution` has the figures of `millrace.shuffling.distribution.Parts` for the "head", the
-    "shards" (or groups of them, if there are very many) and the "windows" of the output.
-    `document` has number, shard, counts, head and tail of one item, as in `Description.document`.
+    Attributes:
+        folder: The folder.
+        shuffle_type: What was shuffled, as in the metadata.
+        dtype: Dtype of the tokens.
+        sequence_length: Number of tokens in a sequence; None for documents.
+        num_items, num_tokens: Counts.
+        num_bytes: Size of all `.bin` files.
+        num_shards: Number of shards.
+        shard_sizes: Number of items of the smallest and of the largest shard.
+        seed, permutation, carry, eod: How the shuffle was made; None: unknown, or no EOD.
+        num_inputs: Number of input files; 0: unknown.
+        has_checksums: Whether `verify_shards` can check every byte.
+        domains: Items of each domain, and its share of all items.
+        distribution: For the head, the shards (or groups of them, if there are very many) and the
+            windows of the output: the figures of `millrace.shuffling.distribution.Parts`. None:
+            unknown.
+        document: Number, shard, counts, head and tail of one item, as in `Description.document`.
     """
 
     folder: str
@@ -245,9 +259,15 @@ def describe_shards(
 ) -> ShardsDescription:
     """What a folder of shards holds, and one of its sequences or documents.
 
-    `dtype` is for metadata that do not say it; None: uint32. The tokenizer decodes the item.
+    Args:
+        folder: Folder of the shards.
+        dtype: Dtype of the tokens, for metadata that do not say it; None: uint32.
+        tokenizer: Tokenizer that decodes the item.
+        document: Number of the sequence or document.
 
-    A ConfigError for a number out of range, a DataError for damage.
+    Raises:
+        ConfigError: A number out of range, or a dtype that token files cannot have.
+        DataError: Metadata or shards that are missing, damaged or do not agree.
     """
     metadata = shards.read_metadata(folder, dtype=dtype)
     name, total = os.fspath(folder), metadata.num_items
@@ -288,7 +308,16 @@ def _item(
 
 
 def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
-    """The "head", "shards" or "windows" of the output; a DataError if they do not fit the rest."""
+    """The counts of the domains in parts of the output, in the order of `domain_stats`.
+
+    Args:
+        metadata: Metadata with a distribution.
+        folder: The folder, for messages.
+        key: "head", "shards" or "windows".
+
+    Raises:
+        DataError: A distribution that does not fit the metadata.
+    """
     distribution, domains = metadata.distribution, metadata.domain_stats
     totals = np.array([*domains.values()])
     try:

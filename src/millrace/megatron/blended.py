@@ -44,8 +44,10 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
         dataset_index: int16 [size], the dataset of each sample.
         dataset_sample_index: int64 [size], the sample's number in that dataset. With
             `defer_npy_index_mmap` both are None until the first sample.
+        unique_description, unique_description_hash: As in `MegatronDataset`.
 
     Raises:
+        ConfigAssertionError: If the datasets or weights do not go together.
         OversampledError: If the blend draws more samples of a dataset than it has (an IndexError).
     """
 
@@ -153,6 +155,10 @@ class BlendedMegatronDatasetBuilder:
         sizes: Least number of samples of each split; None: one epoch (only without weights).
         is_built_on_rank: Whether this rank needs the datasets; rank 0 must. It is only called with
             torch.distributed.
+        config: Options.
+
+    Raises:
+        ConfigAssertionError: If a split has weights and no size.
     """
 
     cls: Any
@@ -180,6 +186,12 @@ class BlendedMegatronDatasetBuilder:
         with `multiple_validation_sets`. The size of a blend is, with a size and weights, the sum of
         the datasets' shares, each rounded up; with a size alone, at most what the datasets have;
         with neither, all that they have.
+
+        Raises:
+            ConfigAssertionError, OversampledError, MissingFileError, DataAssertionError: As in the
+                datasets.
+            BuildError: If the cache cannot be written (with torch.distributed, on rank 0), or mock
+                datasets cannot be built.
         """
         self._warn_of_tokenizers()
         datasets = self._build_blended_dataset_splits()
@@ -311,8 +323,10 @@ class BlendedMegatronDatasetBuilder:
     ) -> Any:
         """A dataset, `cls(*args)`, built on rank 0 first; None on a rank that does not build.
 
-        An error on one rank is raised on every rank. (Megatron-LM leaves the others waiting.) With
-        torch.distributed, an OSError on rank 0 is a BuildError.
+        An error on one rank is raised on every rank. (Megatron-LM leaves the others waiting.)
+
+        Raises:
+            BuildError: If `cls` raises an OSError on rank 0 of torch.distributed.
         """
         rank = distributed_rank()
         if rank is None:

@@ -33,7 +33,11 @@ _sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may ch
 class GPTDataset(CachedIndices, MegatronDataset):
     """Samples of fixed length from the sequences of a token file, in shuffled order.
 
-    The arguments are those of `MegatronDataset`: a token file, and the sequences to draw from.
+    Args:
+        indexed_dataset, dataset_path: Token file and its path prefix.
+        indexed_indices: int32 [sequences], the sequences to draw from; None (with
+            `fast_cache_load`): those of the cached indices.
+        num_samples, index_split, config: As in `MegatronDataset`.
 
     Attributes:
         document_index: int32 [epochs * sequences].

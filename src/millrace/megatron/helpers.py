@@ -35,6 +35,9 @@ def build_sample_idx(
 
     Returns:
         [samples + 1, 2] of the dtype.
+
+    Raises:
+        ValueError: If there are too few tokens, or entries outside their arrays.
     """
     require(sequence_length >= 1, f"sequence_length is {sequence_length}; at least 1 is needed")
     has_extra = bool(add_extra_token_to_sequence)

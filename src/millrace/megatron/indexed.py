@@ -120,13 +120,15 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         multimodal: Whether to give the sequences' modes too; the file must hold them.
         mmap: Whether to map the `.bin`, or use positioned reads.
         object_storage_config, s3_config: Refused; see `millrace.store.BinReader`.
+        fast_cache_load: Ignored; opening reads only a few bytes.
         sequences_per_dataset: Expected numbers of sequences and of document entries.
-        fast_cache_load, dtype_code: Ignored; the index is opened at once, and says the dtype.
+        dtype_code: Ignored; the index says the dtype. (Megatron-LM trusts this code if
+            sequences_per_dataset is given.)
 
     Raises:
         MissingFileError: If one of the files is missing.
-        DataAssertionError: If a file is damaged or foreign, has other counts than expected, or has
-            changed since it was pickled.
+        DataAssertionError: If a file is damaged or foreign, or has other counts than expected; if a
+            pickle is opened, and its token file has changed.
         ConfigAssertionError: If the path is in an object store.
     """
 
@@ -213,8 +215,11 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     def get(self, idx: Any, offset: int = 0, length: Any = None) -> Any:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
 
-        For a multimodal file, a pair: tokens and mode. A span outside the sequence is a
-        ConfigAssertionError. (Megatron-LM reads on.)
+        For a multimodal file, a pair: tokens and mode.
+
+        Raises:
+            IndexError: If there is no such sequence.
+            ConfigAssertionError: If the span lies outside the sequence. (Megatron-LM reads on.)
         """
         pointer, available, mode = self.index[idx]
         count = available - offset if length is None else length
@@ -260,13 +265,21 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 class IndexedDatasetBuilder:
     """Writes a `.bin`/`.idx` pair, which `finalize` publishes.
 
-    Until then, each use of `sequence_lengths`, `document_indices` and `sequence_modes` (None
-    without modes) reads these lists back from disk.
-
     Args:
-        bin_path: PREFIX.bin, in a folder that exists.
+        bin_path: PREFIX.bin.
         dtype: NumPy type of the tokens in the file.
         multimodal: Whether to store a mode for each sequence.
+
+    Attributes:
+        sequence_lengths: List [sequences], in tokens. Until the pair is finalised, each use of this
+            and the next two reads them back from disk.
+        document_indices: List [documents + 1], the first sequence of each document.
+        sequence_modes: List [sequences], or None.
+
+    Raises:
+        MissingFileError: If the folder does not exist.
+        ConfigAssertionError: If the path does not end in `.bin`, or the format does not have the
+            dtype.
     """
 
     def __init__(self, bin_path: str, dtype: Any = np.int32, multimodal: bool = False) -> None:
@@ -296,9 +309,11 @@ class IndexedDatasetBuilder:
 
         Args:
             tensor: Tokens of any shape: anything that `numpy.array(tensor, dtype)` takes without a
-                change, such as tensors, nested lists, strings of digits and whole floats; a token
-                that the dtype cannot hold is a ConfigAssertionError.
+                change, such as tensors, nested lists, strings of digits and whole floats.
             mode: Mode of the sequence, in a multimodal file.
+
+        Raises:
+            ConfigAssertionError: If the dtype cannot hold a token.
         """
         with as_assertions():
             self._builder.add_sequence(_as_tokens(tensor, self.dtype), mode)
@@ -314,7 +329,8 @@ class IndexedDatasetBuilder:
             modes: Integers [sequences], in a multimodal file; None: 0. (Megatron-LM fails on None.)
 
         Raises:
-            ConfigAssertionError: If the lengths do not sum to the number of tokens.
+            ConfigAssertionError: If the dtype cannot hold a token, or the lengths do not sum to the
+                number of tokens.
         """
         with as_assertions():
             self._builder.add_document(_as_tokens(tensor, self.dtype), lengths, modes)
@@ -324,14 +340,23 @@ class IndexedDatasetBuilder:
         self._builder.end_document()
 
     def add_index(self, path_prefix: str) -> None:
-        """Appends all documents of another pair of the same dtype."""
+        """Appends all documents of another pair of the same dtype.
+
+        Raises:
+            MissingFileError: If the pair does not exist.
+            ConfigAssertionError: If it has another dtype, or only one of the two has modes.
+        """
         if not IndexedDataset.exists(path_prefix):
             raise MissingFileError(f"{path_prefix}.idx or .bin does not exist")
         with as_assertions():
             self._builder.add_index(path_prefix)
 
     def finalize(self, idx_path: str) -> None:
-        """Publishes the pair; `idx_path` is PREFIX.idx, with the prefix of `bin_path`."""
+        """Writes the index and publishes the pair.
+
+        Args:
+            idx_path: PREFIX.idx, with the prefix of `bin_path`.
+        """
         require(
             os.fspath(idx_path) == get_idx_path(self._prefix),
             f"the index of {self._prefix}.bin is {self._prefix}.idx, not {idx_path}",

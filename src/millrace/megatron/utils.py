@@ -72,9 +72,11 @@ class DType(Enum):
 
 @dataclass
 class BlendedMegatronDatasetConfig:
-    """Options of all datasets: the fields, defaults and order are Megatron-LM's.
+    """Options of all datasets.
 
     Attributes:
+        random_seed: Seed of every shuffle, 0 to 2**32 - 1.
+        sequence_length: Tokens to train on in a sample.
         blend: One blend for all splits, which `split` cuts.
         blend_per_split: A blend (or None) for each of train, valid and test; excludes `split`.
             Without any blend, mock data is made.
@@ -82,15 +84,20 @@ class BlendedMegatronDatasetConfig:
             blend; for `blend_per_split`.
         full_validation: Whether each validation set is one epoch; its size must be None.
         split: Shares such as "969,30,1".
+        split_matrix: Start and end of each split as fractions; not an argument.
         num_dataset_builder_threads: Number of datasets of a blend to build at a time.
         path_to_cache: Folder of cached indices; None: beside each token file; "": no cache.
         mmap_bin_files: Whether to map the token files, or use positioned reads.
+        mock: Whether there is no blend; not an argument.
         tokenizer: Tokenizer, with `eod`, `pad`, `vocab_size`, `unique_identifiers`, ...
         mid_level_dataset_surplus: Share of extra samples to build of each dataset in a blend.
         allow_ambiguous_pad_tokens: Whether the pad token is padding even if it is another special
             token too.
         fast_cache_load: Whether to trust that the cache holds everything, and build nothing.
         defer_npy_index_mmap: Whether to open the cached indices at the first sample.
+
+    Raises:
+        ConfigAssertionError: If options exclude each other, or one is missing.
     """
 
     random_seed: int
@@ -162,8 +169,12 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         object_storage_cache_path, data_parallel_size, sequence_parallel_size,
             hybrid_context_parallel, context_parallel_size: Unused here; kept for other code.
         sequences_per_dataset: Numbers of sequences and of document entries, by prefix.
+        token_dtype_code: Dtype code by the size of the vocabulary; not an argument.
         inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an
             attention mask. (An option of Megatron-LM's main, not of megatron-core 0.16.1.)
+
+    Raises:
+        ConfigAssertionError: If a required option is None.
     """
 
     reset_position_ids: bool | None = None
@@ -199,6 +210,10 @@ def parse_and_normalize_split(split: str) -> list[float]:
     """The shares of train, valid and test in a string such as "969,30,1"; their sum is 1.
 
     All characters but digits and dots separate numbers (a sign too); missing shares are 0.
+
+    Raises:
+        ConfigAssertionError: If there are more than three numbers, none is above 0, or digits and
+            dots do not form a number.
     """
     with as_assertions():
         try:
@@ -215,7 +230,9 @@ def convert_split_vector_to_split_matrix(
 ) -> SplitMatrix:
     """Start and end of each split as fractions of the data; None for a split without a share.
 
-    With the shares of `vector_b` too, each split is the data that it has by both.
+    Args:
+        vector_a: Shares.
+        vector_b: Other shares, to cut each split down to the data that it has by both.
 
     Example:
         >>> convert_split_vector_to_split_matrix([0.9, 0.1, 0.0])
@@ -231,7 +248,11 @@ def convert_split_vector_to_split_matrix(
 
 
 def normalize(weights: Sequence[float]) -> list[float]:
-    """`millrace.normalize`. A ConfigAssertionError where Megatron-LM goes on with NaN."""
+    """The weights divided by their sum, in float64 and in NumPy's order of addition.
+
+    Raises:
+        ConfigAssertionError: If the sum is 0 or not finite. (Megatron-LM goes on with NaN.)
+    """
     with as_assertions():
         return order.normalize(weights)
 
@@ -243,6 +264,13 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
         blend: Path prefixes, or weights and path prefixes by turns (weights as words or numbers);
             None: no blend. An odd number of words, or no number in any weight's place, means
             prefixes alone.
+
+    Returns:
+        The prefixes and the weights (None without weights), or None.
+
+    Raises:
+        ConfigAssertionError: If there are no words, a prefix is a number, or only some of the
+            weights are numbers.
     """
     if blend is None:
         return None

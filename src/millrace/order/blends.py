@@ -31,28 +31,54 @@ class Mixture(Protocol):
         """The number of samples."""
 
     def draws(self, sample_numbers: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The sources, integers [batch], of samples in [0, len), and their numbers in them."""
+        """The sources of some samples, and the samples' numbers in them.
+
+        Args:
+            sample_numbers: int64 [batch], each in [0, len).
+
+        Returns:
+            The sources, integers [batch], and the numbers, int64 [batch].
+        """
 
     def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The reverse of `draws`: the sample numbers of some samples of a source, int64 [numbers];
-        -1 for a sample that the mixture never draws."""
+        """The reverse of `draws`: the sample numbers of some samples of a source.
+
+        Returns:
+            int64 [numbers]; -1 for a sample that the mixture never draws.
+        """
 
     def counts(self, sample_number: int) -> NDArray[np.int64]:
         """How many samples of each source are drawn before a sample number: int64 [sources]."""
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """What decides the draws: see `Order.fingerprint`."""
+        """What decides the draws, as plain values, for comparison with a saved state.
+
+        Args:
+            consumed_samples: Number of samples that were drawn; what decides only later draws may
+                be left out. None: all draws.
+        """
 
 
 class BlendIndices(NamedTuple):
-    """The dataset that each sample of a blend comes from, and the sample's number in it: [size]."""
+    """The indices of a blend.
+
+    Attributes:
+        dataset_index: Number of the dataset that each sample comes from: int16 [size].
+        dataset_sample_index: Number of the sample in that dataset: int64 [size].
+    """
 
     dataset_index: NDArray[np.int16]
     dataset_sample_index: NDArray[np.int64]
 
 
 class BlendOrder:
-    """Megatron-LM's mixture, by normalised weights; its indices are loaded at the first sample."""
+    """Megatron-LM's mixture: from which dataset a blend draws each sample.
+
+    Args:
+        weights: Normalised weights.
+        size: Number of samples.
+        indices: The two indices, loaded at the first sample.
+    """
 
     def __init__(
         self, weights: Sequence[float], size: int, indices: Deferred[BlendIndices]
@@ -95,13 +121,16 @@ class BlendOrder:
 def build_blend_indices(
     names: Sequence[str], lengths: Sequence[int], weights: Sequence[float] | None, size: int | None
 ) -> BlendIndices:
-    """The indices of a blend; ConfigError if it draws more samples of a dataset than it has.
+    """The indices of a blend.
 
     Args:
         names: What to call each dataset in a message.
         lengths: Number of samples of each dataset.
         weights: Weight of each dataset; None: its length.
         size: Number of samples; None: all samples of all datasets.
+
+    Raises:
+        ConfigError: The blend draws more samples of a dataset than it has.
     """
     if size is None:
         indices = blend_exhaustively(lengths)
@@ -144,10 +173,13 @@ def samples_per_dataset(
     rule may draw a little more than its share from a dataset: hence the surplus.
 
     Args:
-        weights: Positive weights with the sum 1, as `normalize` returns them; others are a
-            ConfigError.
+        weights: Positive weights with the sum 1, as `normalize` returns them.
         num_samples: Smallest size of the blend.
-        surplus: Part of each share to build beyond it, 0 or more.
+        surplus: Part of each share to build beyond it.
+
+    Raises:
+        ConfigError: If a weight is not positive, the weights have another sum, or another argument
+            is out of range.
     """
     num_samples = check_int("num_samples", num_samples, 0, _native.MAX_INT64)
     surplus, weights = check_surplus(surplus), _checked_weights(weights)
@@ -161,9 +193,18 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
     """Mixes datasets by weight: each sample comes from the one that lags most behind its weight.
 
     Args:
-        weights: Positive finite weights, one for each dataset; they are normalised.
+        weights: Positive weights, one for each dataset; they are normalised.
         size: Number of samples.
-        threads: Number of worker threads; the result does not depend on it. None: one per core.
+        threads: Number of worker threads, on which the result does not depend; None: one for each
+            core.
+
+    Returns:
+        dataset_index int16 [size], the dataset of each sample, and dataset_sample_index int64
+        [size], the sample's number in that dataset.
+
+    Raises:
+        ConfigError: If a weight is not positive and finite, there are too many datasets, or another
+            argument is out of range.
     """
     threads = None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
     size = check_int("the blend's size", size, 0, _native.MAX_INT64 // 8)
@@ -173,7 +214,19 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
 
 
 def blend_exhaustively(sizes: Sequence[int], *, threads: int | None = None) -> BlendIndices:
-    """Mixes datasets of some sizes evenly until each has given all its samples; see `blend`."""
+    """Mixes datasets evenly until each has given all its samples.
+
+    Args:
+        sizes: Each dataset's number of samples, at least 0.
+        threads: Number of worker threads, on which the result does not depend; None: one for each
+            core.
+
+    Returns:
+        dataset_index int16 [sum of sizes] and dataset_sample_index int64 [sum of sizes].
+
+    Raises:
+        ConfigError: If a size is negative, there are too many datasets, or `threads` is below 1.
+    """
     threads = None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
     sizes = [check_int("a dataset's size", size, 0) for size in sizes]
     _check_count(len(sizes))
@@ -182,7 +235,11 @@ def blend_exhaustively(sizes: Sequence[int], *, threads: int | None = None) -> B
 
 
 def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
-    """How many samples a blend draws from each dataset: int64 [num_datasets]."""
+    """How many samples a blend draws from each dataset: int64 [num_datasets].
+
+    Raises:
+        ConfigError: If an entry is not the number of a dataset.
+    """
     counts = np.zeros(check_int("num_datasets", num_datasets, 0), np.int64)
     for start in range(0, len(dataset_index), _CHUNK_SIZE):
         chunk = check_ints("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])

@@ -30,7 +30,17 @@ MAX_SEED = 2**32 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class GPTPlan:
-    """Epochs and samples, known before any index is built: Megatron-LM's `OrderPlan`."""
+    """Epochs and samples, known before any index is built: Megatron-LM's `OrderPlan`.
+
+    Attributes:
+        num_tokens_per_epoch: Number of tokens in the range of sequences.
+        num_samples: Number of samples, at least as many as asked for.
+        num_epochs: The smallest number of epochs that holds the samples asked for.
+        num_samples_before_final_epoch: Where the shuffle is cut; None: all is one shuffle.
+        sequence_length: Tokens to train on in a sample.
+        add_extra_token: Whether a sample has one more token, for the last label.
+        allow_partial: Whether the last sample may be shorter.
+    """
 
     num_tokens_per_epoch: int = field(metadata=NOT_IN_KEY)  # in the range of sequences
     num_samples: int  # at least as many as asked for
@@ -42,7 +52,11 @@ class GPTPlan:
 
     @classmethod
     def of(cls, inputs: OrderInputs) -> "GPTPlan":
-        """See `plan_gpt`; a DataError for lengths of more tokens than the token file holds."""
+        """See `OrderPlan.of` and `plan_gpt`.
+
+        Raises:
+            DataError: Lengths of more tokens than the token file holds.
+        """
         start, stop = inputs.sequences
         num_tokens = int(np.sum(inputs.lengths[start:stop], dtype=np.int64))
         if num_tokens > inputs.num_tokens:
@@ -81,7 +95,13 @@ class GPTPlan:
 
 
 class GPTIndices(NamedTuple):
-    """The indices of one dataset and split."""
+    """The indices of one dataset and split.
+
+    Attributes:
+        document_index: int32 [epochs * sequences].
+        sample_index: int32 (int64 past 2**31 - 1 documents) [samples + 1, 2].
+        shuffle_index: uint32 (int64 from 2**32 - 2 samples on) [samples].
+    """
 
     document_index: NDArray[np.int32]  # [epochs * sequences]
     sample_index: NDArray[Any]  # int32 (int64 past 2**31 - 1 documents) [samples + 1, 2]
@@ -93,8 +113,15 @@ def _indices_of(arrays: Deferred[Arrays]) -> GPTIndices:
 
 
 class GPTOrder(CoreOrder):
-    """Megatron-LM's order of a range of sequences: `lengths`, of all sequences of the file, and
-    `indices` are loaded at the first sample."""
+    """Megatron-LM's order of a range of sequences: samples of fixed length, shuffled.
+
+    Args:
+        plan: Epochs and samples of the range.
+        sequences: (start, stop), the range of sequences.
+        seed: Seed of the shuffles.
+        lengths: Lengths of all sequences of the token file: int32 [sequences], in tokens.
+        indices: The three indices. Both are loaded at the first sample.
+    """
 
     def __init__(
         self,
@@ -157,6 +184,9 @@ def plan_gpt(
         add_extra_token: Whether a sample has one more token, so that the last one has a label.
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
             (Megatron-LM counts it in 32-bit floats, and miscounts from 2**24 tokens on.)
+
+    Raises:
+        ConfigError: No tokens, too few for one sample, or a number outside its limits.
     """
     extra = int(check_bool("add_extra_token", add_extra_token))
     drops_partial = check_bool("drop_last_partial_sequence", drop_last_partial_sequence)
@@ -204,10 +234,18 @@ def build_gpt_indices(
 ) -> GPTIndices:
     """The document, sample and shuffle index, equal to Megatron-LM's for every seed.
 
-    `sequence_lengths` are those of all sequences of the file, integers [sequences], in tokens, and
-    `sequences` is (start, stop), the range to draw from. One `RandomState(seed)` draws both
-    shuffles, first the document index. The shuffle index needs no tokens: another thread draws it
-    while the sample index is built.
+    One `RandomState(seed)` draws both shuffles, first the document index. The shuffle index needs
+    no tokens: another thread draws it while the sample index is built.
+
+    Args:
+        sequence_lengths: Lengths of all sequences of the file: int32 [sequences], in tokens. Other
+            integer types, byte orders and strides are converted first.
+        sequences: (start, stop), the range to draw from.
+        plan: Plan of the range, from `plan_gpt`.
+        seed: Seed, 0 to 2**32 - 1.
+
+    Raises:
+        ConfigError: A seed or range outside its limits.
     """
     start, stop = check_range(sequences, len(sequence_lengths))
     sequence_lengths = _lengths(sequence_lengths)
@@ -235,7 +273,11 @@ def build_gpt_indices(
 def build_gpt_indices_of(
     sequence_lengths: NDArray[np.int32], numbers: NDArray[np.int32], plan: GPTPlan, seed: int
 ) -> GPTIndices:
-    """The same of any choice of sequences, by their `numbers`: int32 [chosen]."""
+    """The same of any choice of sequences.
+
+    Args:
+        numbers: Numbers of the sequences: int32 [chosen].
+    """
     start = int(numbers[0]) if len(numbers) > 0 else 0
     stop = start + len(numbers)
     if start >= 0 and np.array_equal(numbers, np.arange(start, stop)):

@@ -56,7 +56,8 @@ class OrderInputs:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Lengths of all sequences, which opens the file: int32 [num_sequences], in tokens."""
+        """Lengths of all sequences of the token file, in tokens: int32 [num_sequences]. The file
+        is opened for them."""
         return self.load_lengths()
 
 
@@ -72,17 +73,28 @@ class OrderPlan(Protocol):
 
     @classmethod
     def of(cls, inputs: OrderInputs) -> "OrderPlan":
-        """The plan of inputs; ConfigError for data that cannot give what they ask for."""
+        """The plan of inputs.
+
+        Raises:
+            ConfigError: Data that cannot give what the inputs ask for.
+        """
 
     def arrays(self, inputs: OrderInputs) -> Layout:
-        """Dtypes and shapes of the arrays that the order needs, if any. Names consist of lower-case
-        letters and _, end with `_index` and do not start with `dataset_`, as those of blends do."""
+        """Dtypes and shapes of the arrays that the order needs; empty if it needs none.
+
+        Names consist of lower-case letters and _, end with `_index`, and do not start with
+        `dataset_`, as those of a blend's arrays do.
+        """
 
     def build(self, inputs: OrderInputs) -> Arrays:
         """The arrays, a pure function of the inputs and the plan."""
 
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> Order:
-        """The order; `arrays.value` and `inputs.lengths` are for the first sample, not for it."""
+        """The order, by its arrays.
+
+        A start calls this for each dataset: `arrays.value` and `inputs.lengths` are for the first
+        sample.
+        """
 
 
 PlanOf = type[OrderPlan] | Callable[[OrderInputs], OrderPlan]

@@ -41,11 +41,31 @@ class KeyedPermutation:
         vars(self).update(size=size, seed=seed, _key=int(key[0]))
 
     def places(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """The place, int64 [n], that each of some items goes to; ConfigError outside [0, size)."""
+        """The place that each item goes to.
+
+        Args:
+            numbers: Numbers of the items, [n], each in [0, size).
+
+        Returns:
+            int64 [n].
+
+        Raises:
+            ConfigError: A number outside [0, size).
+        """
         return self._permuted("numbers", numbers, False)
 
     def sources(self, places: ArrayLike) -> NDArray[np.int64]:
-        """The item, int64 [n], that goes to each of some places: the inverse of `places`."""
+        """The item that goes to each place: the inverse of `places`.
+
+        Args:
+            places: Places, [n], each in [0, size).
+
+        Returns:
+            int64 [n].
+
+        Raises:
+            ConfigError: A place outside [0, size).
+        """
         return self._permuted("places", places, True)
 
     def _permuted(self, name: str, values: ArrayLike, is_inverse: bool) -> NDArray[np.int64]:

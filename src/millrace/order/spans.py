@@ -44,13 +44,19 @@ class Order(Protocol):
         """The number of samples."""
 
     def spans(self, sample_numbers: NDArray[np.int64]) -> Spans:
-        """The spans of some samples: int64 [batch], each in [0, len)."""
+        """The spans of some samples.
+
+        Args:
+            sample_numbers: int64 [batch], each in [0, len).
+        """
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the spans, as plain values, for comparison with a saved state.
 
-        Of `consumed_samples`, the number of samples drawn, what decides only later ones may be left
-        out; None: all. An order whose samples all depend on the same values needs no argument.
+        Args:
+            consumed_samples: Number of samples that were drawn; what decides only later samples
+                may be left out. None: all samples. An order whose samples all depend on the same
+                values may leave the argument out.
         """
 
 
@@ -71,7 +77,13 @@ class CoreOrder:
 
 
 class SequenceOrder(CoreOrder):
-    """Sequences of one length as samples: sample n is sequence n. It needs no index."""
+    """Sequences of one length as samples: sample n is sequence n. It needs no index.
+
+    Args:
+        num_samples: Number of sequences.
+        sequence_length: Number of tokens to train on in a sample.
+        add_extra_token: Whether a sequence has one more token, for the last label.
+    """
 
     def __init__(
         self, num_samples: int, *, sequence_length: int, add_extra_token: bool = False

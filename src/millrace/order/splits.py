@@ -21,8 +21,11 @@ _ONE = 1 + 1e-12  # the largest sum of shares in float64
 def parse_split(split: str) -> list[Bookends | None]:
     """The fractions at which each split starts and ends, from a string such as "969,30,1".
 
-    One to three shares may have any sum above 0; a split without a share is None. The arithmetic is
-    Megatron-LM's: float64 shares, added one by one from 0. Other texts are a ConfigError.
+    Shares may have any sum; a split that is left out has none. A split without a share is None.
+    The arithmetic is Megatron-LM's: float64 shares, added one by one from 0.
+
+    Raises:
+        ConfigError: No number, more than three numbers, or none above 0.
 
     Example:
         >>> parse_split("9,1,0")
@@ -51,8 +54,10 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
 
     Args:
         num_sequences: Number of sequences of the dataset.
-        split: String for `parse_split`, or fractions such as its result; those that overlap, or lie
-            outside [0, 1], are a ConfigError.
+        split: String for `parse_split`, or fractions such as its result.
+
+    Raises:
+        ConfigError: See `parse_split`; fractions outside [0, 1], or splits that overlap.
     """
     size = float(check_int("num_sequences", num_sequences, 0, MAX_INT64))
     bookends = parse_split(split) if isinstance(split, str) else _checked(split)
@@ -62,8 +67,12 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
 def part_range(count: int, part: Bookends) -> Range:
     """A part of so many things as (start, stop), rounded as splits are.
 
-    >>> part_range(10, (0.6, 1.0))
-    (6, 10)
+    Raises:
+        ConfigError: A part that is not (start, end) with 0 <= start < end <= 1.
+
+    Example:
+        >>> part_range(10, (0.6, 1.0))
+        (6, 10)
     """
     return _range(_ends(part, 1), float(count))
 

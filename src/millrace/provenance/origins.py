@@ -35,8 +35,14 @@ _REMEDY = "The tokens are not affected: restore the file, remove it, or write th
 
 
 class Origin(NamedTuple):
-    """Where one document came from: its line (from 1) or row (from 0) in a file, the position of
-    the line in the decompressed file (-1: not known), and its id, if it has one."""
+    """Where one document came from.
+
+    Attributes:
+        source: Path of the source file.
+        line: Its line (from 1) or row (from 0) in the source.
+        byte_offset: Position of the line in the decompressed source; -1: not known.
+        id: The document's id; None: it has none.
+    """
 
     source: str
     line: int

@@ -46,6 +46,16 @@ class OriginsWriter:
 
     Raises:
         ConfigError: In all methods, if pyarrow is not installed.
+
+    Example:
+        >>> import tempfile, millrace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with millrace.IndexedDatasetBuilder(f"{folder}/web") as builder:
+        ...         builder.add_documents([1, 2, 3], [2, 1])
+        ...     with OriginsWriter(f"{folder}/web") as origins:
+        ...         origins.add(["web.jsonl"], [0, 0], [1, 2], [0, 70], ["a", "b"])
+        ...     millrace.IndexedDataset(f"{folder}/web").origin(1)
+        Origin(source='web.jsonl', line=2, byte_offset=70, id='b')
     """
 
     def __init__(self, prefix: str | os.PathLike[str], *, durable: bool = True) -> None:
@@ -124,7 +134,12 @@ class OriginsWriter:
             self._write_groups()
 
     def publish(self) -> None:
-        """Writes the sidecar beside its pair, and its checksums where the pair has some."""
+        """Writes the sidecar beside its pair, and its checksums where the pair has some.
+
+        Raises:
+            ConfigError: Rows that are not as many as the pair's documents.
+            MillraceError: Another process is building a pair at the prefix.
+        """
         with prefix_lock(self._prefix), IndexedDataset(self._prefix) as dataset:
             if self.num_rows != dataset.num_documents:
                 raise ConfigError(

@@ -179,6 +179,9 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     start_eval_at_iter; the test eval_iters batches. Batches of the last two have
     eval_global_batch_size samples.
 
+    Args:
+        arguments: Values by their names in NAMES.
+
     Raises:
         ConfigError: A missing argument, or arguments that do not go together.
     """

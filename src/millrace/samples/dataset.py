@@ -50,15 +50,35 @@ class Dataset(Protocol):
 
 
 class TokenDataset:
-    """Rows made of the tokens of any source; a source itself, of what its transforms return.
+    """Rows made of the tokens of any source.
+
+    It is a source of tokens itself, those that its transforms return.
 
     Args:
         source: Where the tokens come from.
-        options: What a sample looks like. None: the datasets of a blend differ in it.
+        options: What a sample looks like.
         transforms: Functions of the token batch, applied in their order (see `Transform`).
+
+    Attributes:
+        source: Where the tokens come from.
+        options: What a sample looks like; None: the datasets of a blend differ in it.
+        transforms: The transforms.
 
     Raises:
         ConfigError: A source without tokens, or transforms that cannot work.
+
+    Example:
+        >>> class Counting:
+        ...     def __len__(self):
+        ...         return 9
+        ...     def tokens(self, sample_numbers):
+        ...         rows = 10 * sample_numbers[:, None] + np.arange(4)
+        ...         return TokenBatch(rows.reshape(-1), 4 * np.arange(1, len(rows) + 1))
+        ...     def fingerprint(self, consumed_samples=None):
+        ...         return {"kind": "counting"}
+        >>> dataset = TokenDataset(Counting(), SampleOptions(sequence_length=3))
+        >>> dataset[2]["labels"].tolist()
+        [21, 22, 23]
     """
 
     takes_form = True
@@ -118,10 +138,13 @@ class TokenDataset:
         return batch
 
     def tokens(self, sample_numbers: ArrayLike) -> TokenBatch:
-        """The tokens of the samples of these numbers, transformed; errors are those of `batch`.
+        """The tokens of the samples of these numbers, transformed.
 
         They include the extra token, the last label. Nothing is padded or masked: a last partial
         sample is shorter than the others.
+
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
         """
         batch: TokenBatch = self._named(self._tokens, sample_numbers)
         options = self.options
@@ -202,7 +225,11 @@ class TokenDataset:
 
     @cached_property
     def file_dtype(self) -> np.dtype[Any] | None:
-        """The dtype of the token files, a ConfigError for several; None without token files."""
+        """The dtype of the token files; None without token files.
+
+        Raises:
+            ConfigError: Token files of several dtypes.
+        """
         names = {store.store.dtype: store.prefix for store in self.stores if store is not None}
         if len(names) > 1:
             some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in names.items())
@@ -215,13 +242,21 @@ class TokenDataset:
         return any(store is not None and store.is_remote for store in self.stores)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        """Tells the storage that these samples are read soon, and does not wait for it."""
+        """Tells the storage that these samples are read soon, and does not wait for it.
+
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
+        """
         numbers = check_numbers(sample_numbers, len(self))
         if isinstance(self.source, StoredTokens | TokenDataset):
             self.source.prefetch(numbers)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """See `Dataset`. The view is what only masks, and options that the source does not name."""
+        """See `Dataset.fingerprint`.
+
+        Transforms that change tokens belong to the order. Those that only mask belong to the view,
+        as do the options that the source does not name.
+        """
         fingerprint = self._source_fingerprint(consumed_samples)
         if not self.transforms:
             return fingerprint
@@ -242,14 +277,19 @@ class TokenDataset:
 class TransformedDataset(TokenDataset):
     """A dataset whose samples are transformed.
 
-    Tokens and labels are made of the transformed tokens by the options of the dataset; then the
-    loss mask is set to 0 wherever the label is a token that is not trained on.
+    The transforms are applied in their order. Tokens and labels are made of the transformed tokens
+    by the options of the dataset; then the loss mask is set to 0 wherever the label is a token that
+    is not trained on.
 
     Args:
         dataset: `GPTDataset`, `BlendedDataset`, or another dataset with a method `tokens` and, if a
             transform changes tokens, with `options`.
-        transforms: The transforms, applied in their order: `LossRanges`, `FillInMiddle`,
-            `RepeatGuard` or others (see `Transform`).
+        transforms: The transforms: `LossRanges`, `FillInMiddle`, `RepeatGuard` or others (see
+            `Transform`).
+
+    Attributes:
+        dataset: The dataset.
+        transforms: The transforms.
 
     Raises:
         ConfigError: A dataset or a transform that lacks what is needed, or transforms in an order

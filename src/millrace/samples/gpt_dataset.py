@@ -103,20 +103,29 @@ class GPTDataset(TokenDataset):
 
     @property
     def indices(self) -> GPTIndices:
-        """The document, sample and shuffle index of Megatron-LM's order; other orders have none."""
+        """The document index, sample index and shuffle index of Megatron-LM's order.
+
+        Raises:
+            AttributeError: Another order.
+        """
         return self.order.indices  # type: ignore[attr-defined, no-any-return]
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
-        """Which tokens of which sequences samples are made of; the errors are those of `batch`."""
+        """Which tokens of which sequences the samples of these numbers are made of.
+
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
+        """
         return self.source.spans(check_numbers(sample_numbers, len(self)))
 
 
 class ShardedDataset(GPTDataset):
     """Fixed-length sequences from the output folder of `millrace shuffle`: sample n is sequence n.
 
-    The order is in the data, so there is no index, and a rank that takes consecutive samples reads
-    consecutive bytes. In all other respects it is a `GPTDataset`. Folders of the common shuffling
-    script are read too: `shard_0000.bin`, ... and a `metadata.json` of version 2.
+    The sequences are in random order already, so there is no index to build, to load or to keep in
+    memory, and a rank that takes consecutive samples reads consecutive bytes. It is a `GPTDataset`
+    in all other respects: samplers, blends, loaders and transforms take it. Folders of the common
+    shuffling script are read too: `shard_0000.bin`, ... and a `metadata.json` of version 2.
 
     A sequence of the folder is a whole sample: by default its tokens are all of its tokens, and the
     last label is missing and masked, as with Megatron-LM's `add_extra_token_to_sequence=False`.
@@ -129,16 +138,22 @@ class ShardedDataset(GPTDataset):
     Args:
         folder: The output folder.
         options: The options of samples as one object, in place of the single ones below.
-        eod_token, reset_position_ids, eod_mask_loss, pad_token, boundaries: See `SampleOptions`.
+        eod_token: End-of-document token; the next two options need it.
+        reset_position_ids: Whether position ids start again after each EOD.
+        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
+        pad_token: Padding token, which is never trained on; None: there is no padding.
         add_extra_token: Whether the last token of a sequence is only a label.
+        boundaries: What tells documents apart: "eod", or "documents" (see `SampleOptions`).
         dtype: Dtype of the tokens ("uint16", "uint32", "int32"), for folders whose metadata do not
             say it; None: uint32.
         access: How the shards are read: "mmap", or "file" (positioned reads, for file systems where
             mapping hurts).
 
     Attributes:
-        prefix, metadata: The folder, and what its `metadata.json` says.
-        order, options: The order of the samples, that of the folder, and what a sample looks like.
+        prefix: The folder.
+        metadata: What `metadata.json` says.
+        order: The order of the samples, that of the folder.
+        options: What a sample looks like.
 
     Raises:
         ConfigError: A folder of documents, or options that do not fit the sequences.

@@ -29,7 +29,9 @@ _ARRAY = "ranges"
 def write_loss_ranges(
     prefix: str | os.PathLike[str], ranges: ArrayLike, *, path: str | os.PathLike[str] | None = None
 ) -> str:
-    """Writes the ranges of a token file, whole or not at all, in place of those that are there.
+    """Writes the ranges of a token file, in place of those that are there.
+
+    The files appear whole or not at all.
 
     Args:
         prefix: Path prefix of the token file.
@@ -45,6 +47,16 @@ def write_loss_ranges(
         ConfigError: Ranges that are not sorted, overlap, or lie outside their sequence.
         DataError: A token file that is missing or damaged.
         OSError: A folder that cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from millrace import IndexedDatasetBuilder
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with IndexedDatasetBuilder(f"{folder}/chat", np.uint16) as builder:
+        ...         builder.add_document([1, 2, 3, 4, 5])
+        ...     path = write_loss_ranges(f"{folder}/chat", [(0, 0, 3)])
+        ...     sorted(os.listdir(folder))
+        ['chat.bin', 'chat.idx', 'chat.loss-ranges.npy', 'chat.loss.json']
     """
     prefix = check_path("prefix", prefix)
     folder, name = _place(prefix if path is None else check_path("path", path))
@@ -69,6 +81,9 @@ class LossRanges:
             them. If all samples come from one token file, it may be the path prefix of files at
             another place, or integers [ranges, 3] as `write_loss_ranges` takes them.
         only: Whether to train on nothing but the ranges.
+
+    Attributes:
+        dataset: The dataset.
 
     Raises:
         ConfigError: Ranges that are not sorted, overlap, or lie outside their sequence; or one set

@@ -48,6 +48,11 @@ class TokenBatch:
 
     Raises:
         ConfigError: Arrays that do not fit each other.
+
+    Example:
+        >>> batch = TokenBatch(np.array([5, 6, 7, 8, 9]), np.array([2, 5]))
+        >>> batch.select(np.array([1, 0])).tokens
+        array([7, 8, 9, 5, 6])
     """
 
     tokens: NDArray[Any]
@@ -132,7 +137,10 @@ class TokenBatch:
         return self.with_arrays(fields={**self.fields, name: (kind, array)})
 
     def with_arrays(self, **arrays: Any) -> TokenBatch:
-        """The same batch with other arrays; that they fit is not checked, which takes long."""
+        """The same batch with other arrays, of the dtypes and sizes that they must have.
+
+        They are not checked, which takes longer than most that is done with a batch.
+        """
         batch = object.__new__(TokenBatch)
         batch.__dict__.update(self.__dict__, **arrays)
         return batch
@@ -143,7 +151,11 @@ class TokenBatch:
         return self.with_arrays(trained=trained)
 
     def select(self, rows: NDArray[Any]) -> TokenBatch:
-        """The batch of the samples at these places of it, integers [samples], in their order."""
+        """The batch of some of the samples, in another order.
+
+        Args:
+            rows: Places of the samples in this batch: integers [samples].
+        """
         sizes = self.sizes
         picks = {"sample": rows, "token": _ranges((self.ends - sizes)[rows], sizes[rows])}
         starts = None
@@ -276,9 +288,10 @@ class TokenSource(Protocol):
         """The number of samples."""
 
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
-        """The tokens of the samples of these numbers, int64 [batch], each in [0, len).
+        """The tokens of some samples; each sample depends on its number alone.
 
-        Each sample depends on its number alone.
+        Args:
+            sample_numbers: int64 [batch], each in [0, len).
         """
 
     def fingerprint(self, consumed_samples: int | None = None) -> Mapping[str, Any]:

@@ -129,16 +129,18 @@ class FillInMiddle:
     """Permutes documents so that the model learns to fill in their middle.
 
     A sample is split into documents at each EOD, or is one document without `eod_token`. Each
-    document is permuted with probability `rate`: two cuts between its tokens split it into prefix,
-    middle and suffix, any of which may be empty, and they are written as one of
+    document is permuted with probability `rate`: two cuts split its tokens into prefix, middle and
+    suffix, any of which may be empty, and they are written as one of
 
         PSM:  prefix_token, prefix, suffix_token, suffix, middle_token, middle
         SPM:  prefix_token, suffix_token, suffix, middle_token, prefix, middle
 
-    The sample keeps its length: the inserted tokens push out its last tokens. The document that
-    does not fit any more is cut first and permuted then, so that it has all of its three inserted
-    tokens. A document of which fewer than 3 tokens would remain is not permuted. An EOD stays
-    behind its document.
+    The sample keeps its length: the inserted tokens push out its last tokens. The
+    document that does not fit any more is cut first and permuted then, so that a permuted document
+    has all of its three inserted tokens. A document of which fewer than 3 tokens would remain is
+    not permuted. An EOD stays behind its document.
+
+    The cuts are places between tokens, not characters: there is no tokenizer at training time.
 
     The draws of document d (0, 1, ...) of sample k are the four words of a counter-based generator,
     `np.random.Philox(key=seed, counter=[d, k, 0, 0]).random_raw(4)`: whether it is permuted,
@@ -155,6 +157,16 @@ class FillInMiddle:
 
     Raises:
         ConfigError: A rate outside [0, 1], or a token that is not a token id or equals another one.
+
+    Example:
+        >>> fill = FillInMiddle(
+        ...     rate=1, spm_rate=0, prefix_token=97, middle_token=98, suffix_token=99, seed=3
+        ... )
+        >>> take, batch = fill(TokenBatch(np.arange(12), np.array([12])), np.array([0]))
+        >>> batch.tokens.tolist()
+        [97, 0, 1, 2, 99, 7, 8, 98, 3, 4, 5, 6]
+        >>> take.tolist()
+        [-1, 0, 1, 2, -1, 7, 8, -1, 3, 4, 5, 6]
     """
 
     rate: float

@@ -45,20 +45,34 @@ class GlobalBatchSampler(RankSampler):
     """A rank's part of each whole global batch at once.
 
     The step that starts at sample number c takes the global batch [c, c + global_batch_size). It
-    consists of the blocks of a `SequentialSampler`, and the rank takes its slice of each, as in
-    Megatron-LM's `HybridCPMegatronPretrainingSampler`.
+    consists of blocks of micro_batch_size * data_parallel_size samples; of each block, rank r has
+    the r-th slice of micro_batch_size numbers. So the rank's numbers are those of its micro batches
+    under a `SequentialSampler`, one after the other, as in Megatron-LM's
+    `HybridCPMegatronPretrainingSampler`.
 
     Args:
+        num_samples: Number of samples in the dataset.
         global_batch_size: Number of samples for all ranks at one step, or a `RampUp` or another
             `BatchSizeSchedule`. Each size must be a multiple of micro_batch_size *
             data_parallel_size.
+        micro_batch_size: Number of samples in a slice.
+        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
+        data_parallel_size: Number of ranks.
+        drop_last: Whether to leave out an incomplete last global batch; else its slices are handed
+            out as they are (shorter or empty for the last ranks).
 
-    The other arguments, and errors, are those of a `SequentialSampler`; `drop_last` leaves out an
-    incomplete last global batch.
+    Raises:
+        ConfigError: A number outside its limits, or a global batch size that is not a multiple.
 
     Example:
-        >>> share = {"micro_batch_size": 2, "data_parallel_rank": 1, "data_parallel_size": 2}
-        >>> GlobalBatchSampler(100, global_batch_size=8, **share).sample_numbers(16).tolist()
+        >>> sampler = GlobalBatchSampler(
+        ...     100,
+        ...     global_batch_size=8,
+        ...     micro_batch_size=2,
+        ...     data_parallel_rank=1,
+        ...     data_parallel_size=2,
+        ... )
+        >>> sampler.sample_numbers(16).tolist()
         [18, 19, 22, 23]
     """
 
@@ -129,7 +143,7 @@ class SequentialSampler(GlobalBatchSampler):
     """Consecutive blocks of sample numbers, a slice to each rank (Megatron-LM's `single`).
 
     The step that starts at sample number c takes the block [c, c + micro_batch_size *
-    data_parallel_size); rank r has the r-th slice. A number outside its limits is a ConfigError.
+    data_parallel_size); rank r has the r-th slice of micro_batch_size numbers.
 
     Args:
         num_samples: Number of samples in the dataset.
@@ -138,6 +152,9 @@ class SequentialSampler(GlobalBatchSampler):
         data_parallel_size: Number of ranks.
         drop_last: Whether to leave out an incomplete last block; else its slices are handed out as
             they are (shorter or empty for the last ranks).
+
+    Raises:
+        ConfigError: A number outside its limits.
     """
 
     global_batch_size: int = field(init=False)
@@ -147,20 +164,31 @@ class SequentialSampler(GlobalBatchSampler):
 class FullValidationSampler(GlobalBatchSampler):
     """Every sample once, with the same number of steps on every rank.
 
-    Steps are those of a `SequentialSampler`. With one sample per rank and step, the sample numbers
-    of each rank are Megatron-LM's (`MegatronFullValidationSampler`). At an incomplete last step,
-    ranks without enough samples have shorter batches, down to an empty one (int64 [0]).
+    The step that starts at sample number c takes the block [c, c + micro_batch_size *
+    data_parallel_size), of which rank r has the r-th slice; the last block may be incomplete. With
+    one sample per rank and step, the sample numbers of each rank are Megatron-LM's
+    (`MegatronFullValidationSampler`).
+
+    At an incomplete last step, ranks without enough samples have shorter batches, down to an empty
+    one (int64 [0]), or with `pad` full batches: the missing places take the rank's samples of the
+    first step again, as Megatron-LM's evaluation does, and `is_padding` tells which they are.
 
     Args:
-        pad: Whether to fill up the last batches: the missing places take the rank's samples of the
-            first step again, as Megatron-LM's evaluation does; `is_padding` tells which they are.
+        num_samples: Number of samples in the dataset.
+        micro_batch_size: Number of samples for one rank at one step.
+        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
+        data_parallel_size: Number of ranks.
+        pad: Whether to fill up the last batches, so that all have micro_batch_size samples.
 
-    The other arguments, and errors, are those of a `SequentialSampler`.
+    Raises:
+        ConfigError: A number outside its limits.
 
     Example:
         >>> sampler = FullValidationSampler(5, data_parallel_rank=1, data_parallel_size=2, pad=True)
-        >>> sampler.sample_numbers(4).tolist(), sampler.is_padding(4).tolist()
-        ([1], [True])
+        >>> [sampler.sample_numbers(consumed).tolist() for consumed in (0, 2, 4)]
+        [[1], [3], [1]]
+        >>> [sampler.is_padding(consumed).tolist() for consumed in (0, 2, 4)]
+        [[False], [False], [True]]
     """
 
     global_batch_size: int = field(init=False)
@@ -190,19 +218,30 @@ class FullValidationSampler(GlobalBatchSampler):
 class CyclicSampler(Renewed, RankSampler):
     """Epoch after epoch without end, each shuffled anew (Megatron-LM's `cyclic`).
 
-    The permutation of an epoch is `torch.randperm` with the number of the epoch as its seed.
-    Samples that do not fill a step of all ranks are left out. `consumed_samples` counts on over all
-    epochs.
+    The permutation of an epoch is `torch.randperm` with the number of the epoch as its seed. An
+    epoch ends after the same number of steps on every rank; samples that do not fill a step of all
+    ranks are left out. `consumed_samples` goes beyond the number of samples in the dataset.
 
     Sharded, each rank shuffles a contiguous part of the dataset, its shard, and takes
     micro_batch_size samples of it at each step. Else all ranks shuffle the whole dataset, and a
     step takes micro_batch_size * data_parallel_size samples of it, dealt out to the ranks in turn.
-    Two epochs stay in memory: 4 bytes for each sample that the rank shuffles, 8 from 2**32 on.
+
+    The permutations of up to two epochs stay in memory: 4 bytes for each sample that the rank
+    shuffles (8 bytes from 2**32 samples on).
+
+    Resuming with another number of ranks or micro batch is possible where the order of the samples
+    stays the same: if they are not sharded, and an epoch has the same length and holds a whole
+    number of steps from the saved position on. Else the loader refuses the state.
 
     Args:
+        num_samples: Number of samples in the dataset.
+        micro_batch_size: Number of samples for one rank at one step.
+        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
+        data_parallel_size: Number of ranks.
         data_sharding: Whether each rank has a shard of the dataset.
 
-    The other arguments, and errors, are those of a `SequentialSampler`.
+    Raises:
+        ConfigError: A number outside its limits, or too few samples for one step.
 
     Example:
         >>> sampler = CyclicSampler(10, micro_batch_size=4, data_sharding=False)

@@ -15,13 +15,18 @@ _MAX_INCREMENTS = 1_000_000
 class BatchSizeSchedule:
     """Global batch sizes, each from a number of consumed samples on.
 
-    A step takes the size that belongs to the samples consumed before it, so the first sample of a
-    step and its number follow from each other. A step that begins before a change keeps its size.
+    A step takes the size that belongs to the samples consumed before it. A step that begins before
+    a change keeps its size, also where it ends after the change.
 
     Args:
         changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start
-            there or later, up to the next pair. They are in order, from 0 consumed samples on;
-            others are a ConfigError.
+            there or later, up to the next pair. The first pair is for 0 consumed samples.
+
+    Attributes:
+        changes: The pairs.
+
+    Raises:
+        ConfigError: Pairs that are not in order, or a number outside its limits.
 
     Example:
         >>> schedule = BatchSizeSchedule([(0, 4), (10, 8)])
@@ -29,6 +34,8 @@ class BatchSizeSchedule:
         [0, 4, 8, 12, 20]
         >>> schedule.batch_size(12), schedule.step_at(12)
         (8, 3)
+        >>> schedule.num_micro_batches(12, micro_batch_size=2, data_parallel_size=2)
+        2
     """
 
     def __init__(self, changes: Sequence[tuple[int, int]]) -> None:
@@ -52,7 +59,11 @@ class BatchSizeSchedule:
     def num_micro_batches(
         self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
     ) -> int:
-        """Number of micro batches of one rank; ConfigError if the ranks cannot share them out."""
+        """Number of micro batches of one rank in the step that starts after that many samples.
+
+        Raises:
+            ConfigError: A batch that the ranks cannot share out in whole micro batches.
+        """
         micro = check_int("micro_batch_size", micro_batch_size, 1, MAX_INT64)
         ranks = check_int("data_parallel_size", data_parallel_size, 1, MAX_INT64)
         size = self.batch_size(consumed_samples)
@@ -71,7 +82,11 @@ class BatchSizeSchedule:
             self.num_micro_batches(start, micro_batch_size, data_parallel_size)
 
     def step_at(self, consumed_samples: int) -> int:
-        """The number of the step that starts there; a ConfigError inside a step names its ends."""
+        """The number of the step that starts after that many samples; step 0 starts at sample 0.
+
+        Raises:
+            ConfigError: A number of samples inside a step; the message names the step's ends.
+        """
         consumed_samples = check_int("consumed_samples", consumed_samples, 0, MAX_INT64)
         run = bisect_right(self._runs, consumed_samples, key=itemgetter(1)) - 1
         first, start, size = self._runs[run]
@@ -92,7 +107,13 @@ class BatchSizeSchedule:
     def num_steps(
         self, num_samples: int, consumed_samples: int = 0, *, drop_last: bool = True
     ) -> int:
-        """Number of steps from any position to the end; `drop_last`: but for an incomplete one."""
+        """Number of steps from a number of consumed samples up to the end of the samples.
+
+        Args:
+            num_samples: Number of samples in the dataset.
+            consumed_samples: Number of samples consumed before the first step; any number.
+            drop_last: Whether a last step with too few samples does not count.
+        """
         num_samples, steps = check_int("num_samples", num_samples, 0), 0
         consumed = check_int("consumed_samples", consumed_samples, 0)
         while consumed < num_samples:
@@ -107,14 +128,20 @@ class BatchSizeSchedule:
 class RampUp(BatchSizeSchedule):
     """A global batch size that grows in equal increments, as by `--rampup-batch-size`.
 
-    The sizes are those of Megatron-LM's calculator, which divides in 64-bit floats.
+    The sizes are those of Megatron-LM's calculator for every number of consumed samples. It shares
+    the samples out in 64-bit floats, so a change can come one sample later than the exact quotient.
 
     Args:
         start: Global batch size of the first step.
         increment: Difference between a size and the next.
         samples: Number of samples over which the size grows.
-        global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`, or
-            it is a ConfigError.
+        global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`.
+
+    Attributes:
+        changes: Pairs (consumed_samples, global_batch_size), as of a `BatchSizeSchedule`.
+
+    Raises:
+        ConfigError: A number outside its limits, or a growth that is not a multiple of `increment`.
 
     Example:
         >>> RampUp(16, 8, 1000, 32).changes

@@ -44,7 +44,8 @@ class ShardsMetadata:
         version: Version of the format, 2.
         shuffle_type: SEQUENCES or DOCUMENTS.
         seq_len: Number of tokens in a sequence; None for documents.
-        total_sequences, total_documents: Number of items of the one kind; the other is None.
+        total_sequences: Number of sequences; None for documents.
+        total_documents: Number of documents; None for sequences.
         num_shards: Number of shards.
         domain_stats: Number of items of each domain.
         shard_sizes: Number of items of each shard.
@@ -127,7 +128,8 @@ def read_metadata(
 
     Args:
         folder: Folder of the shards.
-        dtype: Dtype of the tokens; metadata that say it must agree. None: theirs, else uint32.
+        dtype: Dtype of the tokens, for metadata that do not say it; None: uint32. Metadata that do
+            must agree with it.
         storage: Where the folder is; None: in the file system.
 
     Raises:

@@ -44,7 +44,10 @@ def verify_shards(
     Args:
         folder: Folder of the shards.
         dtype: Dtype of the tokens, for metadata that do not say it; None: uint32.
-        threads, on_bytes: As for `millrace.store.verify`.
+        threads: Number of threads, each of which reads and hashes one file at a time; None: one for
+            each core.
+        on_bytes: Called now and then with the number of bytes read since the last call, from any
+            thread.
 
     Returns:
         The report; damage is reported, not raised.

@@ -23,8 +23,9 @@ _FINGERPRINT_BYTES = 4096  # of each of them, at most
 class Shards(OpenTokens):
     """The sequences of a folder of shards, by number. No index is read.
 
-    An open folder keeps showing the files that it opened. It can be forked, shared by threads, and
-    pickled; a pickle can only be opened where the same data are in the folder.
+    An open folder keeps showing the files that it opened when others are put in their places. It
+    can be forked, shared by threads, and pickled; a pickle can only be opened where the same data
+    are in the folder.
 
     Args:
         folder: Folder of the shards, with `metadata.json`.
@@ -113,9 +114,10 @@ class Shards(OpenTokens):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the sequences, however many shards they are in (32 hex digits).
+        """A hash of the content, wherever the files are (32 hex digits).
 
-        It covers their number, length and dtype, and the first 4 KiB of 256 of them.
+        It covers the number of sequences, their length, their dtype and the first 4 KiB of 256 of
+        them, evenly spaced. The same sequences in another number of shards have the same one.
         """
         size, last = self.metadata.sequence_bytes, len(self) - 1
         digest = blake2b(f"{len(self)} {self.sequence_length} {self.dtype}".encode())

@@ -104,7 +104,11 @@ def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
     """The domains that a file lists, one on each line: `WEIGHT PATH`.
 
     Blank lines and lines that begin with "#" are skipped. Relative paths count from the current
-    folder, as on the command line. A list that cannot be read, or lists nothing, is a TextError.
+    folder, as on the command line.
+
+    Raises:
+        ConfigError: A line without weight and path.
+        TextError: A list that cannot be read, or lists nothing.
     """
     entries = []
     for line in read_lines(path):

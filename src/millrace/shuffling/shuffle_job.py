@@ -34,7 +34,8 @@ class ShuffleResult:
         shard_sizes: Number of items in each shard.
         domain_stats: Number of items of each domain.
         permutation: "numpy" or "keyed".
-        plan, reason: "gather" or "scatter", and why.
+        plan: "gather" or "scatter".
+        reason: Reason for the plan.
         workers: Number of workers.
         bytes_read, bytes_written: Bytes of items that the plan reads and writes.
         num_tasks_done, num_tasks_kept: Number of tasks of this run, and of earlier runs that were

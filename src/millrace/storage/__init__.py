@@ -58,6 +58,9 @@ class BinReader(Protocol):
     and returns nothing, without waiting for them. One thread may call it while others read, and
     announced pieces may never be read. Loaders announce everything that they will read, but for
     readers with `is_local = True` only while reads go to the disk.
+
+    Attributes:
+        size: Size in bytes.
     """
 
     size: int  # bytes

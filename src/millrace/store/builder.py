@@ -129,9 +129,11 @@ class IndexedDatasetBuilder:
             return self._columns.arrays()
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
-        """Appends a sequence, [length], to the current document, which `end_document` ends.
+        """Appends a sequence to the current document; `end_document` ends it.
 
-        Its mode counts in a multimodal file.
+        Args:
+            tokens: [length], numbers that fit the dtype.
+            mode: Mode of the sequence, in a multimodal file.
         """
         self._add(tokens, None, [mode], ends_document=False)
 
@@ -160,7 +162,8 @@ class IndexedDatasetBuilder:
 
         Args:
             tokens: Tokens of all documents, one after the other: [tokens].
-            lengths: Tokens in each document, integers [documents], whose sum is that of all.
+            lengths: Lengths of the documents in tokens: integers [documents]; their sum is the
+                number of tokens.
         """
         values = _as_tokens(tokens, self.dtype)
         counts = _as_lengths(lengths, len(values))
@@ -172,7 +175,11 @@ class IndexedDatasetBuilder:
             self._flush()
 
     def add_provenance(self, entries: Mapping[str, Any]) -> None:
-        """Adds plain JSON values to the sidecar's provenance; they replace those of their names."""
+        """Adds to the origin of the tokens that the sidecar tells, before the end.
+
+        Args:
+            entries: Plain JSON values; an entry of the same name is replaced.
+        """
         plain = _plain_json(entries)
         with self._turn():
             self._provenance = {**(self._provenance or {}), **(plain or {})}
@@ -370,7 +377,8 @@ class IndexedDatasetBuilder:
 def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
     """Finalises several builders: all files are on the disk before the first pair appears.
 
-    If one of them fails, none is published. For errors see `IndexedDatasetBuilder.finalize`.
+    If one of them fails, none is published. It raises the errors of
+    `IndexedDatasetBuilder.finalize`.
     """
     with contextlib.ExitStack() as stack:
         for one in builders:

@@ -22,7 +22,12 @@ VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Checksums:
-    """The checksums of one file: of each block of BLOCK_SIZE bytes, 16 hex digits."""
+    """The checksums of one file.
+
+    Attributes:
+        size: Size of the file in bytes.
+        blocks: Checksum of each block of BLOCK_SIZE bytes, 16 hex digits.
+    """
 
     size: Count
     blocks: list[str]

@@ -221,7 +221,11 @@ class IndexedDataset(OpenTokens):
 
     @property
     def tokens(self) -> NDArray[Any]:
-        """The whole `.bin`, [tokens] of `dtype`: a view; a ConfigError if it is not mapped."""
+        """The whole `.bin`, [tokens] of `dtype`: a view.
+
+        Raises:
+            ConfigError: If the `.bin` is not mapped.
+        """
         if self._bytes is None:
             raise ConfigError(f"{self.prefix}.bin is not mapped; open it with access='mmap'")
         return self._bytes[: self.num_tokens * self.dtype.itemsize].view(self.dtype)
@@ -393,7 +397,10 @@ class IndexedDataset(OpenTokens):
         return None
 
     def close(self) -> None:
-        """Lets go of the files. Arrays that were taken from the dataset stay valid."""
+        """Lets go of the files. Arrays that were taken from the dataset stay valid.
+
+        Without it, that happens when the dataset and its last array are gone.
+        """
         kept = {name: vars(self)[name] for name in ("prefix", "header")}
         object.__setattr__(self, "__dict__", kept)
 

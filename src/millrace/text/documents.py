@@ -74,7 +74,12 @@ class Documents:
 
 
 class Batch:
-    """Collects the documents of a part of `size` bytes on disk, and counts its lines and bytes."""
+    """Collects the documents of a part, and counts its lines and bytes between two batches.
+
+    Args:
+        query: What is asked of the part.
+        size: Bytes of the part on disk, `Part.size`.
+    """
 
     def __init__(self, query: Query, size: int) -> None:
         self._query, self._size = query, size

@@ -32,8 +32,9 @@ def find_inputs(
 
     Args:
         inputs: Files, folders, patterns (`*`, `?`, `[...]`, and `**` for any folders) and "-" for
-            standard input. Of a folder, files with a known ending are read, sorted by path, but not
-            hidden files, what this library writes, and notes such as README.md beside tables.
+            standard input. Of a folder, all files with a known ending are read, sorted by path;
+            hidden files and what this library writes are left out, and so are notes such as
+            README.md beside tables. A file that is given twice is read twice.
         separator: Text between the documents of plain text files; None: a file is a document.
         format: Format of all files; None: the names and first bytes of files tell it.
         others: List to which the files of folders are appended whose ending is not known.

@@ -47,7 +47,10 @@ class Format(Protocol):
         return False
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        """The documents of a part, in order, in batches; the last counts the lines after them."""
+        """The documents of a part, in order, in batches.
+
+        The last batch may be without documents: it counts the lines after the last document.
+        """
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
         """Consecutive parts of about `size` bytes on disk; one part of a file as a whole."""
@@ -81,8 +84,10 @@ class InputFile:
     Attributes:
         path: Path of the file; "-" for standard input.
         format: Format of the decompressed file.
-        compression: "gzip", "zstd", "bz2", "xz", or empty; of a pipe it shows when it is read.
-        size, mtime_ns: Bytes on disk, and time of the last change; None for a pipe.
+        compression: "gzip", "zstd", "bz2", "xz", or empty. The first bytes of a regular file tell
+            it. It is empty for a pipe, whose compression shows when it is read.
+        size: Size on disk in bytes; None for a pipe.
+        mtime_ns: Time of the last change; None for a pipe.
     """
 
     path: str
@@ -116,15 +121,19 @@ class Part:
     """What a task reads of one file.
 
     Attributes:
-        path, format, compression: As of the file.
-        start, stop: Range of bytes of plain JSONL (the lines that begin in it belong to the part),
-            row groups of Parquet, or record batches of an Arrow file. None: to the end of the file.
+        path: Path of the file; "-" for standard input.
+        format: Format of the decompressed file.
+        compression: Compression of the file.
+        start: Start of the range: a byte of plain JSONL (the lines that begin in [start, stop)
+            belong to the part), a row group of Parquet, or a record batch of an Arrow file.
+        stop: End of the range, exclusive. None: the end of the file.
         size: Number of bytes on disk, about, for progress; 0 if it is not known.
         source: Path of the source in messages and provenance, which differs from `path` for an
             unpacked piece.
         byte_offset: Position of the file's byte 0 in the decompressed source.
         first_line: Number of the part's first line or row, as its format counts; None: unknown.
-        file_size, mtime_ns: Size and time of the last change that the file must have; None: any.
+        file_size: Size of the file when the job was planned; None: not compared.
+        mtime_ns: Time of the file's last change when the job was planned; None: not compared.
     """
 
     path: str
@@ -145,7 +154,8 @@ class Piece:
     """Decompressed documents of a file that cannot be cut, to be written to a file.
 
     Attributes:
-        part: How to read them: a part without a path. Its size on disk is known after `chunks`.
+        part: How to read them: a part without a path. Its `size`, the bytes that were read of the
+            source, is known when `chunks` are exhausted.
         chunks: Bytes of the piece, which must be read before the next piece.
     """
 
@@ -189,12 +199,14 @@ def pieces_of(
 def read_documents(part: Part, query: Query) -> Iterator[Documents]:
     """The documents of a part, in order.
 
-    A line that cannot be used (not JSON in UTF-8, no text under a key, half of a surrogate pair in
-    it, longer than the limit) goes to the query's `reject`, which raises or takes note.
+    A line that cannot be used is not JSON in UTF-8, has no text under a key, has half of a
+    surrogate pair in it, or is longer than the limit. It goes to the query's `reject`, which raises
+    or takes note, and reading goes on.
 
     Raises:
         ConfigError: A key that the format does not have.
-        TextError: A file that cannot be read, is damaged, was changed, or lacks a key's column.
+        TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
+            without a column for a key.
     """
     batches = part.format.read(part, query)
     return (batch for batch in batches if batch.ids or batch.num_lines or batch.num_bytes)

@@ -47,6 +47,17 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
     Raises:
         ConfigError: A dtype that does not exist.
+
+    Example:
+        >>> import tempfile, millrace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with millrace.IndexedDatasetBuilder(f"{folder}/text") as builder:
+        ...         builder.add_document(np.arange(20))
+        ...     token_file = millrace.IndexedDataset(f"{folder}/text")
+        ...     dataset = MapDataset(millrace.GPTDataset(token_file, sequence_length=4, seed=1))
+        ...     loader = data.DataLoader(dataset, batch_size=2, collate_fn=collate)
+        ...     len(dataset), next(iter(loader))["tokens"].shape
+        (4, torch.Size([2, 4]))
     """
 
     def __init__(
@@ -195,12 +206,13 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     """The batches of a loader, for `DataLoader(dataset, batch_size=None)`.
 
     Each of n workers makes every n-th batch, so the DataLoader hands them over in the loader's
-    order. Workers hold copies of the loader as it stands when they start; the loader itself stays
-    where it is. So save the state of torchdata's StatefulDataLoader, or, with torch's DataLoader,
-    `state_after(num_batches)`. Without workers the loader itself advances, and its own
-    `state_dict()` is the state. An iteration after the end has the same batches once more: it
-    starts where the loader stood before the first one. After a resume that is the saved position,
-    so move the loader to consumed_samples=0 before the next epoch; a StatefulDataLoader does so.
+    order. Workers start at the loader's position at the time they start, and hold copies of it:
+    the loader itself stays where it is. So save the state of torchdata's StatefulDataLoader, or,
+    with torch's DataLoader, `state_after(num_batches)`. Without workers the loader itself advances,
+    and its own `state_dict()` is the state. An iteration after the end has the same batches once
+    more, with workers and without: it starts where the loader stood before the first one. After a
+    resume that is the saved position, so move the loader to consumed_samples=0 before the next
+    epoch; a StatefulDataLoader does so itself.
 
     Args:
         loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
@@ -330,7 +342,11 @@ class CheckpointState:
         return _as_text(self._loader.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a saved state; a ResumeError for one of other data or another order."""
+        """Continues from a saved state.
+
+        Raises:
+            ResumeError: A state of other data or another order, or not a `CheckpointState`.
+        """
         self._loader.load_state_dict(_of_text(state))
 
 
