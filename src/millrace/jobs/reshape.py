@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -147,9 +148,7 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
         with pair_builder(own, shards[-1], [dataset], provenance, documents=span) as builder:
             builder.add_index(dataset, span)
     kept = set(map(os.path.realpath, files_of(dataset.prefix)))
-    numbered = (f"{own.output_prefix}_{number:05}" for number in itertools.count(len(shards)))
-    old = itertools.takewhile(lambda shard: os.path.exists(shard + IDX), numbered)
-    for shard in reversed([*old]):  # so that the next split finds those that a kill leaves
+    for shard in _existing_shards(os.fspath(own.output_prefix), len(shards)):
         if kept.isdisjoint(map(os.path.realpath, files_of(shard))):
             with building(shard):  # holds the lock: no other process builds this shard
                 # The index last: a kill leaves no tokens without one, which would be raw tokens.
@@ -190,6 +189,16 @@ def pair_builder(
         yield builder
     if writer is not None:
         writer.publish()
+
+
+def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:
+    """The path prefixes of the shards on disk whose number is `first` or higher."""
+    folder, name = os.path.split(output_prefix)
+    index_name = re.compile(re.escape(name) + r"_(\d{5}|[1-9]\d{5,})\.idx")
+    for file in sorted(os.listdir(folder or ".")):
+        match = index_name.fullmatch(file)
+        if match is not None and int(match[1]) >= first:
+            yield os.path.join(folder, file.removesuffix(IDX))
 
 
 def bounds_by_size(dataset: IndexedDataset, num_bytes: int) -> list[int]:
