@@ -158,6 +158,20 @@ def test_one_row_takes_one_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert groups == [2, 2, 3]
 
 
+def test_an_addition_does_not_look_at_the_rows_that_wait(tmp_path: Path) -> None:
+    """Which would take hours for a million documents that are added one by one."""
+
+    class Unread(list[Any]):
+        __iter__ = None  # type: ignore[assignment]
+
+    writer = OriginsWriter(tmp_path / "data")
+    writer._pending = Unread()
+    for number in range(5):
+        writer.add(["a.jsonl"], [0], [number], [-1])
+    assert writer.num_rows == len(writer._pending) == 5
+    writer.close()
+
+
 def test_a_compact_file(tmp_path: Path) -> None:
     """Lines one after the other, and byte offsets of documents of some kilobytes."""
     random = np.random.default_rng(0)

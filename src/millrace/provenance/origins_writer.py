@@ -62,6 +62,7 @@ class OriginsWriter:
         self.num_rows = 0
         self._prefix, self._durable = absolute_path(check_path("prefix", prefix)), durable
         self._pending: list[Any] = []  # tables that do not fill a row group yet
+        self._num_pending = 0  # rows of them
         self._sink = _Sink(os.path.dirname(self._prefix))
 
     @functools.cached_property
@@ -130,7 +131,8 @@ class OriginsWriter:
         """Appends the rows of a pyarrow table with the columns of the sidecar."""
         self.num_rows += len(table)
         self._pending.append(table)
-        if sum(map(len, self._pending)) >= _GROUP_ROWS:
+        self._num_pending += len(table)
+        if self._num_pending >= _GROUP_ROWS:
             self._write_groups()
 
     def publish(self) -> None:
@@ -183,6 +185,7 @@ class OriginsWriter:
             self._writer.write_table(with_own_sources(group), row_group_size=_GROUP_ROWS)
         # Only the sources of these rows, or the list would grow with the number of files.
         self._pending = [with_own_sources(rows)] if len(rows) else []
+        self._num_pending = len(rows)
 
 
 class _Sink(io.RawIOBase):
