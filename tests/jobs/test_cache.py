@@ -89,7 +89,8 @@ def test_only_what_is_certainly_useless_goes(
     if command == "another version":
         for path in cache.glob("*.json"):
             record = arrays.unseal(path.read_bytes())
-            path.write_bytes(arrays.seal({**record, "logic": 99, "splits": "in another form"}))
+            others = {"logic": 99, "splits": "in another form", "sets": 3}
+            path.write_bytes(arrays.seal({**record, **others}))
     else:
         subprocess.run(command, shell=True, check=True, cwd=cache)
     before = files_in(folder)
@@ -106,6 +107,18 @@ def test_only_what_is_certainly_useless_goes(
     assert files_in(folder) == left
     prune_cache(cache, older_than_days=-1)
     assert {path.name for path in cache.iterdir()} <= set(OTHERS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("dry_run", "false"), ("dry_run", None), ("older_than_days", "1"), ("folder", 3)],
+)
+def test_wrong_options_remove_nothing(name: str, value: Any, folder: Path) -> None:
+    options: Any = {"folder": os.fsencode(folder / "cache"), "older_than_days": -1}
+    assert kinds(prune_cache(**options, dry_run=True)) == ALL
+    with pytest.raises(ConfigError, match=name):
+        prune_cache(**{**options, name: value})
+    assert kinds(list_cache(folder / "cache")) == ALL
 
 
 def test_old_runs_go_with_the_sets_that_they_alone_need(folder: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.cache import arrays
-from millrace.checks import check_float
+from millrace.checks import check_bool, check_float, check_path
 from millrace.errors import CacheError, ConfigError
 from millrace.files import file_lock, written_name
 from millrace.option_class import StrPath, option
@@ -80,7 +80,7 @@ def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) 
     Raises:
         ConfigError: A missing folder.
     """
-    place = os.fspath(folder)
+    place = check_path("folder", folder)
     if not os.path.isdir(place):
         raise ConfigError(f"{place} is not a folder; give the cache folder of a run")
     groups: dict[tuple[str, bool], list[str]] = {}
@@ -115,7 +115,7 @@ def prune_cache(
         CacheError: Another process is building one of the entries, and nothing is removed; or an
             entry could not be removed, and the others are.
     """
-    place = os.fspath(folder)
+    place, dry_run = check_path("folder", folder), check_bool("dry_run", dry_run)
     if older_than_days is not None:
         older_than_days = check_float("older_than_days", older_than_days)
     useless = [*_useless(list_cache(place), older_than_days)]
@@ -200,7 +200,9 @@ def _entry(
             if (array_set := arrays.load(folder, name)) is not None:
                 found = {"kind": "set", "problems": array_set.damage(contents=check_contents)}
         else:
-            found["sets"] = [one for one in record.get("sets", ()) if isinstance(one, str)]
+            sets = record.get("sets")  # another version's may be anything
+            if isinstance(sets, list):
+                found["sets"] = [one for one in sets if isinstance(one, str)]
             if (manifest := Manifest.read(path)) is not None:
                 changes = _changes(manifest)
                 found |= {"kind": "run", "prefixes": manifest.paths, "problems": changes}
