@@ -156,6 +156,16 @@ def test_a_limit_names_the_holder(limit: float, tmp_path: Path) -> None:
         assert is_held
 
 
+def test_a_lock_at_a_link_to_no_file_is_made_there(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.symlink_to("elsewhere")
+    assert is_free(path)
+    assert (tmp_path / "elsewhere").exists()
+    path.symlink_to("none/elsewhere")
+    with pytest.raises(FileNotFoundError):
+        file_lock(str(path)).__enter__()
+
+
 def test_waiting_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -250,7 +250,8 @@ def _open_lock(path: str) -> int:
                     return os.open(path, flags)
             raise PermissionError(errno.EACCES, _DENIED, path)
         with contextlib.suppress(FileExistsError):
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
+            is_new = 0 if os.path.islink(path) else os.O_EXCL  # to no file: it is made there
+            descriptor = os.open(path, os.O_CREAT | is_new | os.O_RDWR, 0o666)
             # Whatever the umask: other users can take the lock when this process is dead.
             with contextlib.suppress(PermissionError):
                 os.fchmod(descriptor, 0o666)
