@@ -199,6 +199,8 @@ def test_the_watchdog_prints_all_stacks(prefetch: int, capfd: pytest.CaptureFixt
     for watchdog in (math.inf, 1e300):
         next(small_loader(lambda _: time.sleep(0.001), prefetch=prefetch, watchdog=watchdog))
     assert capfd.readouterr().err == ""
+    next(small_loader(lambda _: time.sleep(0.1), prefetch=prefetch, watchdog=0))
+    assert capfd.readouterr().err.count("Timeout") == 1
 
 
 def test_fields_of_another_dataset_are_picked() -> None:

@@ -372,7 +372,8 @@ def stacks_printed_after(seconds: float | None) -> Iterator[None]:
         return
     stderr: Any = sys.__stderr__
     with suppress(Exception):  # there is none, or it is closed
-        faulthandler.dump_traceback_later(min(seconds, threading.TIMEOUT_MAX), file=stderr)
+        limit = min(max(seconds, 1e-6), threading.TIMEOUT_MAX)
+        faulthandler.dump_traceback_later(limit, file=stderr)
     try:
         yield
     finally:
