@@ -93,6 +93,11 @@ def build_exhaustive_blending_indices(
 
 
 def _write(indices: tuple[NDArray[Any], ...], *outputs: NDArray[Any]) -> None:
-    """Fills the start of each output; TypeError or ValueError if its dtype or size differs."""
+    """Fills the start of each output."""
     for output, index in zip(outputs, indices, strict=True):
-        np.copyto(output[: len(index)], index, casting="no")
+        require(
+            output.dtype == index.dtype and output.ndim == 1 and len(output) >= len(index),
+            f"an output is {output.dtype} {list(output.shape)}; {index.dtype} [{len(index)}] is "
+            "needed",
+        )
+        output[: len(index)] = index

@@ -251,7 +251,8 @@ def normalize(weights: Sequence[float]) -> list[float]:
     """The weights divided by their sum, in float64 and in NumPy's order of addition.
 
     Raises:
-        ConfigAssertionError: If the sum is 0 or not finite. (Megatron-LM goes on with NaN.)
+        ConfigAssertionError: If there are none, one is below 0 or not finite, or all are 0.
+            (Megatron-LM goes on with NaN or negative shares.)
     """
     with as_assertions():
         return order.normalize(weights)
