@@ -85,6 +85,8 @@ _REMEDIES = {
     errno.EDQUOT: "Make room in your quota, or write elsewhere",
     errno.EFBIG: "Raise the limit on file sizes (`ulimit -f`), or write elsewhere",
     errno.EMFILE: "Raise the limit on open files (`ulimit -n`)",
+    errno.EACCES: "Grant access to it, or write elsewhere",
+    errno.EROFS: "Let that disk be written, or write elsewhere",
 }
 
 
