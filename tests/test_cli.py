@@ -148,6 +148,12 @@ def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_an_option_names_a_file_that_cannot_be_read() -> None:
+    result = millrace("shuffle", "--input-list", "none", "--output-dir", "out")
+    assert result.returncode == 2
+    assert "--input-list: none cannot be read: No such file" in result.stderr
+
+
 def test_a_job_that_fails_exits_with_1_and_one_message(
     tmp_path: Path, tokenizer_file: Path
 ) -> None:

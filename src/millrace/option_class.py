@@ -34,7 +34,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from millrace import checks
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MillraceError
 
 StrPath = str | os.PathLike[str]
 Identity = Literal["always", "never"]
@@ -158,7 +158,7 @@ class Field(NamedTuple):
             if self.option.parse is not None:
                 return self.option.parse(text)
             return text if self.is_list else self.check(_number(text, self.kind))
-        except ConfigError as error:
+        except MillraceError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     @property
