@@ -219,14 +219,17 @@ def test_damaged_indices_are_refused(tmp_path: Path, place: int, message: str) -
 
 
 def test_an_index_that_changes_at_the_start_is_an_error(tmp_path: Path) -> None:
-    """Nor does a shard of another size get an index."""
-    build(tmp_path / "a", some_documents(3))
+    """Nor does a shard of another size get an index; nor may origins be gone."""
+    build(tmp_path / "a", some_documents(3), has_origins=True)
     found = find_domains([(1, tmp_path / "a")], dtype="int32", has_documents=True)
     items = DocumentItems(found, str(tmp_path))
     (tmp_path / "shard.bin").write_bytes(b"1234" * 5)
     with pytest.raises(DataError, match=r"3 documents and 24 bytes; the .bin has 20"):
         items.write_index(str(tmp_path / "shard"), np.arange, 0, 3)
     assert {path.name for path in tmp_path.glob("shard*")} == {"shard.bin"}
+    (tmp_path / "a.origins.parquet").unlink()
+    with pytest.raises(DataError, match=r"origins of .*a\.bin were removed"):
+        DocumentItems(found, str(tmp_path))
     build(tmp_path / "a", some_documents(4))
     with pytest.raises(DataError, match=r"a\.bin/\.idx changed while the job began"):
         DocumentItems(found, str(tmp_path))

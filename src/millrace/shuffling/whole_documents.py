@@ -285,5 +285,9 @@ def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:
         with IndexedDataset(file.prefix) as dataset:
             for start in range(0, file.num_documents, _DOCUMENTS):
                 origins = dataset.origins(start, min(start + _DOCUMENTS, file.num_documents))
-                assert origins is not None, f"the origins of {file.path} were removed meanwhile"
+                if origins is None:
+                    raise DataError(
+                        f"the origins of {file.path} were removed while the job began; restore "
+                        "them, or begin anew with --restart"
+                    )
                 yield origins
