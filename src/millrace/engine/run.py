@@ -108,6 +108,7 @@ class Run:
         ConfigError: If the output is there already and is not that of this job, or the journal is
             that of another one.
         MillraceError: If another process is at work on the job.
+        OSError: If the journal cannot be written.
     """
 
     def __init__(

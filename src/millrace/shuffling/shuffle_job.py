@@ -86,8 +86,9 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
         ConfigError: An option that cannot work, an output folder that is not empty, or an
             interrupted job with other options.
         DataError: An input file that is damaged, or changes while the job runs.
-        MillraceError: Another process at work on the folder, a full disk, a worker process that
-            died repeatedly, or a shuffle that is not uniform.
+        MillraceError: Another process at work on the folder, too little room on the disk, a worker
+            process that died repeatedly, or a shuffle that is not uniform.
+        OSError: A journal or shard that cannot be written.
     """
     start = time.monotonic()
     checked = ShuffleOptions(input_dir=input_dir, output_dir=output_dir, **options)

@@ -201,12 +201,12 @@ def read_documents(part: Part, query: Query) -> Iterator[Documents]:
 
     A line that cannot be used is not JSON in UTF-8, has no text under a key, has half of a
     surrogate pair in it, or is longer than the limit. It goes to the query's `reject`, which raises
-    or takes note, and reading goes on.
+    or takes note, and reading goes on: but not after a CSV row beyond the limit.
 
     Raises:
         ConfigError: A key that the format does not have.
         TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
-            without a column for a key.
+            without a column for a key; a CSV row beyond the limit.
     """
     batches = part.format.read(part, query)
     return (batch for batch in batches if batch.ids or batch.num_lines or batch.num_bytes)

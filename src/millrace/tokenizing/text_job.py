@@ -93,6 +93,7 @@ def tokenize(
             that another command wrote.
         MillraceError: A worker process that died repeatedly, or another process that is building a
             pair.
+        OSError: Output or a journal that cannot be written.
     """
     start = time.monotonic()
     checked = TokenizeOptions(
