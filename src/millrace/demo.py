@@ -90,7 +90,7 @@ def _write_corpus(home: Path) -> dict[str, Path]:
         sources = [
             source.read_text(encoding="utf-8", errors="ignore")
             for source in sorted(root.glob(pattern))
-            if others.isdisjoint(source.relative_to(root).parts)
+            if others.isdisjoint(source.relative_to(root).parts) and source.is_file()
         ]
         paths[name] = path = home / f"{name}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in sources))
