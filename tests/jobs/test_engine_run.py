@@ -240,6 +240,16 @@ def test_a_finished_job_returns_its_result(tmp_path: Path) -> None:
         publish(tmp_path, "d", inputs=inputs)
 
 
+def test_a_finished_job_leaves_the_journal_of_another_one(tmp_path: Path) -> None:
+    publish(tmp_path, "a")
+    other = {"append_eod": True}
+    with start(tmp_path, other, restart=True) as run:
+        do_tasks(run, 0)
+    assert publish(tmp_path, "b") == ({"is": "a"}, True)
+    with start(tmp_path, other) as run:
+        assert do_tasks(run, 0)[0].is_kept
+
+
 def test_a_job_that_was_killed_while_it_removed_its_journal_is_done(tmp_path: Path) -> None:
     if (child := os.fork()) == 0:
         shutil.rmtree = lambda path: os._exit(KILLED)  # type: ignore[assignment]
@@ -288,6 +298,27 @@ def test_a_damaged_line_does_not_count(tmp_path: Path, line: bytes) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     assert kept(tmp_path, 0, 1, 2, 3) == [True, False, True, False]
     assert kept(tmp_path, 0, 1, 2, 3) == [True] * 4  # what follows the torn line counts
+
+
+def test_a_journal_that_cannot_be_read_stays(tmp_path: Path) -> None:
+    interrupted(tmp_path, 0)
+    (path,) = tmp_path.glob("out.journal/*/done.jsonl")
+    path.rename(tmp_path / "lines")
+    path.mkdir()
+    with pytest.raises(IsADirectoryError):
+        start(tmp_path).__enter__()
+    path.rmdir()
+    (tmp_path / "lines").rename(path)
+    assert kept(tmp_path, 0) == [True]
+
+
+def test_stored_values_are_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    with start(tmp_path) as run:
+        monkeypatch.setattr(os, "fsync", flushed.append)
+        run.store("plan", 1)
+        paths = [os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in flushed]
+        assert [os.path.basename(path) for path in paths] == ["done.jsonl"]
 
 
 def test_what_dead_attempts_leave_is_removed(tmp_path: Path) -> None:

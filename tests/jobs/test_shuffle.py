@@ -22,6 +22,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle, tokenize
 from millrace.provenance import OriginsWriter
 from millrace.shards.metadata import read_metadata
+from millrace.shuffling.permutations import Permutation
 from millrace.store import verify_shards
 from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases, shuffle_kills
@@ -76,6 +77,17 @@ def test_every_sequence_is_where_numpy_puts_it(folder: Path) -> None:
     assert (shard.dtype, shard.num_documents) == (np.int32, 42)
     assert (result.num_items, result.num_tokens, result.num_bytes) == (300, 2400, 9600)
     assert (result.num_tasks_done, result.num_tasks_kept) == (7, 0)
+
+
+def test_an_output_that_is_not_shuffled_evenly_is_not_published(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        np.zeros(200_000, np.uint32).tofile(folder / "input" / name / "z.bin")
+    monkeypatch.setattr(Permutation, "sources", lambda self, start, stop: np.arange(start, stop))
+    with pytest.raises(MillraceError, match=r"is not shuffled evenly: .* nothing has been publ"):
+        run(folder)
+    assert names_in(folder) == ["input"]
 
 
 def test_all_plans_workers_and_memories_write_the_same(folder: Path) -> None:
@@ -490,18 +502,32 @@ def test_a_damaged_output_is_not_the_output(folder: Path, name: str, is_cut: boo
         run(folder)
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "Make room on that disk"),
+        (errno.EACCES, "Grant access to it"),
+        (errno.EROFS, "Let that disk be written"),
+    ],
+)
 def test_the_error_of_a_full_disk_names_the_journal_that_remains(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    remedy: str,
 ) -> None:
+    """Also of one that cannot be written for another reason."""
+
     def fail(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "shard.bin")
+        raise OSError(number, os.strerror(number), "shard.bin")
 
     monkeypatch.setattr("millrace.shuffling.shard_publication.flush_shards", fail)
     folders = ["--input-dir", str(folder / "input"), "--output-dir", str(folder / "output")]
     np.zeros(200_000, np.uint32).tofile(folder / "input" / "b" / "y.bin")
     assert main(["shuffle", *folders, "--seq-len", "8", "--num-shards", "3"]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert "shard.bin: No space left on device. Make room" in message
+    assert f"shard.bin: {os.strerror(number)}. {remedy}" in message
     journal = folder / "output" / "shuffle.journal"
     assert "run the same command again" in message
     assert f"what is done, in {journal}." in message

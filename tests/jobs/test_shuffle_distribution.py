@@ -181,6 +181,10 @@ def test_other_shuffles_fail() -> None:
     web = np.flatnonzero(fair[:1500] < 60_000)[:160]
     code = 1600 + np.flatnonzero((fair[1600:] >= 90_000) & (fair[1600:] < 99_000))[:160]
     crowded[web], crowded[code] = fair[code], fair[web]
+    missing = fair.copy()  # one domain from the first shard
+    ours = np.flatnonzero((fair[:1562] >= 90_000) & (fair[:1562] < 99_000))
+    web = 1600 + np.flatnonzero(fair[1600:] < 60_000)[: len(ours)]
+    missing[ours], missing[web] = fair[web], fair[ours]
     for sources in (
         np.arange(TOTAL),
         np.arange(TOTAL)[::-1],
@@ -189,6 +193,7 @@ def test_other_shuffles_fail() -> None:
         np.roll(np.arange(TOTAL), 12_345),
         np.argsort(np.arange(TOTAL) + random.uniform(0, 20_000, TOTAL)),
         crowded,
+        missing,
     ):
         assert np.array_equal(np.sort(sources), np.arange(TOTAL))
         measured = measure(sources, COUNTS)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from pyarrow import parquet
 
 from millrace import ConfigError, TextError
@@ -267,6 +267,7 @@ def rows_of(table: str) -> list[tuple[list[str], str]]:
 
 
 @settings(max_examples=120, deadline=None)
+@example(pieces=["a", ",", '"', "b"], size=9, block_size=9, limit=30)  # a quote stays open
 @given(
     pieces=st.lists(csv_pieces, max_size=14),
     size=st.integers(1, 30),
