@@ -1,6 +1,7 @@
 """verify: with checksums, every damaged byte is found and located."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +33,23 @@ def test_a_whole_pair_has_no_problems(prefix: Path) -> None:
     sidecar = IndexedDataset(prefix).info()
     assert sidecar is not None
     assert sidecar.provenance == {"from": "here"}
+
+
+def test_a_pair_that_is_replaced_meanwhile_is_checked_again(
+    prefix: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sidecars = []
+
+    def read_and_replace(*arguments: Any) -> Any:
+        sidecars.append(info.read_info(*arguments))
+        if len(sidecars) == 1:
+            with IndexedDatasetBuilder(prefix, np.uint16, checksums=True) as builder:
+                builder.add_document([1, 2, 3])
+        return sidecars[-1]
+
+    monkeypatch.setattr("millrace.store.checking.read_info", read_and_replace)
+    assert verify([prefix])[0].problems == []
+    assert len(sidecars) == 2
 
 
 def test_every_flipped_bit_is_found(prefix: Path) -> None:

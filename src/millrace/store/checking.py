@@ -27,6 +27,8 @@ from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
 from millrace.store.publish import open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
 
+_ATTEMPTS = 10  # to check a pair; one fails only if the pair is replaced meanwhile
+
 
 @dataclass(kw_only=True)
 class Report:
@@ -154,7 +156,25 @@ def make_pool(threads: int | None) -> ThreadPoolExecutor:
 
 
 def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
-    checks, info = Checks(prefix, pool, on_bytes), Info()
+    """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
+    for _ in range(_ATTEMPTS):
+        before = _identities(prefix)
+        checks = Checks(prefix, pool, on_bytes)
+        _check_pair(prefix, checks)
+        if not checks.report.problems or _identities(prefix) == before:
+            break
+    return checks.report
+
+
+def _identities(prefix: str) -> list[Any] | None:
+    """Those of the files that there are."""
+    with contextlib.suppress(OSError, ValueError):  # a prefix that no file can have
+        return [LOCAL.stat(path) for path in paths_to_read(prefix) if exists(LOCAL, path)]
+    return None
+
+
+def _check_pair(prefix: str, checks: Checks) -> None:
+    info = Info()
     with checks.errors_of():
         info = read_info(prefix) or info
     checks.report.has_checksums = info.bin is not None
@@ -167,9 +187,7 @@ def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
         checks.report.num_bytes = checks.report.num_bytes or index.size
         dataset = opened()
         dataset.check()
-        if dataset.files == (data.identity, index.identity):  # else a new pair was published
-            _check_origins(dataset, info, checks)
-    return checks.report
+        _check_origins(dataset, info, checks)
 
 
 def _sequences_in(dataset: IndexedDataset, start: int, stop: int) -> str:
