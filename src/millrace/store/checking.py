@@ -27,8 +27,6 @@ from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
 from millrace.store.publish import open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
 
-_ATTEMPTS = 10  # to check a pair; one fails only if the pair is replaced meanwhile
-
 
 @dataclass(kw_only=True)
 class Report:
@@ -157,9 +155,8 @@ def make_pool(threads: int | None) -> ThreadPoolExecutor:
 
 def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
     """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
-    for _ in range(_ATTEMPTS):
-        before = _identities(prefix)
-        checks = Checks(prefix, pool, on_bytes)
+    for _ in range(10):
+        before, checks = _identities(prefix), Checks(prefix, pool, on_bytes)
         _check_pair(prefix, checks)
         if not checks.report.problems or _identities(prefix) == before:
             break
@@ -185,8 +182,7 @@ def _check_pair(prefix: str, checks: Checks) -> None:
         checks.blocks(prefix + IDX, index, info.idx)
         checks.blocks(prefix + BIN, data, info.bin, lambda a, b: _sequences_in(opened(), a, b))
         checks.report.num_bytes = checks.report.num_bytes or index.size
-        dataset = opened()
-        dataset.check()
+        (dataset := opened()).check()
         _check_origins(dataset, info, checks)
 
 
