@@ -803,6 +803,7 @@ def test_weights_without_a_sum_are_refused_at_once() -> None:
     for weights in ([0.0, 0.0], [1.0, -1.0], [float("inf"), 1.0], [float("nan")]):
         with pytest.raises(AssertionError, match="not all 0"):
             ours.normalize(weights)
+    assert ours.normalize(["1", 3]) == [0.25, 0.75]  # words are numbers, as in Megatron-LM
 
 
 def test_a_builder_keeps_to_its_prefix(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def normalize(weights: Sequence[float]) -> list[float]:
             (Megatron-LM goes on with NaN or negative shares.)
     """
     with as_assertions():
-        return order.normalize(weights)
+        return order.normalize(np.array(weights, np.float64).tolist())
 
 
 def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
