@@ -193,6 +193,7 @@ def test_the_watchdog_prints_all_stacks(prefetch: int, capfd: pytest.CaptureFixt
     loader = small_loader(a_slow_read, prefetch=prefetch, watchdog=0.05)
     next(loader)
     next(loader)
+    time.sleep(0.1)  # a batch that has come prints nothing later
     printed = capfd.readouterr().err
     assert printed.count("Timeout (0:00:00.05") == 1
     assert "in a_slow_read" in printed

@@ -68,6 +68,19 @@ def test_a_span_outside_its_sequence_is_refused(
         dataset.get(3, offset, length)
 
 
+@pytest.mark.parametrize("access", ["mmap", "file"])
+def test_sequence_ids_may_be_any_integers(dataset: IndexedDataset, access: Access) -> None:
+    dataset = IndexedDataset(os.fsencode(dataset.prefix), access=access)  # type: ignore[arg-type]
+    for dtype in (np.uint64, np.int8, ">i4"):
+        ids = np.array([3, 2, 0, 1], dtype)[::2]
+        assert dataset.read(ids)[0].tolist() == [6, 7, 8, 9, 1, 2, 3]
+    for bad in ([0.5], ["1"], [[1]], [2**63], 3):
+        with pytest.raises(ConfigError, match="sequence_ids"):
+            dataset.read(bad)
+    with pytest.raises(ConfigError, match="must be a path"):
+        IndexedDataset(3)  # type: ignore[arg-type]
+
+
 # ---- bad files: one clear error that names the file ----
 
 
