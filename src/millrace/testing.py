@@ -228,13 +228,14 @@ class _Array:
 
     def __eq__(self, other: object) -> bool:
         """Whether dtype, shape and all bytes are equal: NaN equals NaN, and 0.0 is not -0.0."""
-        return repr(self) == repr(other) and not self.places_unlike(other)
+        return repr(self) == repr(other) and self.first_unlike(other) is None
 
-    def places_unlike(self, other: Any) -> list[tuple[int, ...]]:
-        """Where two arrays of one dtype and shape differ."""
+    def first_unlike(self, other: Any) -> tuple[int, ...] | None:
+        """The first place where two arrays of one dtype and shape differ; None: they are equal."""
         kind, shape = f"V{self.values.itemsize}", self.values.shape
         one, two = (np.ascontiguousarray(array.values).reshape(-1) for array in (self, other))
-        return list(map(tuple, np.argwhere((one.view(kind) != two.view(kind)).reshape(shape))))
+        is_other = one.view(kind) != two.view(kind)
+        return np.unravel_index(is_other.argmax(), shape) if is_other.any() else None
 
 
 def _frozen(value: Any) -> Any:
@@ -257,7 +258,7 @@ def _assert_equal(expected: Any, actual: Any, place: str, what: str, remedy: str
     for path, one, other in differences(*frozen, _is_equal, (place,)):
         where = place_of(path)
         if isinstance(one, _Array) and repr(one) == repr(other):
-            at = one.places_unlike(other)[0]
+            at = one.first_unlike(other) or ()
             where += str([*map(int, at)]) if at else ""
             one, other = one.values[at].tolist(), other.values[at].tolist()
         first, now = (shown(value, _MAX_SHOWN) for value in (one, other))
