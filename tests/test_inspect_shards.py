@@ -1,6 +1,7 @@
 """inspect of a folder of shards: counts, domains, the distribution, and its picture."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +183,11 @@ def test_the_picture_has_a_band_for_each_domain(folder: Path) -> None:
     assert "code 30.00%" in texts
     assert "web 70.00%" in texts
     assert not any("empty" in text for text in texts)
-    assert picture.count('Z"') == 2
+    tops = [float(top) for top in re.findall(r'd="M70 284V([\d.]+)H.*Z"', picture)]
+    windows, place = (metadata.distribution[name] for name in ("windows", "domains"))
+    code = windows["counts"][0][place.index("code")] / windows["sizes"][0]
+    assert tops == [64, pytest.approx(284 - 220 * code, abs=0.06)]  # in this order
+    assert 'd="M70 218.0H670" stroke="#fff"' in picture  # 30 % are expected
     assert picture == shares_svg(metadata, folder=folder)
 
 
