@@ -534,6 +534,26 @@ def test_the_error_of_a_full_disk_names_the_journal_that_remains(
     assert "nothing half-written" not in message
 
 
+def test_shards_are_flushed_before_they_are_published(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed, published, rename = set(), [], os.rename
+
+    def publish(source: str, target: str) -> None:
+        if os.path.basename(target).startswith("shard_"):
+            assert source in flushed
+            published.append(target)
+        rename(source, target)
+
+    def fsync(descriptor: int) -> None:
+        flushed.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", publish)
+    run(folder)
+    assert len(published) == 14
+
+
 def test_a_full_disk(disk: Path, folder: Path) -> None:
     """One error each time; with room the job continues."""
     np.zeros(60_000, np.uint32).tofile(folder / "input" / "b" / "y.bin")  # 240 kB

@@ -59,6 +59,15 @@ def test_a_long_line_is_read_to_the_limit_alone(tmp_path: Path, tokenizer: Token
     assert num_read() - before < 50_000_000
 
 
+def test_a_long_csv_row_is_read_to_the_limit_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Also by the comparison of encoders, which reads 1 MB of documents before."""
+    source = tmp_path / "a.csv"
+    source.write_text(f"text\n{'mill ' * 400_000}\n")
+    assert len(run(tmp_path, [source], tokenizer)) == 1
+    with pytest.raises(TextError, match=r"row 2: the row is longer than 1500000 bytes"):
+        run(tmp_path, [source], tokenizer, max_document_size=1_500_000, restart=True)
+
+
 def test_each_key_becomes_a_pair(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"title": "the mill", "body": "water"}\n{"title": "", "body": "wheel"}\n')
