@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
+from millrace.files import written_name
 from millrace.provenance import Origin, OriginsWriter, copied_origins, origins_writer
 from millrace.store import verify
 from tests.store.pairs import names, output_of
@@ -429,12 +430,16 @@ def test_a_forked_child_leaves_the_sidecar_alone(tmp_path: Path, small_groups: N
 def test_a_pair_that_can_be_made_again_needs_no_fsync(
     tmp_path: Path, durable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr(os, "fsync", calls.append)
+    flushed: set[str] = set()
+
+    def fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        flushed.add("" if os.path.isdir(path) else written_name(os.path.basename(path)) or path)
+
+    monkeypatch.setattr(os, "fsync", fsync)
     for _ in range(2):  # the second replaces the first
         write(tmp_path / "data", some_rows(5), checksums=True, durable=durable)
-    assert bool(calls) == durable
-    assert names(tmp_path) == [
-        f"data.{suffix}" for suffix in ("bin", "idx", "info.json", "origins.parquet")
-    ]
+    files = [f"data.{suffix}" for suffix in ("bin", "idx", "info.json", "origins.parquet")]
+    assert flushed == ({"", *files} if durable else set())
+    assert names(tmp_path) == files
     assert verify([tmp_path / "data"])[0].problems == []
