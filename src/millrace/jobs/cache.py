@@ -192,7 +192,7 @@ def _entry(
             stats.append(os.stat(path))
     found: dict[str, Any] = {"kind": "unknown"}
     path = os.path.join(folder, name + arrays.JSON)
-    if all(os.access(one, os.R_OK) for one in paths):
+    if all(map(_is_readable, paths)):
         record = arrays.read_record(path) if is_whole else None
         if record is None:
             found = {"kind": "leftover", "problems": ["a leftover: no whole set or manifest"]}
@@ -209,6 +209,15 @@ def _entry(
     age = time.time() - max((stat.st_mtime for stat in stats), default=0.0)
     num_bytes = sum(stat.st_size for stat in stats)
     return CacheEntry(name=name, paths=paths, num_bytes=num_bytes, age=age, **found)
+
+
+def _is_readable(path: str) -> bool:
+    try:
+        with contextlib.suppress(FileNotFoundError):  # see above
+            open(path, "rb").close()
+    except OSError:  # no permission, or a disk that fails
+        return False
+    return True
 
 
 def _changes(manifest: Manifest) -> list[str]:
