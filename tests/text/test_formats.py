@@ -50,6 +50,7 @@ def test_compressed_files_of_any_name(tmp_path: Path, compression: str, block_si
     [file] = find_inputs([path])
     assert (file.format.name, file.compression) == ("jsonl", compression)
     assert file.format.has_pieces(file)
+    assert parts_of(file, 9) == [file.part()]
     reading = read_file(path, block_size=block_size)
     plain = tmp_path / "plain"
     plain.write_bytes(DATA)
