@@ -560,11 +560,11 @@ def test_progress_shows_a_share_and_counts_and_can_be_off(monkeypatch: pytest.Mo
         ):
             bar.count(4000, 4000)
         assert stream.getvalue() == text
-    with contextlib.redirect_stderr(io.StringIO()) as stream:
-        bar = progress.Progress("job", 100)
-        bar.skip(60)  # what an earlier run has done
-        bar.update(20, "5 documents")
-        progress.Progress("job").update(10, "of a pipe")
+    stream = io.StringIO()
+    bar = progress.Progress("job", 100, stream=stream)
+    bar.skip(60)  # what an earlier run has done
+    bar.update(20, "5 documents")
+    progress.Progress("job", stream=stream).update(10, "of a pipe")
     first, second = stream.getvalue().splitlines()
     assert first.startswith("job  50%  5 documents")
     assert second == "job of a pipe  0:00"

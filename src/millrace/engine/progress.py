@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from typing import TextIO
 
 from millrace.checks import printable_lines
 
@@ -22,11 +23,20 @@ class Progress:
         total: Amount of work, in the unit of `update`; None: unknown, and the elapsed time is
             shown instead of the time left.
         enabled: Whether anything is shown.
+        stream: Where to write; None: stderr.
     """
 
-    def __init__(self, label: str, total: int | None = None, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        label: str,
+        total: int | None = None,
+        *,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+    ) -> None:
         self._label, self._total = label, total
-        self._stream = sys.stderr if enabled else None  # a process may have none, too
+        # A process may have no stderr: then sys.stderr is None too.
+        self._stream: TextIO | None = (stream or sys.stderr) if enabled else None
         self._is_terminal = self._stream is not None and self._stream.isatty()
         self._interval = _TERMINAL_INTERVAL if self._is_terminal else _LOG_INTERVAL
         self._start = self._last = time.monotonic()
