@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -117,6 +118,10 @@ def test_a_folder_of_documents(tmp_path: Path) -> None:
     text = format_shards(description)
     assert "3 of 1 to 2 documents" in text
     assert "document 3 (in shard 2), 1 tokens:" in text
+    for end in ("bin", "idx"):
+        shutil.copy(tmp_path / "out" / f"shard_0002.{end}", tmp_path / "out" / f"shard_0000.{end}")
+    with pytest.raises(DataError, match=r"shard_0000\.idx has 1 documents; metadata.json says 2"):
+        describe_shards(tmp_path / "out", document=1)
 
 
 def test_the_text_of_a_sequence_is_decoded(tmp_path: Path, tokenizer_file: Path) -> None:

@@ -299,6 +299,11 @@ def _item(
     place = number - int(ends[shard]) + metadata.shard_sizes[shard]
     if metadata.has_documents:
         dataset = IndexedDataset(shards.shard_prefix(folder, shard))
+        if place >= dataset.num_documents:
+            raise DataError(
+                f"{dataset.prefix}.idx has {dataset.num_documents} documents; metadata.json says "
+                f"{metadata.shard_sizes[shard]}: `millrace verify` names the damage"
+            )
         document = _describe_document(dataset, tokenizer, place)
     else:
         tokens = Shards(folder, dtype=dtype)[number]
