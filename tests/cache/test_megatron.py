@@ -122,6 +122,15 @@ def test_a_set_of_other_options_does_not_fit(other: Any, seed: int, tmp_path: Pa
             cache.load(files, check)
 
 
+@pytest.mark.parametrize("name", cache.GPT_ARRAYS)
+def test_an_array_of_another_form_does_not_fit(name: str, tmp_path: Path) -> None:
+    _, arrays, check = make(tmp_path)
+    array = arrays[name]
+    for other in (array.astype(np.int16), array[:-1], np.append(array, array[-1:], axis=0)):
+        with pytest.raises(DataError, match=rf"the {name} is {other.dtype} \({len(other)}"):
+            check({**arrays, name: other})
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_new_set_passes_its_check(seed: int, tmp_path: Path) -> None:
     """For any plan; some of the sequences are empty."""
