@@ -33,6 +33,9 @@ def test_a_whole_pair_has_no_problems(prefix: Path) -> None:
     sidecar = IndexedDataset(prefix).info()
     assert sidecar is not None
     assert sidecar.provenance == {"from": "here"}
+    for one in (prefix, str(prefix)):
+        with pytest.raises(ConfigError, match="must be a list"):
+            verify(one)  # type: ignore[arg-type]
 
 
 def test_a_pair_that_is_replaced_meanwhile_is_checked_again(
