@@ -93,6 +93,7 @@ def test_inspect_prints_json(tokenized: Path, tokenizer_file: Path) -> None:
         assert ((lengths >= low) & (lengths <= high)).sum() == count
     assert report["document"]["head"]["tokens"] == dataset[0].tolist()[:256]
     assert isinstance(report["document"]["head"]["text"], str)
+    assert report["special_tokens"] == {"<|endoftext|>": len(dataset)}
     assert report["has_checksums"]
     assert report["provenance"]["append_eod"] is True
 

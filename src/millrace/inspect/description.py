@@ -22,6 +22,7 @@ _EXCERPT = 256  # tokens of a document's head, and of its tail
 _BAR_WIDTH = 40
 _BINS = [0, *(2**n for n in range(32))]  # of lengths: the start of each, and the end
 _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
+_CHUNK = 4 << 20  # tokens that are counted at a time
 # Fields of descriptions that have the same name there.
 _OF_DATASET = "prefix", "num_documents", "num_tokens", "num_bytes"
 _OF_METADATA = "dtype shuffle_type num_items num_shards seed permutation carry eod".split()
@@ -47,6 +48,7 @@ class Description:
     lengths: dict[str, float]  # of sequences, in tokens: min, quantiles, mean, max; may be empty
     document_lengths: dict[str, float]
     histogram: list[tuple[int, int, int]]  # (from, to, number of sequences of such a length)
+    special_tokens: dict[str, int] | None  # occurrences of each; None without a tokenizer
     document: dict[str, Any] | None  # None: there are none
     provenance: dict[str, Any] | None  # from the sidecar
     has_checksums: bool  # whether `verify` can check every byte
@@ -60,18 +62,19 @@ def describe(
 ) -> Description:
     """Counts, dtype, lengths and one document of an indexed dataset.
 
-    Of the tokens, only those of the document are read; a tokenizer decodes them. A ConfigError for
-    a number out of range, a DataError for damage.
+    With a tokenizer, which decodes the document, all tokens are read to count the special ones;
+    without, only the index. A ConfigError for a number out of range, a DataError for damage.
     """
     lengths, info = dataset.sequence_lengths, dataset.info()
-    is_same = warning = None
+    is_same = warning = special_tokens = None
     if tokenizer is not None:
+        special_tokens = _count_special(dataset, tokenizer)
         if (written_by := read_tokenizer(dataset.prefix)) is not None:
             is_same = written_by.is_same(tokenizer.fingerprints)
         if is_same is False:
             warning = (
                 f"another tokenizer wrote these tokens: {written_by}, not {tokenizer.path} "
-                f"({tokenizer.fingerprint[:12]}). The texts below are wrong"
+                f"({tokenizer.fingerprint[:12]}). Texts and special tokens below are wrong"
             )
     one = _describe_document(dataset, tokenizer, document) if dataset.num_documents else None
     return Description(
@@ -81,6 +84,7 @@ def describe(
         lengths=_spread(lengths),
         document_lengths=_spread(dataset.document_lengths),
         histogram=_histogram(lengths),
+        special_tokens=special_tokens,
         document=one,
         provenance=None if info is None else info.provenance,
         has_checksums=info is not None and info.bin is not None,
@@ -105,6 +109,16 @@ def _histogram(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:
     rows = [(low, end - 1, int(n)) for (low, end), n in zip(pairwise(_BINS), counts, strict=True)]
     occupied = np.flatnonzero(counts)
     return rows[occupied[0] : occupied[-1] + 1] if len(occupied) else []
+
+
+def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, int]:
+    special_tokens = tokenizer.special_tokens()
+    counts = dict.fromkeys(special_tokens, 0)
+    for start in range(0, dataset.num_tokens, _CHUNK):
+        part = dataset.tokens[start : start + _CHUNK]
+        for text, number in special_tokens.items():
+            counts[text] += int(np.count_nonzero(part == number))
+    return counts
 
 
 def _describe_document(dataset: IndexedDataset, tokenizer: Any, number: int) -> dict[str, Any]:
@@ -162,6 +176,9 @@ def format_description(description: Description) -> str:
         )
     if description.document_lengths and description.document_lengths != description.lengths:
         lines += _spread_lines("tokens in a document", description.document_lengths)
+    if description.special_tokens:
+        lines += ["", "  special tokens"]
+        lines += [f"  {name:>20}  {n:,}" for name, n in description.special_tokens.items()]
     if description.document:
         lines += _document_lines(description.document)
     return "\n".join(lines)
