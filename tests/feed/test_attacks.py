@@ -195,13 +195,37 @@ def test_the_watchdog_prints_all_stacks(prefetch: int, capfd: pytest.CaptureFixt
     next(loader)
     time.sleep(0.1)  # a batch that has come prints nothing later
     printed = capfd.readouterr().err
-    assert printed.count("Timeout (0:00:00.05") == 1
+    assert printed.count("a batch takes more than 0.05 s") == 1
     assert "in a_slow_read" in printed
     for watchdog in (math.inf, 1e300):
         next(small_loader(lambda _: time.sleep(0.001), prefetch=prefetch, watchdog=watchdog))
     assert capfd.readouterr().err == ""
     next(small_loader(lambda _: time.sleep(0.1), prefetch=prefetch, watchdog=0))
-    assert capfd.readouterr().err.count("Timeout") == 1
+    assert capfd.readouterr().err.count("a batch takes more than 0 s") == 1
+
+
+def test_the_watchdog_leaves_other_timers_and_forks_alone(tmp_path: Path) -> None:
+    program = """
+import faulthandler, os, signal, sys, threading, time
+from tests.feed.test_attacks import small_loader
+own = open(sys.argv[1], "w")
+faulthandler.dump_traceback_later(1, file=own)
+waiting = small_loader(lambda _: time.sleep(0.6), prefetch=0, watchdog=30)
+thread = threading.Thread(target=lambda: next(waiting))
+thread.start()
+time.sleep(0.2)
+child = os.fork()
+if child == 0:
+    signal.alarm(20)
+    next(small_loader(prefetch=0, watchdog=30))
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+thread.join()
+time.sleep(1)
+"""
+    command = [sys.executable, "-c", program, tmp_path / "own"]
+    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    assert "Timeout" in (tmp_path / "own").read_text()
 
 
 def test_fields_of_another_dataset_are_picked() -> None:

@@ -68,7 +68,7 @@ class Loader(Renewed):
             one thread at a time is in the dataset and in `prepare`, also after `load_state_dict`
             and in `batch`.
         watchdog: Seconds after which a batch that is not there yet prints what all threads are
-            doing to stderr, by the one timer of `faulthandler`. None: never.
+            doing to stderr. None: never.
 
     Raises:
         ConfigError: A number outside its limits, something that is not a dataset or a sampler, or a

@@ -361,23 +361,31 @@ class LookAhead:
         return steps
 
 
+def _print_stacks(seconds: float) -> None:
+    if (stream := sys.__stderr__) is not None:
+        with suppress(OSError, ValueError):  # it is closed
+            stream.write(f"millrace: a batch takes more than {seconds:g} s; all threads:\n")
+            stream.flush()
+            faulthandler.dump_traceback(stream)
+
+
 @contextmanager
 def stacks_printed_after(seconds: float | None) -> Iterator[None]:
     """Prints what all threads are doing if the block takes longer; None: it may take any time.
 
-    A process has one such timer: of several blocks at a time, that of the last one.
+    `faulthandler.dump_traceback_later` has one timer for a process, which may be the program's own,
+    and a lock that a forked child would wait for.
     """
     if seconds is None:
         yield
         return
-    stderr: Any = sys.__stderr__
-    with suppress(Exception):  # there is none, or it is closed
-        limit = min(max(seconds, 1e-6), threading.TIMEOUT_MAX)
-        faulthandler.dump_traceback_later(limit, file=stderr)
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), _print_stacks, [seconds])
+    timer.daemon = True
     try:
+        timer.start()
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
 
 
 _open: weakref.WeakSet[StepQueue] = weakref.WeakSet()
