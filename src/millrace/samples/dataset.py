@@ -308,6 +308,11 @@ class TransformedDataset(TokenDataset):
             why = "a transform that changes tokens needs options, the same for all samples"
             raise ConfigError(f"{why}: transform each dataset of the blend alone")
 
+    @property
+    def spans(self) -> Any:
+        """The dataset's method: where the tokens come from, before they are transformed."""
+        return self.dataset.spans
+
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         has_mask = form is None or "loss_mask" in form.fields
         is_own = self.options is not None and has_mask and is_ours(self.dataset)
