@@ -23,6 +23,7 @@ from millrace import CacheError, ConfigError, DataError, DatasetConfig, GPTDatas
 from millrace.files import file_lock
 from millrace.order import OrderInputs, plan_gpt
 from millrace.run.build import build_run
+from millrace.store import token_file
 from tests.cache.test_arrays import stamps
 from tests.conftest import results_of_processes
 
@@ -688,3 +689,32 @@ def test_splits_share_their_token_files(tmp_path: Path, access: Any) -> None:
         datasets = build(blend=([prefix], None), cache=tmp_path / "cache", access=access)
         for several in (datasets, pickle.loads(pickle.dumps(datasets))):
             assert len({id(dataset.dataset) for dataset in several}) == 1
+
+
+def test_the_first_batch_opens_the_files_that_it_reads_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes = [write(tmp_path / f"d{number}", [100] * 9, number) for number in range(20)]
+    config = DatasetConfig(
+        sequence_length=8,
+        seed=1,
+        num_samples=(50, None, None),
+        blend_per_split=[(prefixes, [1.0] * 20), None, None],
+        cache=tmp_path / "cache",
+    )
+    build_datasets(config)
+    opened = []
+    open_dataset = token_file.IndexedDataset
+
+    def note(prefix: str, **options: Any) -> Any:
+        opened.append(prefix)
+        return open_dataset(prefix, **options)
+
+    monkeypatch.setattr(token_file, "IndexedDataset", note)
+    loader = millrace.Loader(build_datasets(config).train, micro_batch_size=2, prefetch=0)
+    assert opened == []
+    next(loader)
+    assert 1 <= len(opened) <= 2
+    with millrace.Loader(loader.dataset, micro_batch_size=2, prefetch=2) as ahead:
+        next(ahead)
+    assert len(opened) < 20

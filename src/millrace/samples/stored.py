@@ -15,6 +15,7 @@ from millrace.samples.fields import FIELDS, Batch, BatchForm, needs_parts, row_f
 from millrace.samples.rows import core_errors, find_parts, finish, of_parts
 from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
 from millrace.shards.shard_reader import Shards
+from millrace.storage import LOCAL, storage_of
 from millrace.store import IndexedDataset, RawTokens
 from millrace.store.token_file import TokenFile
 
@@ -100,6 +101,9 @@ class StoredTokens:
     @property
     def is_remote(self) -> bool:
         """Whether a reader that prefetches brings the bytes from elsewhere than a local file."""
+        if isinstance(self._file, TokenFile):
+            # To open thousands of files would delay the first batch.
+            return storage_of(self._file.prefix) is not LOCAL
         reader = self.store.reader
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
 

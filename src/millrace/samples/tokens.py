@@ -5,6 +5,7 @@ source.tokens(sample_numbers)  ->  transforms  ->  rows(batch, options, form)
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -322,12 +323,18 @@ class TokenStream(Protocol):
 def fingerprint_of(source: Any, consumed_samples: int | None) -> dict[str, Any]:
     """The fingerprint of a source, order or dataset, whose method may take no argument."""
     method = source.fingerprint
-    takes_count = "consumed_samples" in inspect.signature(method).parameters
+    function = getattr(method, "__func__", None)
+    takes_count = _takes_count(function) if function else _takes_count.__wrapped__(method)
     fingerprint = method(consumed_samples) if takes_count else method()
     if not isinstance(fingerprint, Mapping):
         name = type(source).__name__
         raise ConfigError(f"the {name}'s fingerprint is {shown(fingerprint)}; return a dict")
     return dict(fingerprint)
+
+
+@functools.lru_cache(maxsize=256)  # a signature takes 20 us, and a blend has thousands of datasets
+def _takes_count(method: Any) -> bool:
+    return "consumed_samples" in inspect.signature(method).parameters
 
 
 def check_tokens(name: str, batch: Any, num_samples: int) -> TokenBatch:
