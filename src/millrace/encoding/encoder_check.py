@@ -52,10 +52,10 @@ def choose_encoder(
         else:
             if key not in _VERDICTS:
                 _VERDICTS[key] = _first_difference(encode_batch, of_built_in)
-            found = _VERDICTS[key] or _first_difference(encode_batch, [of_texts])
-            if found is None:
+            difference = _VERDICTS[key] or _first_difference(encode_batch, [of_texts])
+            if difference is None:
                 return candidate, encode_batch, ""
-            problem = f"{candidate} differs from {reference}: {found}"
+            problem = f"{candidate} differs from {reference}: {difference}"
         thread.shutdown(cancel_futures=True)
     return reference, vocabulary.encode_batch, f"{problem}; {reference} is used instead"
 

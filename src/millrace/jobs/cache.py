@@ -190,25 +190,25 @@ def _entry(
     for path in paths:
         with contextlib.suppress(FileNotFoundError):  # a temporary may get its name at any moment
             stats.append(os.stat(path))
-    found: dict[str, Any] = {"kind": "unknown"}
+    fields: dict[str, Any] = {"kind": "unknown"}
     path = os.path.join(folder, name + arrays.JSON)
     if all(map(_is_readable, paths)):
         record = arrays.read_record(path) if is_whole else None
         if record is None:
-            found = {"kind": "leftover", "problems": ["a leftover: no whole set or manifest"]}
+            fields = {"kind": "leftover", "problems": ["a leftover: no whole set or manifest"]}
         elif not name.startswith(MANIFEST):
             if (array_set := arrays.load(folder, name)) is not None:
-                found = {"kind": "set", "problems": array_set.damage(contents=check_contents)}
+                fields = {"kind": "set", "problems": array_set.damage(contents=check_contents)}
         else:
             sets = record.get("sets")  # another version's may be anything
             if isinstance(sets, list):
-                found["sets"] = [one for one in sets if isinstance(one, str)]
+                fields["sets"] = [one for one in sets if isinstance(one, str)]
             if (manifest := Manifest.read(path)) is not None:
                 changes = _changes(manifest)
-                found |= {"kind": "run", "prefixes": manifest.paths, "problems": changes}
+                fields |= {"kind": "run", "prefixes": manifest.paths, "problems": changes}
     age = time.time() - max((stat.st_mtime for stat in stats), default=0.0)
     num_bytes = sum(stat.st_size for stat in stats)
-    return CacheEntry(name=name, paths=paths, num_bytes=num_bytes, age=age, **found)
+    return CacheEntry(name=name, paths=paths, num_bytes=num_bytes, age=age, **fields)
 
 
 def _is_readable(path: str) -> bool:

@@ -84,11 +84,11 @@ class BlendedMegatronDatasetConfig:
             blend; for `blend_per_split`.
         full_validation: Whether each validation set is one epoch; its size must be None.
         split: Shares such as "969,30,1".
-        split_matrix: Start and end of each split as fractions; not an argument.
+        split_matrix: Start and end of each split as fractions. Computed; cannot be passed.
         num_dataset_builder_threads: Number of datasets of a blend to build at a time.
         path_to_cache: Folder of cached indices; None: beside each token file; "": no cache.
         mmap_bin_files: Whether to map the token files, or use positioned reads.
-        mock: Whether there is no blend; not an argument.
+        mock: Whether there is no blend. Computed; cannot be passed.
         tokenizer: Tokenizer, with `eod`, `pad`, `vocab_size`, `unique_identifiers`, ...
         mid_level_dataset_surplus: Share of extra samples to build of each dataset in a blend.
         allow_ambiguous_pad_tokens: Whether the pad token is padding even if it is another special
@@ -169,7 +169,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         object_storage_cache_path, data_parallel_size, sequence_parallel_size,
             hybrid_context_parallel, context_parallel_size: Unused here; kept for other code.
         sequences_per_dataset: Numbers of sequences and of document entries, by prefix.
-        token_dtype_code: Dtype code by the size of the vocabulary; not an argument.
+        token_dtype_code: Dtype code by the size of the vocabulary. Computed; cannot be passed.
         inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an
             attention mask. (An option of Megatron-LM's main, not of megatron-core 0.16.1.)
 
