@@ -1,9 +1,9 @@
-"""The doors to the native core, which alone import it.
+"""The native core, which only this module imports.
 
 Most names are the core's own: nanobind checks dtypes and shapes (TypeError), and `cpp/` documents
-them. The functions here check ranges first (ConfigError). What only reading the data shows, such as
-an index that points outside its array, is a plain ValueError of the kernel; a page of a mapped file
-that cannot be read is a DataError. `tests.kernels.reference` has a slow twin of each kernel.
+them. The functions here check ranges first (ConfigError). What only the data can show, such as an
+index outside its array, is a ValueError of the kernel; a page of a mapped file that cannot be read
+is a DataError. `tests.kernels.reference` has a slow twin of each kernel.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from millrace import _core
 from millrace._core import (
-    GPTOrder as GPTOrder,
+    GPTOrder,
     Order as Order,
     RowForm as RowForm,
-    SequenceOrder as SequenceOrder,
+    SequenceOrder,
     TokenBuffer as TokenBuffer,
     TokenSource as TokenSource,
     copy_pieces as copy_pieces,
@@ -58,13 +58,13 @@ def shuffled_ranges(
 ) -> NDArray[Any]:
     """Ranges of consecutive numbers, each shuffled alone, one after the other.
 
-    Equal to `values = np.tile(np.arange(start, stop, dtype=dtype), copies)`, then
-    `random.shuffle(values)`, for each (start, stop, copies), concatenated.
+    For each (start, stop, copies): `values = np.tile(np.arange(start, stop, dtype=dtype), copies)`,
+    then `random.shuffle(values)`.
 
     Args:
         ranges: (start, stop, copies) of each range, without `stop`.
         dtype: int32, uint32 or int64; every number must fit.
-        random: A legacy generator (MT19937); it is advanced by the draws.
+        random: Legacy generator (MT19937), which the draws advance.
 
     Returns:
         [sum of (stop - start) * copies] of `dtype`.
@@ -85,10 +85,9 @@ def shuffled_ranges(
     full = random.get_state(legacy=False)
     if full["bit_generator"] != "MT19937":
         raise ConfigError("the random state is not an MT19937 generator")
-    table = np.array(ranges, dtype=np.int64).reshape(-1, 3)
     state = full["state"]
     out, (state["key"], state["pos"]) = _core.shuffled_ranges(
-        table, np.empty(0, dtype), state["key"], state["pos"]
+        np.array(ranges, np.int64).reshape(-1, 3), np.empty(0, dtype), state["key"], state["pos"]
     )
     random.set_state(full)
     return out
@@ -129,14 +128,14 @@ def sample_index(
     check_within("sequence_length", sequence_length, 1, MAX_INT64 // 4)
     # Even the longest documents could not meet a larger count: it would only fill memory.
     num_tokens = document_index.size * MAX_INT32
-    if num_samples < 0 or (num_samples > 0 and (num_samples - 1) * sequence_length > num_tokens):
+    if num_samples < 0 or (num_samples - 1) * sequence_length > num_tokens:
         raise ConfigError(
             f"num_samples is {num_samples} for {document_index.size} documents; "
             "at least 0 and, without documents, 0 is needed"
         )
     if dtype == np.int32 and document_index.size > MAX_INT32:
         raise ConfigError(f"{document_index.size} documents need an int64 sample index")
-    rows = _core.sample_index(
+    return _core.sample_index(
         sequence_lengths,
         document_index,
         sequence_length,
@@ -144,8 +143,7 @@ def sample_index(
         add_extra_token,
         allow_partial,
         np.empty(0, dtype),
-    )
-    return rows.reshape(-1, 2)
+    ).reshape(-1, 2)
 
 
 def blend_by_weights(weights: NDArray[np.float64], size: int, threads: int | None = None) -> Blend:
@@ -187,14 +185,12 @@ def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> Blend:
 def sharded_source(
     shards: Sequence[NDArray[Any]], shard_sizes: Sequence[int], sequence_length: int
 ) -> TokenSource:
-    """The token files of shards, whose sequences all have one length, as one.
-
-    The sequences of the first shard come first. Byte offsets count through all files.
+    """The token files of shards as one, in their order. Byte offsets count through all files.
 
     Args:
         shards: The tokens of each file, [n] of one integer dtype; all empty if they are not mapped.
         shard_sizes: Number of sequences of each file.
-        sequence_length: Number of tokens in a sequence, at least 1.
+        sequence_length: Number of tokens in every sequence, at least 1.
     """
     sizes = np.array(shard_sizes, np.int64)
     _check_rows(sequence_length, sum(sizes.tolist()))
@@ -203,7 +199,7 @@ def sharded_source(
             f"there are {len(shards)} shards with {len(sizes)} sizes, {sizes}; one of at least 0 "
             "is needed for each, and at least one shard"
         )
-    is_mapped = any(len(shard) > 0 for shard in shards)
+    is_mapped = any(map(len, shards))
     return TokenSource(tuple(shards), sizes, sequence_length, is_mapped)
 
 
@@ -225,13 +221,11 @@ def gpt_order(
 ) -> GPTOrder:
     """Megatron-LM's order: the three indices of a GPT dataset, converted once for all calls.
 
+    The other arguments are those of `sample_index`.
+
     Args:
-        sequence_lengths: int32 [sequences], in tokens.
-        document_index: int32 [documents], places in `sequence_lengths`.
         sample_index: int32 or int64 [samples + 1, 2], as `sample_index` makes it.
         shuffle_index: uint32 or int64 [samples], rows of `sample_index`.
-        sequence_length: Number of tokens to train on in a sample, at least 1.
-        add_extra_token: Whether a sample has one token more.
     """
     for name, array, dtypes, width in (  # users may replace the arrays of a dataset
         ("sequence_lengths", sequence_lengths, ("int32",), ()),
@@ -265,7 +259,7 @@ def torch_randperm(size: int, seed: int, *, dtype: Any = np.int64) -> NDArray[An
     dtype = _dtype(dtype, "uint32", "int64")
     check_within(f"the size for {dtype}", size, 0, 2**32 if dtype.kind == "u" else MAX_INT64 // 8)
     check_within("seed", seed, -(2**63), 2**64 - 1)
-    # torch draws two words of the generator for each of so many numbers.
+    # For so many numbers, torch draws two words of the generator each.
     has_64_bit_draws = size >= (2**32 - 1) // 20
     return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
 

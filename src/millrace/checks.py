@@ -1,8 +1,8 @@
 """Checks of arguments: numbers, flags and paths become exact Python values.
 
-Each function takes the name of the argument, for its messages, and the value, and raises
-ConfigError for any other value than its docstring names. NumPy's integers become Python's, whose
-sums do not overflow and which JSON can hold. Floats and bools are never counts.
+Each function takes the argument's name, for messages, and its value, and raises ConfigError for any
+value that its docstring does not name. NumPy's integers become Python's, whose sums do not overflow
+and which JSON can hold. Floats and bools are never counts.
 """
 
 import json
@@ -36,7 +36,7 @@ def check_int(name: str, value: Any, least: int | None = None, most: int | None 
                 raise TypeError
             number = int(operator.index(value))
         except TypeError:
-            raise ConfigError(f"{name} must be a whole number, not {shown(value)}") from None
+            raise _refusal(name, "a whole number", value) from None
     check_within(name, number, least, most)
     return number
 
@@ -52,7 +52,11 @@ def check_within(
         limits = f"at most {high}"
     else:
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
-    raise ConfigError(f"{name} must be {limits}, not {shown(number)}")
+    raise _refusal(name, limits, number)
+
+
+def _refusal(name: str, needed: str, value: Any) -> ConfigError:
+    return ConfigError(f"{name} must be {needed}, not {shown(value)}")
 
 
 _POWERS: dict[Any, Any] = {2**n - d: f"2**{n}{' - 1' * d}" for n in range(16, 65) for d in (0, 1)}
@@ -63,7 +67,7 @@ _POWERS[_MIN_INT64] = "-2**63"
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     """One of some texts."""
     if not isinstance(value, str) or value not in choices:
-        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
+        raise _refusal(name, f"one of {', '.join(choices)}", value)
     return value
 
 
@@ -75,7 +79,7 @@ def check_token(name: str, value: Any) -> int | None:
 def check_bool(name: str, value: Any) -> bool:
     """A switch: True or False, of Python or NumPy."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ConfigError(f"{name} must be True or False, not {shown(value)}")
+        raise _refusal(name, "True or False", value)
     return bool(value)
 
 
@@ -88,7 +92,7 @@ def check_float(
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} must be a number, not {shown(value)}") from None
+        raise _refusal(name, "a number", value) from None
     except OverflowError:
         raise ConfigError(f"{name} must fit float64, which {shown(value)} does not") from None
     check_within(name, number, least, most)
@@ -96,20 +100,16 @@ def check_float(
 
 
 def check_list(name: str, values: Any, kind: str, check: Callable[[str, Any], T]) -> list[T]:
-    """A list of what a check returns for each entry; one text or one path is not a list.
+    """What `check` returns for the name and value of each entry; one text or path is not a list.
 
-    Args:
-        name: Name of the argument.
-        values: Any iterable of the entries.
-        kind: What the entries are, in the plural, for the message.
-        check: Function of name and value that returns an entry, or raises ConfigError.
+    `kind` is what the entries are, in the plural, for the message.
     """
     try:
         if isinstance(values, (str, bytes, os.PathLike)):
             raise TypeError
         entries = list(values)
     except TypeError:
-        raise ConfigError(f"{name} must be a list of {kind}, not {shown(values)}") from None
+        raise _refusal(name, f"a list of {kind}", values) from None
     return [check(f"{name}[{place}]", value) for place, value in enumerate(entries)]
 
 
@@ -123,7 +123,7 @@ def check_ints(name: str, values: ArrayLike) -> NDArray[np.int64]:
     try:
         array = np.asarray(values)
     except (TypeError, ValueError):  # lists of several lengths, tensors of other devices
-        raise ConfigError(f"{name} must be integers of shape [n], not {shown(values)}") from None
+        raise _refusal(name, "integers of shape [n]", values) from None
     if array.ndim == 1 and array.size == 0:
         return np.empty(0, np.int64)
     # NumPy makes floats of a list of int64 and uint64, and objects of large ints.
@@ -149,7 +149,7 @@ def check_path(name: str, value: Any) -> str:
     except TypeError:
         path = "\0"
     if "\0" in path:  # which no file can have
-        raise ConfigError(f"{name} must be a path, not {shown(value)}")
+        raise _refusal(name, "a path", value)
     return path
 
 
@@ -163,15 +163,15 @@ def plain_json(value: Any) -> Any:
 
 
 def check_paths(name: str, values: Any) -> list[str]:
-    """A list of paths as texts; one path is not a list."""
+    """A list of paths as texts."""
     return check_list(name, values, "paths", check_path)
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
     """The path of the same file from any folder, without `..`.
 
-    `os.path.abspath` takes `LINK/..` for the folder that holds LINK. The system takes it for the
-    folder above the one that LINK leads to.
+    `LINK/..` is the folder above the one that LINK leads to, as for the system; `os.path.abspath`
+    takes it for the folder that holds LINK.
     """
     place = os.sep
     path = os.fspath(path)
@@ -186,7 +186,7 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 
 
 def printable(name: str) -> str:
-    """A name for people: control characters and the like are written as `\\x1b` or `\\u202e`."""
+    """A name for people: control characters and the like become `\\x1b` or `\\u202e`."""
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in name
     )
@@ -225,7 +225,7 @@ class _Nothing:
 
 
 NOTHING = _Nothing()
-"""Stands for an entry that one of two nested values does not have."""
+"""Stands for an entry that only the other of two nested values has."""
 
 
 def differences(
@@ -237,14 +237,13 @@ def differences(
     """Where two nested values of dicts and lists differ.
 
     Args:
-        old: The one value.
-        new: The other value.
-        is_equal: Whether two entries that are not both dicts, or both lists, are equal. An entry
-            that is missing on one side is NOTHING there.
+        old, new: The two values.
+        is_equal: Whether two entries, not both dicts or both lists, are equal. A missing entry is
+            NOTHING.
         path: Keys and places that lead to the two values.
 
     Yields:
-        The path of a difference, and the two entries there. Two lists of different lengths are one
+        The path of a difference, and the two entries there. Lists of different lengths are one
         difference, with the first one inside them as a second.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):

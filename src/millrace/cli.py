@@ -1,4 +1,4 @@
-"""The command line: parses the options of a verb, runs it, and prints its report or error."""
+"""The command line: runs a verb with its options, and prints its report or error."""
 
 import argparse
 import errno
@@ -42,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    arguments = _with_dashes(arguments)
-    options = vars(_make_parser().parse_args(arguments))
+    options = vars(_make_parser().parse_args(_with_dashes(arguments)))
     run, parser = options.pop("run"), options.pop("parser")
     try:
         return _print(run(**options))
@@ -62,11 +61,9 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _print(report: str) -> int:
-    """Prints what a verb returns. Returns 0, or 1 if that is not possible."""
+    """Prints what a verb returns. Returns 0, or 1 if it cannot be written."""
     try:
-        print(report, end="\n" if report else "")
-        if sys.stdout is not None:  # None in a process without stdout
-            sys.stdout.flush()
+        print(report, end="\n" if report else "", flush=True)
     except BrokenPipeError:
         _discard_output()
     except OSError as error:
@@ -76,7 +73,7 @@ def _print(report: str) -> int:
 
 
 def _discard_output() -> None:
-    """Sends buffered output to the null device, so that Python does not write it at its exit."""
+    """Sends buffered output to the null device: else Python writes it at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -91,7 +88,7 @@ _REMEDIES = {
 
 
 def _describe_error(error: OSError, options: dict[str, Any]) -> str:
-    """A message for an OSError; the verb's output stands for a file name that it lacks."""
+    """A message for an OSError, with the verb's output if it lacks a file name."""
     outputs = (options.get(name) for name in ("output_prefix", "output_dir", "target", "folder"))
     place = os.fsdecode(error.filename or next(filter(None, outputs), "the system"))
     message = f"{place}: {error.strerror or error}"
@@ -101,7 +98,7 @@ def _describe_error(error: OSError, options: dict[str, Any]) -> str:
 
 
 def _what_remains(options: dict[str, Any]) -> str:
-    """What a verb that failed has left, after the words "and run"."""
+    """What a failed verb has left, after the words "and run"."""
     prefix, folder = options.get("output_prefix"), options.get("output_dir")
     journal = f"{prefix}{JOURNAL}" if prefix else os.path.join(folder or "", SHUFFLE_JOURNAL)
     if (prefix or folder) and os.path.isdir(journal):

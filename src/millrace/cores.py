@@ -1,4 +1,4 @@
-"""How many cores and how much memory there are to work with."""
+"""How many cores and how much memory this process may use."""
 
 import contextlib
 import itertools
@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 
-# The files that limit a control group, by controller and version of control groups.
+# The files that limit a control group, by controller and version.
 _LIMITS = {
     ("cpu", 1): ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
     ("cpu", 2): ("cpu.max",),
@@ -16,10 +16,7 @@ _LIMITS = {
 
 
 def available_cores() -> int:
-    """The number of cores that this process may use, by CPU affinity and control groups.
-
-    A container with 2 CPUs on a machine with 128 has 2.
-    """
+    """The number of cores that this process may use, by CPU affinity and control groups."""
     count = len(os.sched_getaffinity(0))
     return min(count, quota_of_cgroups() or count)
 
@@ -29,7 +26,7 @@ def available_memory(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgro
     with open("/proc/meminfo") as file:
         sizes = dict(line.split(":", 1) for line in file)
     free = int(sizes["MemAvailable"].split()[0]) * 1024
-    return min([free, *(limit for limits in _limits("memory", folder, own) for limit in limits)])
+    return min([free, *itertools.chain(*_limits("memory", folder, own))])
 
 
 def quota_of_cgroups(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> int | None:
@@ -40,14 +37,15 @@ def quota_of_cgroups(folder: str = "/sys/fs/cgroup", own: str = "/proc/self/cgro
         own: File that lists the groups of this process.
     """
     limits = [pair for pair in _limits("cpu", folder, own) if len(pair) == 2 and min(pair) > 0]
-    return max(math.ceil(min(quota / period for quota, period in limits)), 1) if limits else None
+    return math.ceil(min(quota / period for quota, period in limits)) if limits else None
 
 
 def _limits(controller: str, folder: str, own: str) -> Iterator[list[int]]:
     """The numbers in the limiting files of each control group of this process, if it has them."""
-    lines: list[str] = []
-    with contextlib.suppress(OSError, ValueError):  # not Linux, or not readable
+    try:
         lines = _text(own).splitlines()
+    except (OSError, ValueError):  # not Linux, or not readable
+        return
     for line in lines:
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if not path:

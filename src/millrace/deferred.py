@@ -1,7 +1,7 @@
 """Values that are loaded at their first use.
 
-Neither has a lock, which a fork beside a thread that loads would leave locked for ever in the
-child: two threads may both load a value.
+There is no lock, which a fork beside a loading thread would leave locked for ever in the child:
+two threads may both load a value.
 """
 
 import functools
@@ -16,7 +16,7 @@ class Deferred(Generic[T]):
     """A value that is loaded at its first use, and again in each process it is sent to.
 
     Args:
-        load: Function that returns the value. It must be picklable where the value's owner is.
+        load: Function that returns the value, picklable where the value's owner is.
     """
 
     def __init__(self, load: Callable[[], T]) -> None:
@@ -25,7 +25,7 @@ class Deferred(Generic[T]):
 
     @classmethod
     def of(cls, value: T) -> "Deferred[T]":
-        """A value that is there already: a pickle holds the value itself."""
+        """A value that is there already. A pickle holds it."""
         return cls(partial(_same, value))
 
     @property

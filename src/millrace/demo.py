@@ -1,10 +1,9 @@
-"""The path of a token, from text to batches, on a text that every Python has: its standard library.
+"""From text to batches, on a text that every Python has: its standard library.
 
-Each step is a few lines over the API and prints what it does. The last step proves that a run which
-stops halfway and resumes on twice as many ranks sees the same samples as an uninterrupted run.
+Each step is a few lines over the API and prints what it does. The last one proves that a run which
+stops halfway and resumes on twice as many ranks draws the samples of an uninterrupted run.
 """
 
-import functools
 import itertools
 import json
 import sysconfig
@@ -31,7 +30,7 @@ TRAINING_BYTES = 8_000_000  # text that the tokenizer is trained on
 
 
 def run_demo(folder: str) -> None:
-    """Runs the demo and prints each step; files of an earlier demo in the folder are replaced."""
+    """Runs the demo and prints each step; replaces the files of an earlier one in the folder."""
     home = Path(folder)
     home.mkdir(parents=True, exist_ok=True)
 
@@ -100,7 +99,6 @@ def _write_corpus(home: Path) -> dict[str, Path]:
 
 
 def _draw_batches(config: DatasetConfig, state: Path) -> None:
-    """Steps 5 and 6: a run without interruption, and one that stops and resumes."""
     _say("5. batches for 2 data-parallel ranks, from the first to the last step")
     start = time.perf_counter()
     uninterrupted = _draw_steps(_loaders(config, 2))
@@ -131,9 +129,10 @@ def _draw_batches(config: DatasetConfig, state: Path) -> None:
 def _loaders(config: DatasetConfig, num_ranks: int) -> list[Loader]:
     dataset = build_datasets(config).train
     assert dataset is not None
-    make = functools.partial(Loader, dataset, micro_batch_size=4)
-    ranks = range(num_ranks)
-    return [make(data_parallel_rank=rank, data_parallel_size=num_ranks) for rank in ranks]
+    return [
+        Loader(dataset, micro_batch_size=4, data_parallel_rank=rank, data_parallel_size=num_ranks)
+        for rank in range(num_ranks)
+    ]
 
 
 def _draw_steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDArray[Any]]:

@@ -4,13 +4,10 @@ from typing import Any
 
 import numpy as np
 
-UINT16_VOCABULARY = 65500
-"""A vocabulary below this size is stored as uint16."""
-
 
 def optimal_dtype(vocabulary_size: int | None) -> np.dtype[Any]:
     """The dtype of a vocabulary in Megatron-LM's files: uint16 below 65,500 tokens, else int32."""
-    if vocabulary_size is not None and vocabulary_size < UINT16_VOCABULARY:
+    if vocabulary_size is not None and vocabulary_size < 65500:
         return np.dtype(np.uint16)
     return np.dtype(np.int32)
 

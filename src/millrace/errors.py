@@ -1,17 +1,4 @@
-"""The errors that millrace raises on purpose.
-
-    MillraceError
-    ├── ConfigError     also a ValueError
-    ├── DataError       also a ValueError
-    ├── TextError       also a ValueError
-    ├── CacheError      also an OSError
-    └── ResumeError
-
-    DuplicateDataWarning  a UserWarning
-    ViewChangeWarning     a UserWarning
-
-Each message gives the place, the value, the limit and the remedy.
-"""
+"""The errors and warnings of millrace, whose messages give place, value, limit and remedy."""
 
 
 class MillraceError(Exception):
@@ -43,4 +30,4 @@ class DuplicateDataWarning(UserWarning):
 
 
 class ViewChangeWarning(UserWarning):
-    """A saved state whose masks or padding have changed since; the tokens are the same."""
+    """A saved state whose masks or padding have changed since, but not its tokens."""

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, locks that end with their holder, and checksums."""
+"""Atomic files, locks that end with their holder, and checksums."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ import numpy as np
 if TYPE_CHECKING:
     import hashlib
 
-TMP = ".tmp"  # the ending of a file's name while it is written
-SAY_AFTER = 10.0  # seconds of waiting for a lock before a warning
-_PAUSES = 0.001, 0.25  # seconds between the attempts to take a lock: the first, and the longest
+TMP = ".tmp"  # ends the name of a file that is being written
+SAY_AFTER = 10.0  # seconds of waiting before a warning
 _DENIED = (
     "a lock of another user, which you cannot open: ask for it to be removed (if no process holds "
     "it), or for `chmod 666`"
 )
-_PIECE = 1 << 20  # bytes that are read and hashed at a time
+_PIECE = 1 << 20  # bytes that are hashed at a time
 
 
 def temporary_name(path: str) -> str:
-    """A name beside `path` to write it under; each call, process and host gets another one."""
+    """A name beside `path` to write it under; no other call, process or host gets it."""
     return f"{path}.{os.urandom(6).hex()}{TMP}"
 
 
 def temporaries_of(*paths: str) -> list[str]:
-    """The existing temporaries of files, also of living writers and older versions (".tmp")."""
+    """The temporaries of files, also of living writers and older versions (".tmp")."""
     names = {os.path.split(path) for path in paths}
     temporaries = []
     for folder in {folder for folder, _ in names}:
         with contextlib.suppress(FileNotFoundError):
-            files = os.listdir(folder or ".")
-            of_paths = [file for file in files if (folder, written_name(file)) in names]
-            temporaries += [os.path.join(folder, file) for file in of_paths]
+            temporaries += [
+                os.path.join(folder, file)
+                for file in os.listdir(folder or ".")
+                if (folder, written_name(file)) in names
+            ]
     return sorted(temporaries)
 
 
 def written_name(temporary: str) -> str | None:
-    """The name that a temporary gets when it is whole; None for other files."""
+    """The final name of a temporary; None for other files."""
     match = re.fullmatch(r"(.*?)(\.[0-9a-f]{12})?" + re.escape(TMP), temporary, re.DOTALL)
     return None if match is None else match[1]
 
@@ -53,9 +54,9 @@ def written_name(temporary: str) -> str | None:
 def files_below(
     folder: str, is_skipped: Callable[[str], bool], parents: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[os.DirEntry[str]]:
-    """The files in a folder and in all folders below it, without those whose names are skipped.
+    """The files in and below a folder, without skipped names.
 
-    Links are followed, but not to one of the folder's own parents (device and inode of each).
+    Links are followed, but not to the folder's own parents (device and inode of each).
     """
     status = os.stat(folder)
     identity = status.st_dev, status.st_ino
@@ -74,8 +75,8 @@ def files_below(
 def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears at `path` whole when the block ends, or not at all if it fails.
 
-    Writers at the same time have their own temporaries; the last one to end counts. An OSError
-    names the file. Only a durable file survives a power cut, which takes two flushes.
+    Of several writers the last one to end counts. An OSError names the file. Only a durable file
+    survives a power cut; it takes two flushes.
     """
     temporary = temporary_name(path)
     with naming(path):
@@ -95,18 +96,18 @@ def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Adds the file's name to an OSError of the block without one (a write to a full disk)."""
+    """Adds the file's name to an OSError without one, as of a write to a full disk."""
     try:
         yield
     except OSError as error:
         if type(error) is not OSError or error.filename is not None:
             raise
-        # NumPy's error of a short write only has a text.
+        # NumPy's error of a short write has only a text.
         raise OSError(error.errno or errno.EIO, error.strerror or str(error), path) from error
 
 
 def is_of_the_process(error: OSError) -> bool:
-    """Whether an error is not about the file: too many files are open, or memory is full."""
+    """Whether an error is not the file's: too many files are open, or memory is full."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -118,7 +119,7 @@ def flush_to_disk(file: IO[Any]) -> None:
 def fsync_folder(path: str) -> None:
     """Flushes the folder that holds `path`, which brings a rename to the disk.
 
-    Some file systems have no such operation (AFS, CIFS, FUSE): there it does nothing.
+    Does nothing on file systems that cannot (AFS, CIFS, FUSE).
     """
     folder = os.path.dirname(path) or "."
     descriptor = os.open(folder, os.O_RDONLY)
@@ -137,15 +138,15 @@ def fsync_folder(path: str) -> None:
 
 @contextlib.contextmanager
 def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
-    """Holds a lock shared by processes: a file that exists only while the lock is held.
+    """Holds a lock between processes: a file that exists only while the lock is held.
 
-    The kernel frees the lock when its holder dies, even if a forked child lives on: a child does
-    not hold it. After ten seconds of waiting, the logger "millrace" warns and names the holder.
-    Yields False on a file system without locks, where several processes may be at work at once.
+    The kernel frees it when its holder dies; a forked child does not hold it. After ten seconds of
+    waiting, the logger "millrace" warns and names the holder. Yields False on a file system without
+    locks, where several processes may be at work at once.
 
     Raises:
-        BlockingIOError: If another process holds it, and `limit` seconds are over (None: never).
-        PermissionError: If the folder is not writable, or another user's lock cannot be opened.
+        BlockingIOError: Another process holds it, and `limit` seconds are over (None: never).
+        PermissionError: The folder is not writable, or another user's lock cannot be opened.
     """
     descriptor, is_held = _take(path, limit)
     holder = os.getpid()
@@ -154,7 +155,7 @@ def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
         yield is_held
     finally:
         if os.getpid() == holder:
-            # A file that cannot be unlinked stays unlocked, and the next process takes it.
+            # A file that cannot be unlinked stays, unlocked: the next process takes it.
             with contextlib.suppress(OSError):
                 if _is_at(descriptor, path):
                     os.unlink(path)
@@ -164,7 +165,7 @@ def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def writers_lock(lock: str, *paths: str, limit: float | None = None) -> Iterator[bool]:
-    """Holds a lock (see `file_lock`), and removes what dead writers of the files have left."""
+    """A `file_lock` that removes what dead writers of the files have left."""
     with file_lock(lock, limit=limit) as is_held:
         if is_held:  # else a temporary may be a living writer's
             for temporary in temporaries_of(*paths):
@@ -177,7 +178,7 @@ _held: set[int] = set()  # the descriptors of this process's locks
 
 
 def _forget_locks() -> None:
-    """In a forked child, at once: its parent's lock is held as long as any copy is open."""
+    """In a forked child, at once: the parent's lock is held while any copy is open."""
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
@@ -188,7 +189,8 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 def _take(path: str, limit: float | None) -> tuple[int, bool]:
     """An open lock file, and whether it is locked (False: there are no locks here)."""
-    start, (pause, longest), has_warned = time.monotonic(), _PAUSES, False
+    start, has_warned = time.monotonic(), False
+    pause, longest = 0.001, 0.25  # seconds between attempts
     while isinstance(lock := _try_to_take(path), str):
         waited = time.monotonic() - start
         if limit is not None and waited >= limit:
@@ -198,7 +200,7 @@ def _take(path: str, limit: float | None) -> tuple[int, bool]:
         if waited >= SAY_AFTER and not has_warned:
             logging.getLogger("millrace").warning("waiting for %s, held by %s", path, lock)
             has_warned = True
-        # With jitter: many that began to wait at once must not all come back at once.
+        # Jitter: those that began to wait at once must not come back at once.
         jitter = 0.5 + os.urandom(1)[0] / 512
         time.sleep(min(pause * jitter, longest if limit is None else limit - waited))
         pause = min(2 * pause, longest)
@@ -206,7 +208,7 @@ def _take(path: str, limit: float | None) -> tuple[int, bool]:
 
 
 def _try_to_take(path: str) -> tuple[int, bool] | str:
-    """As `_take`; a text that names the holder if the lock is held."""
+    """As `_take`; if the lock is held, a text that names the holder."""
     while True:
         descriptor, is_held = _open_lock(path), True
         with contextlib.ExitStack() as stack:
@@ -235,7 +237,7 @@ def _try_to_take(path: str) -> tuple[int, bool] | str:
 
 
 def _is_at(descriptor: int, path: str) -> bool:
-    """Whether an open file is (still) the file of that name."""
+    """Whether an open file is still at that path."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(descriptor))
     except FileNotFoundError:
@@ -252,7 +254,7 @@ def _open_lock(path: str) -> int:
         with contextlib.suppress(FileExistsError):
             is_new = 0 if os.path.islink(path) else os.O_EXCL  # to no file: it is made there
             descriptor = os.open(path, os.O_CREAT | is_new | os.O_RDWR, 0o666)
-            # Whatever the umask: other users can take the lock when this process is dead.
+            # Whatever the umask: other users can take the lock of a dead process.
             with contextlib.suppress(PermissionError):
                 os.fchmod(descriptor, 0o666)
             return descriptor
@@ -284,7 +286,7 @@ def checksum(parts: Iterable[Any]) -> str:
 
 
 def sum_of(path: str, on_bytes: Callable[[int], Any] | None = None) -> tuple[int, str]:
-    """Size and XXH3-64 of a file; `on_bytes` is called with the size of each piece."""
+    """Size and XXH3-64 of a file; calls `on_bytes` with the size of each piece."""
     digest, size, buffer = xxh3(), 0, np.empty(_PIECE, np.uint8).data
     with naming(path), open(path, "rb", buffering=0) as file:
         with contextlib.suppress(OSError):  # a hint, which the kernel may refuse

@@ -1,4 +1,4 @@
-"""What objects forget in a forked child: the threads of the parent, and the locks they hold."""
+"""What objects forget in a forked child: the parent's threads, and the locks that these hold."""
 
 import os
 import weakref
@@ -8,7 +8,7 @@ from typing import Any
 class Renewed:
     """An object whose copies, and whose twins in other processes, make some attributes anew.
 
-    `after_fork` makes those whose names are `_renewed`, and `__init__` calls `renew`.
+    `after_fork` makes the attributes in `_renewed`, and `__init__` calls `renew`.
     """
 
     _renewed: tuple[str, ...]
@@ -29,10 +29,7 @@ class Renewed:
 
 
 def watch_forks(one: Any) -> None:
-    """Calls `after_fork` of an object in each forked child, as long as the object is in use.
-
-    It forgets what a child cannot use, before any other code runs there.
-    """
+    """Calls a living object's `after_fork` in each forked child, before other code runs there."""
     _objects[id(one)] = one  # not a set: an object may have no hash
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C that waits for the right moment, so that nothing is left half done."""
+"""Ctrl-C that leaves nothing half done."""
 
 import contextlib
 import signal
@@ -11,11 +11,11 @@ from typing import Any
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Inside the block Ctrl-C is raised only once, in an `interruptible` block or at the end.
+    """Raises Ctrl-C in the block only once: in an `interruptible` block or at the end.
 
-    Python raises KeyboardInterrupt between any two instructions: also just after a file or process
-    was made and before it is recorded, and again during the clean-up. Does nothing outside the main
-    thread, where Python raises none, and if the program ignores Ctrl-C or ends at once.
+    Python raises KeyboardInterrupt between any two instructions: also before a new file or process
+    is recorded, and again during the clean-up. Does nothing outside the main thread, where Python
+    raises none, and if the program ignores Ctrl-C or ends at once.
     """
     previous = signal.getsignal(signal.SIGINT)
     if not callable(previous) or threading.current_thread() is not threading.main_thread():
@@ -26,7 +26,7 @@ def interrupts_held() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        held.is_waiting = False  # further signals meant the same
+        held.is_waiting = False  # later signals meant the same
         raise
     finally:
         signal.signal(signal.SIGINT, previous)
@@ -36,7 +36,7 @@ def interrupts_held() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """A block that Ctrl-C may end, inside `interrupts_held`: the job does not need its rest."""
+    """A block in `interrupts_held` that Ctrl-C may end: the job does not need its rest."""
     held = signal.getsignal(signal.SIGINT)
     if not isinstance(held, _Held) or threading.current_thread() is not threading.main_thread():
         yield
@@ -52,7 +52,7 @@ def interruptible() -> Iterator[None]:
 
 
 def interrupt_once() -> None:
-    """Lets only the first Ctrl-C count, unless the program has another answer than Python's."""
+    """Ignores all but the first Ctrl-C, unless the program has its own handler."""
     is_over = False
 
     def raise_once(number: int, frame: FrameType | None) -> None:
@@ -62,7 +62,7 @@ def interrupt_once() -> None:
             raise KeyboardInterrupt
 
     def on_unraisable(dropped: "sys.UnraisableHookArgs") -> None:
-        """Python drops what is raised while it runs a finalizer: then the next Ctrl-C counts."""
+        """Python drops what a finalizer raises: then the next Ctrl-C counts."""
         nonlocal is_over
         if issubclass(dropped.exc_type, KeyboardInterrupt):
             is_over = False

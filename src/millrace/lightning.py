@@ -17,20 +17,20 @@ from millrace.feed import Loader
 class DataModule(LightningDataModule):  # type: ignore[misc]
     """The loaders of a run for `Trainer.fit(model, datamodule=...)`.
 
-    The position is part of each of Lightning's checkpoints, as the state of the data module, and
+    Lightning's checkpoints hold the position, as the state of the data module, and
     `Trainer.fit(..., ckpt_path=...)` restores it, also with another number of ranks. It is the
     position after the last batch that was trained on: a batch that was fetched but not finished, as
     in a checkpoint that is saved on an exception, comes again.
 
-    Lightning saves the same position as the state of the training dataloader, too, but restores
-    that only in the middle of an epoch. So the data module's state counts, and the dataloader's
-    only in a checkpoint that has no other, such as an earlier millrace saved.
+    Lightning also saves the position as the state of the training dataloader, but restores that
+    only in the middle of an epoch. So the dataloader's state counts only in a checkpoint without
+    the data module's, such as an earlier millrace saved.
 
     Args:
         train: Function of the data-parallel rank and the number of ranks that makes the loader of
             the training samples, with `transform=millrace.torch.to_tensors`, once Lightning has
             started its processes.
-        validation: The same for the validation samples. They start anew at each validation. None:
+        validation: The same for the validation samples, which start anew at each validation. None:
             no validation.
 
     Attributes:
@@ -52,7 +52,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         self._state: dict[str, Any] | None = None  # to load when the training batches are made
 
     def train_dataloader(self) -> TrainerBatches:
-        """The training batches, from the checkpoint's position or the first unfinished one on."""
+        """The training batches from the checkpoint's position, or from the first unfinished one."""
         state, self._state = self._state, None
         is_restored = state is not None
         if state is None and self._batches is not None:
@@ -75,7 +75,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from a saved state when `Trainer.fit` asks for the training batches.
 
-        `Trainer.validate` and `test`, which take only the weights of a checkpoint, do not move it.
+        `Trainer.validate` and `test` only take a checkpoint's weights.
         """
         if self.trainer is None or self.trainer.state.fn == "fit":
             self._state = state
@@ -93,14 +93,13 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 class TrainerBatches:
     """The batches of a loader, with the state after the last batch that the trainer has finished.
 
-    If the loader stands where the checkpoint says already, the state that Lightning loads is left
-    alone.
+    If the loader is at the checkpoint's position already, a state that Lightning loads is ignored.
     """
 
     def __init__(self, loader: Loader, trainer: Trainer, is_restored: bool) -> None:
         self.loader, self._trainer, self._is_restored = loader, trainer, is_restored
-        self._starts: list[int] = []  # of the batches that are not finished
-        self._finished: int | None = None  # number of batches when it was last asked for
+        self._starts: list[int] = []  # of the unfinished batches
+        self._finished: int | None = None  # number of batches when last asked for
 
     def __iter__(self) -> Iterator[Any]:
         first = self.loader.consumed_samples
@@ -120,7 +119,7 @@ class TrainerBatches:
             )
 
     def __len__(self) -> int:
-        """The number of steps from sample 0. Without it, Lightning reads one batch ahead."""
+        """The number of steps from sample 0. Without it, Lightning reads a batch ahead."""
         return len(self.loader)
 
     def _drop_finished(self) -> None:
@@ -131,7 +130,7 @@ class TrainerBatches:
         self._finished = finished
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state at the first batch that is not finished."""
+        """The loader's state at the first unfinished batch."""
         self._drop_finished()
         return self.loader.state_dict(self._starts[0] if self._starts else None)
 
@@ -143,7 +142,7 @@ class TrainerBatches:
 
 
 class _Restarting:
-    """A loader that starts at its first position again at each iteration."""
+    """A loader that returns to its first position at each iteration."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""The endings of the files that this library writes; docs/files.md has a table of the files."""
+"""The endings of the files that this library writes; docs/files.md lists the files."""
 
 BIN = ".bin"
 IDX = ".idx"
@@ -25,7 +25,7 @@ _BESIDE_DOCUMENTS = (
 
 
 def is_beside_documents(name: str) -> bool:
-    """Whether this library writes files of this name; they hold no documents to read."""
+    """Whether this library writes files of this name, which hold no documents to read."""
     if name.removesuffix(LOCK).endswith((TEMPORARY, JOURNAL)):
         return True
     return name.removesuffix(NEW).endswith(_BESIDE_DOCUMENTS)

@@ -1,7 +1,6 @@
-"""Option classes: each option of a job is described once, as a field of a dataclass.
+"""Option classes: dataclasses whose fields describe each option of a job once.
 
-The checks, the job's identity, the arguments of the command line and the table in the docs come
-from the class:
+The checks, the job's identity, the command line's arguments and the docs' table come from them:
 
 >>> @dataclass(frozen=True, kw_only=True)
 ... class ShuffleOptions:
@@ -17,9 +16,8 @@ from the class:
 Traceback (most recent call last):
 millrace.errors.ConfigError: workers must be between 1 and 1024, not 0
 
-A field without a default has to be given. The type of a field decides its check: `bool`, `int`,
-`float`, `str`, `StrPath`, `Sequence[str]`, `Sequence[StrPath]`, or `Any` for none; each of them may
-be `| None`. A field of another type has a `check` of its own.
+The type of a field decides its check: `bool`, `int`, `float`, `str`, `StrPath`, `Sequence[str]`,
+`Sequence[StrPath]`, or `Any` for none; each may be `| None`. Another type needs a `check`.
 """
 
 import argparse
@@ -29,7 +27,7 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -37,7 +35,6 @@ from millrace import checks
 from millrace.errors import ConfigError, MillraceError
 
 StrPath = str | os.PathLike[str]
-Identity = Literal["always", "never"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +42,18 @@ class Option:
     """What `option` says about a field.
 
     Args:
-        help: Phrase for the help and the docs, without capital and full stop.
-        least, most: Limits of a number; both are possible values.
+        help: Phrase for the help and the docs, without capital or full stop.
+        least, most: Least and largest value of a number.
         choices: Possible texts; empty: any.
         default_text: Default in words, for a None or an empty list that stands for something.
-        flags: Names on the command line, such as "--num-workers"; empty: from the field's name
+        flags: Names on the command line, such as "--num-workers"; empty: the field's name
             (`--no-NAME` for a True). A name without dashes is a positional argument; None: the
             command line lacks the option.
         group: Heading above the option in the verb's help.
         identity: Whether the option is part of the job's identity.
         check: Function of name and value that returns the plain value, instead of the type's.
-        parse: Function of a text on the command line, instead of the type's. Its result may differ
-            from the field's type, if the verb makes one from the other.
+        parse: Function of a text on the command line, instead of the type's. The verb may make the
+            field's value from its result.
         settings: Other keywords of `argparse`'s `add_argument`: metavar, nargs, const.
     """
 
@@ -67,7 +64,7 @@ class Option:
     default_text: str = ""
     flags: Sequence[str] | None = ()
     group: str = ""
-    identity: Identity = "always"
+    identity: Literal["always", "never"] = "always"
     check: Callable[[str, Any], Any] | None = None
     parse: Callable[[str], Any] | None = None
     settings: Mapping[str, Any]
@@ -80,8 +77,9 @@ def option(text: str, default: Any = MISSING, **details: Any) -> Any:
     """Returns a field of an option class.
 
     Args:
-        text: Phrase for the help and the docs, without capital and full stop.
-        default: Default, which is never changed in place (a tuple rather than a list).
+        text: The `help` of `Option`.
+        default: Default, never changed in place (a tuple rather than a list); without it, the
+            option is required.
         details: Other fields of `Option`, and `settings` as keywords.
     """
     own = {name: details.pop(name) for name in _OPTION_FIELDS & details.keys()}
@@ -93,14 +91,13 @@ def option(text: str, default: Any = MISSING, **details: Any) -> Any:
 
 
 def check_options(options: Any) -> None:
-    """Makes the values of an option class plain; to be called in its `__post_init__`.
+    """Makes the values of an option class plain, in its `__post_init__`.
 
     Raises:
         ConfigError: A value of another type, or outside its limits.
     """
     for field in fields_of(type(options)):
-        value = field.check(getattr(options, field.name))
-        object.__setattr__(options, field.name, value)
+        object.__setattr__(options, field.name, field.check(getattr(options, field.name)))
 
 
 def identity_of(options: Any) -> dict[str, Any]:
@@ -111,7 +108,7 @@ def identity_of(options: Any) -> dict[str, Any]:
 
 
 def add_options(parser: argparse.ArgumentParser, *option_classes: type) -> None:
-    """Adds the fields of option classes to a parser, which leaves out those that are not given."""
+    """Adds the fields of option classes to a parser, which leaves out options without a value."""
     groups: dict[str, Any] = {"": parser}
     for option_class in option_classes:
         for field in fields_of(option_class):
@@ -124,7 +121,7 @@ def add_options(parser: argparse.ArgumentParser, *option_classes: type) -> None:
 
 def take_options(option_class: type, values: dict[str, Any]) -> dict[str, Any]:
     """Removes the fields of an option class from parsed values, and returns them."""
-    names = [field.name for field in fields_of(option_class)]
+    names = [field.name for field in dataclasses.fields(option_class)]
     return {name: values.pop(name) for name in names if name in values}
 
 
@@ -141,19 +138,18 @@ class Field(NamedTuple):
     option: Option
 
     def check(self, value: Any) -> Any:
-        """The value in Python's own types; a ConfigError for a wrong one."""
+        """The value in Python's own types, or a ConfigError."""
         if value is None and self.allows_none:
             return None
         details = self.option
         value = (details.check or _KINDS[self.kind][0])(self.name, value)
         if details.choices:
             checks.check_choice(self.name, value, details.choices)
-        if (details.least, details.most) != (None, None):
-            checks.check_within(self.name, value, details.least, details.most)
+        checks.check_within(self.name, value, details.least, details.most)
         return value
 
     def parse(self, text: str) -> Any:
-        """The value of a text on the command line, or one of its values."""
+        """The value of a text on the command line; of a list, one entry."""
         try:
             if self.option.parse is not None:
                 return self.option.parse(text)
@@ -204,17 +200,15 @@ class Field(NamedTuple):
         return settings | dict(self.option.settings)
 
 
-def fields_of(option_class: type) -> tuple[Field, ...]:
+def fields_of(option_class: type) -> Iterator[Field]:
     """The fields of an option class, in order."""
     hints = get_type_hints(option_class)
-    fields = []
     for field in dataclasses.fields(option_class):
         hint = hints[field.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         kind = functools.reduce(operator.or_, [one for one in kinds if one is not types.NoneType])
         allows_none = types.NoneType in kinds
-        fields.append(Field(field.name, field.default, kind, allows_none, field.metadata["option"]))
-    return tuple(fields)
+        yield Field(field.name, field.default, kind, allows_none, field.metadata["option"])
 
 
 def _text(name: str, value: Any) -> str:
@@ -243,7 +237,7 @@ _KINDS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
 
 
 def _number(text: str, kind: Any) -> Any:
-    """The number in a text; the text if there is none, for the message of the check."""
+    """The number in a text, or else the text, for the message of the check."""
     try:
         return kind(text) if kind in (int, float) else text
     except ValueError:
@@ -262,6 +256,6 @@ def parse_size(text: str) -> int:
 
 
 def parse_escapes(text: str) -> str:
-    """The text of an option with its \\n, \\t, \\r and \\\\ replaced."""
+    """A text with \\n, \\t, \\r and \\\\ replaced."""
     characters = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
     return re.sub(r"\\([ntr\\])", lambda match: characters[match[1]], text)

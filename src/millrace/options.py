@@ -1,4 +1,4 @@
-"""What a sample looks like: the options that the datasets, the core and its twins share."""
+"""The options of samples that the datasets, the core and its twins share."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +18,14 @@ class SampleOptions:
         add_extra_token: Whether a sample has one token more, the last label. Without it the last
             label is missing and masked.
         eod_token: The end-of-document token; `reset_position_ids` and `eod_mask_loss` need it.
-        pad_token: The padding token, which is never trained on: where a label equals it, the loss
-            mask is 0, and it becomes token 0 in tokens and labels. None: every token is trained on.
+        pad_token: The padding token, never trained on: where a label equals it, the loss mask is 0,
+            and it becomes token 0 in tokens and labels. None: every token is trained on.
         reset_position_ids: Whether position ids start again after each EOD.
         eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
         boundaries: What tells documents apart. "eod": the EOD token, wherever it stands, as in
             Megatron-LM. "documents": the parts of the token batch. Then position ids start again
             with each part, the label behind its last token is 0 and masked, and padding is a part
-            of its own, whatever the values of tokens; this replaces the two options before.
+            of its own, whatever the tokens; this replaces the two options before.
 
     Raises:
         ConfigError: An option outside its limits, or one that needs another.
@@ -69,18 +69,15 @@ class SampleOptions:
 def choose_options(
     options: SampleOptions | None, single: tuple[Any, ...], *, has_extra: bool = True
 ) -> SampleOptions:
-    """The options of samples as one object, or made of single ones, in the order of its fields.
+    """The options of samples, as one object or made of single ones in the order of its fields.
 
     `has_extra` is the default of the single `add_extra_token`.
     """
     if options is None:
-        return SampleOptions(**dict(zip(_NAMES, single, strict=True)))
+        return SampleOptions(**dict(zip(SampleOptions.__dataclass_fields__, single, strict=True)))
     if not isinstance(options, SampleOptions):
         raise ConfigError(f"options must be SampleOptions, not {shown(options)}")
     defaults = (None, has_extra, None, None, False, False, "eod")
     if any(value is not default for value, default in zip(single, defaults, strict=True)):
         raise ConfigError("give options, or single options of samples: one of the two")
     return options
-
-
-_NAMES = tuple(SampleOptions.__dataclass_fields__)

@@ -1,7 +1,4 @@
-"""Arrays of arrays, which lie one after the other in one flat array: their starts and places.
-
-A ragged array of rows with 2, 0 and 3 entries has the counts [2, 0, 3] and the starts [0, 2, 2, 5].
-"""
+"""Rows of several lengths, one after the other in a flat array: their starts and places."""
 
 import itertools
 from collections.abc import Iterable
@@ -13,7 +10,7 @@ Numbers = NDArray[np.int64]
 
 
 def starts_of(counts: Iterable[int]) -> Numbers:
-    """The start of each row, and the end of the last one: int64 [n + 1].
+    """The start of each row of these sizes, and the end of the last: int64 [n + 1].
 
     >>> starts_of([2, 0, 3]).tolist()
     [0, 2, 2, 5]
@@ -22,7 +19,7 @@ def starts_of(counts: Iterable[int]) -> Numbers:
 
 
 def spread(counts: Numbers) -> tuple[Numbers, Numbers]:
-    """The row of each entry, and the place of the entry in its row: two arrays int64 [entries].
+    """The row of each entry, and its place in the row: two arrays int64 [entries].
 
     >>> [column.tolist() for column in spread(np.array([2, 0, 3]))]
     [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
@@ -44,7 +41,7 @@ def even_sizes(size: int, num_parts: int) -> Numbers:
 
 
 def equal_runs(numbers: Numbers) -> list[slice]:
-    """The runs of equal numbers, such as the pieces that follow each other in one file.
+    """The runs of equal numbers, such as consecutive pieces in one file.
 
     >>> equal_runs(np.array([4, 4, 7]))
     [slice(0, 2, None), slice(2, 3, None)]

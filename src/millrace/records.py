@@ -1,4 +1,4 @@
-"""Records in JSON files: values that are checked against the annotations of a dataclass.
+"""Records in JSON files, checked against the annotations of a dataclass.
 
     >>> from dataclasses import dataclass
     >>> @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,12 @@ Count = Annotated[int, 0, MAX_INT64]
 
 
 def record_from(kind: type[T], value: Any, name: str = "the record") -> T:
-    """The dataclass of a JSON object; entries that the dataclass does not have are left out.
+    """The dataclass of a JSON object, without entries that the dataclass lacks.
 
     Args:
         kind: The dataclass.
-        value: What `json.loads` has returned.
-        name: What to call the value in a message.
+        value: Result of `json.loads`.
+        name: Name of the value in messages.
 
     Raises:
         ValueError: A missing entry, or a value of another type or outside its limits.
@@ -53,13 +53,12 @@ _PLAIN: dict[Any, str] = {
     float: "a number",
     str: "a text",
     bool: "true or false",
-    type(None): "null",
     Any: "a value",
 }
 
 
 def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
-    """A value in a type; ValueError for another one, with its place."""
+    """A value of a type, or a ValueError with its place."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         (kind,) = (one for one in arguments if one is not type(None))
@@ -99,11 +98,10 @@ def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
 
 @functools.cache
 def _fields(kind: Any) -> list[tuple[str, Any, bool]]:
-    """The name and type of each field of a record, and whether it must be there."""
+    """Name and type of each field, and whether it is needed."""
     types_of_fields = typing.get_type_hints(kind, include_extras=True)
     # A field without a default has MISSING in both places.
     return [
         (field.name, types_of_fields[field.name], field.default is field.default_factory)
         for field in dataclasses.fields(kind)
-        if field.init
     ]

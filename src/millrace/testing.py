@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from millrace.checks import check_int, differences, place_of, shown
 from millrace.errors import ConfigError
 
-_MAX_SHOWN = 80  # characters of a value in a message
-
 
 def assert_resumes(
     make_loader: Callable[[], Any],
@@ -30,38 +28,37 @@ def assert_resumes(
 
     A loader is any iterable of batches with `state_dict()` and `load_state_dict(state)`: a
     `millrace.Loader` over your own dataset, sampler or external batches, or torchdata's
-    `StatefulDataLoader`. It is run once from its beginning, and its state is taken after each step.
+    `StatefulDataLoader`. It runs once from its beginning, and its state is taken after each step.
     Then, for every number of steps k, from 0 to all of them:
 
     - a new loader that loads the state after k steps returns the batches that follow, bit for bit:
       the same names, dtypes, shapes and values, and the same end;
     - copies of the state by JSON, pickle and `copy.deepcopy` work as well as the state itself;
     - the state does not change while its loader goes on, and taking it changes no batch;
-    - no batch changes after it was returned, as one in a buffer that is used again would;
-    - a run that stops after every single step, so that each state comes from a loader that was
-      itself resumed, returns the same batches;
-    - `loader.batch(k)`, if the loader has such a method and starts at sample 0, returns the batch
-      of step k and leaves the position where it is.
+    - no returned batch changes, as one in a buffer that is used again would;
+    - a run that stops after every step, so that each state comes from a resumed loader, returns
+      the same batches;
+    - `loader.batch(k)`, if the loader has that method and starts at sample 0, returns the batch of
+      step k and leaves the position where it is.
 
-    Two copies of the run's batches are kept in memory, and the time is quadratic in the number of
-    steps: pass a short loader, or limits. Batches may be arrays, tensors, numbers, strings, and
-    lists, tuples and dicts of these.
+    Memory holds two copies of the run's batches, and the time is quadratic in the number of steps:
+    pass a short loader, or limits. Batches may be arrays, tensors, numbers, strings, and lists,
+    tuples and dicts of these.
 
     Args:
         make_loader: Function that returns a new loader, which starts at its beginning.
         max_steps: Number of steps to check; None: all. Needed for a loader without an end.
-        steps_after_resume: Number of steps that each resumed loader runs; None: to the end.
-        through_json: Whether a state must be plain values that survive JSON. Pass False for states
-            with tensors, which are then copied by pickle.
+        steps_after_resume: Number of steps of each resumed loader; None: to the end.
+        through_json: Whether a state must survive JSON. Pass False for states with tensors, which
+            are then copied by pickle.
 
     Returns:
         The number of steps of the run.
 
     Raises:
-        AssertionError: The loader does not resume exactly; the message gives the step, counted from
-            0, and the first difference.
-        ConfigError: `make_loader` does not return a new loader at each call, or the loader returns
-            no batch.
+        AssertionError: The loader does not resume exactly; the message gives the step, from 0, and
+            the first difference.
+        ConfigError: `make_loader` does not return a new loader each time, or it has no batch.
 
     Example:
         >>> import numpy as np
@@ -103,7 +100,7 @@ class _Runs:
         self._last: Any = None
 
     def first(self, max_steps: int | None) -> tuple[list[Any], list[Any]]:
-        """The batches of a whole run, and the states before each of them and at the end."""
+        """The batches of a run, and the states before each of them and at the end."""
         with self._new() as loader:
             states = [loader.state_dict()]
             copies = [copy.deepcopy(states[0])]
@@ -131,7 +128,7 @@ class _Runs:
     def check(
         self, state: Any, batches: list[Any], reaches_end: bool, name: str, first_step: int = 0
     ) -> None:
-        """Checks that a new loader, with a state if there is one, returns these batches."""
+        """Checks that a new loader, with a state or without, returns these batches."""
         with self._new(state, name) as loader:
             iterator = iter(loader)
             for step, expected in enumerate(batches, first_step):
@@ -141,7 +138,6 @@ class _Runs:
                 raise AssertionError(f"{name} goes on after step {last}, the last of the run")
 
     def check_chain(self, batches: list[Any], state: Any) -> None:
-        """Checks a run that stops and resumes after every step."""
         name = "a run that stops and resumes after every step"
         for step, expected in enumerate(batches):
             with self._new(state, name) as loader:
@@ -149,7 +145,6 @@ class _Runs:
                 state = self._copy(loader.state_dict(), step + 1)
 
     def check_batch_method(self, batches: list[Any], state: Any) -> None:
-        """Checks `loader.batch(step)`, of loaders that have it and start at sample 0."""
         for step, expected in enumerate(batches):
             with self._new() as loader:
                 has_method = callable(getattr(loader, "batch", None))
@@ -163,7 +158,7 @@ class _Runs:
 
     @contextlib.contextmanager
     def _new(self, state: Any = None, name: str = "") -> Iterator[Any]:
-        """A new loader, with a state if there is one, which is closed if it can be."""
+        """A new loader, with a state or without, which is closed if it can be."""
         loader = self._make_loader()
         methods = ("__iter__", "state_dict", "load_state_dict")
         if missing := [one for one in methods if not callable(getattr(loader, one, None))]:
@@ -177,7 +172,7 @@ class _Runs:
                 stack.callback(close)
             if state is not None:
                 try:
-                    loader.load_state_dict(copy.deepcopy(state))  # it may keep it and change it
+                    loader.load_state_dict(copy.deepcopy(state))  # it may keep and change it
                 except Exception as error:
                     text = f"{name} refuses its state {shown(state)}: {error}"
                     raise AssertionError(text) from error
@@ -213,14 +208,14 @@ def _check_next(iterator: Iterator[Any], expected: Any, step: int, name: str) ->
 
 
 class _Array:
-    """A private copy of an array or a tensor, with the name of its dtype."""
+    """A copy of an array or a tensor, with the name of its dtype."""
 
     def __init__(self, value: Any) -> None:
         self.dtype = str(value.dtype) if hasattr(value, "dtype") else type(value).__name__
         if hasattr(value, "detach"):  # a tensor of torch, perhaps on a device
             value = value.detach().cpu()
             if "bfloat16" in self.dtype or "float8" in self.dtype:
-                value = value.float()  # NumPy has no such dtype; every value is a float32
+                value = value.float()  # NumPy lacks the dtype; every value is a float32
         self.values: NDArray[Any] = np.asarray(value).copy()
 
     def __repr__(self) -> str:
@@ -231,7 +226,7 @@ class _Array:
         return repr(self) == repr(other) and self.first_unlike(other) is None
 
     def first_unlike(self, other: Any) -> tuple[int, ...] | None:
-        """The first place where two arrays of one dtype and shape differ; None: they are equal."""
+        """The first place where two arrays of one dtype and shape differ; None: nowhere."""
         kind, shape = f"V{self.values.itemsize}", self.values.shape
         one, two = (np.ascontiguousarray(array.values).reshape(-1) for array in (self, other))
         is_other = one.view(kind) != two.view(kind)
@@ -239,7 +234,7 @@ class _Array:
 
 
 def _frozen(value: Any) -> Any:
-    """A deep copy of dicts, lists and arrays, which the loader cannot change any more."""
+    """A deep copy, which the loader cannot change."""
     if isinstance(value, _Array):
         return value
     if isinstance(value, Mapping):
@@ -253,7 +248,6 @@ def _frozen(value: Any) -> Any:
 
 
 def _assert_equal(expected: Any, actual: Any, place: str, what: str, remedy: str = "") -> None:
-    """An AssertionError of the first difference of two values, if there is one."""
     frozen = _frozen(expected), _frozen(actual)
     for path, one, other in differences(*frozen, _is_equal, (place,)):
         where = place_of(path)
@@ -261,7 +255,7 @@ def _assert_equal(expected: Any, actual: Any, place: str, what: str, remedy: str
             at = one.first_unlike(other) or ()
             where += str([*map(int, at)]) if at else ""
             one, other = one.values[at].tolist(), other.values[at].tolist()
-        first, now = (shown(value, _MAX_SHOWN) for value in (one, other))
+        first, now = (shown(value, 80) for value in (one, other))
         raise AssertionError(f"{what}: {where} is {first} in the first run, {now} now{remedy}")
 
 

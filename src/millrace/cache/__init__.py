@@ -1,4 +1,1 @@
-"""Arrays of an order in a folder.
-
-`arrays` keeps millrace's own sets, `megatron` reads and writes Megatron-LM's cache files.
-"""
+"""Cached arrays of an order: `arrays` has millrace's sets, `megatron` Megatron-LM's files."""

@@ -1,9 +1,9 @@
 """Sets of arrays in a folder: published together, built once, mapped by all processes.
 
 A set `NAME` is a file `NAME.json`, which describes the arrays and what they were built from, and a
-plain `NAME-ARRAY.npy` for each array. The JSON file is written last: a set without it, or with that
-of another key, is not used. `NAME.lock` is held while the set is built. Without locks, several
-processes may build one set at once, each in its own temporary files. The bytes are equal, so a
+`NAME-ARRAY.npy` for each array. The JSON file is written last: a set without it, or with that of
+another key, is not used. `NAME.lock` is held while the set is built. Without locks, several
+processes may build a set at once, each in its own temporary files. The bytes are equal, so that a
 reader finds a whole set or none, whatever the order of the renames.
 """
 
@@ -30,15 +30,15 @@ T = TypeVar("T")
 JSON = ".json"
 LOCK = ".lock"
 
-_END = 4096  # bytes at each end of an array's file that are compared when it is mapped
+_END = 4096  # bytes at each end of a file that are compared when it is mapped
 _SEAL_SIZE = len('{"xxh3": "0123456789abcdef", ')
 
 NO_RECORD = (OSError, ValueError, KeyError, TypeError, AttributeError)
-"""What reading a record raises if it is missing, damaged or another program's."""
+"""What reading a missing or damaged record, or another program's, raises."""
 
 
 def fingerprint(key: Any) -> str:
-    """A name for plain JSON values: 32 hexadecimal digits."""
+    """32 hexadecimal digits that name plain JSON values."""
     text = json.dumps([RULES_VERSION, key], sort_keys=True)
     return files.blake2b(text.encode()).hexdigest()
 
@@ -49,7 +49,7 @@ def seal(record: Mapping[str, Any]) -> bytes:
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """The record in a text that `seal` made; ValueError for a damaged text, or another one."""
+    """The record in a text of `seal`; ValueError for a damaged text, or another one."""
     rest = text[_SEAL_SIZE:]
     if text != _sealed(rest):
         raise ValueError("not a record, or a damaged one")
@@ -71,12 +71,12 @@ class ArrayWriter:
         file.truncate(self._offset + self._row_size * shape[0])
 
     def write(self, first_row: int, rows: NDArray[Any]) -> None:
-        """Writes rows from `first_row` on; their dtype is converted to the array's."""
+        """Writes rows from `first_row` on, converted to the array's dtype."""
         if rows.shape[1:] != self.shape[1:] or not 0 <= first_row <= self.shape[0] - len(rows):
             raise ValueError(f"rows {rows.shape} from row {first_row} on do not fit {self.shape}")
         data = memoryview(np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8).data)
         at = self._offset + first_row * self._row_size
-        while len(data) > 0:  # one call writes 2 GiB at most
+        while data:  # one call writes 2 GiB at most
             count = os.pwrite(self._file.fileno(), data, at)
             data, at = data[count:], at + count
 
@@ -87,8 +87,8 @@ class ArrayRecord:
 
     Attributes:
         xxh3: XXH3-64 of its file, as hexadecimal digits.
-        ends: XXH3-64 of the file's first and last 4 KiB, checked when the array is mapped. It
-            detects a file swapped with another of the same dtype and shape.
+        ends: XXH3-64 of the file's first and last 4 KiB, checked when the array is mapped: it
+            tells apart files of one dtype and shape.
     """
 
     dtype: str
@@ -99,7 +99,7 @@ class ArrayRecord:
 
 @dataclass(frozen=True)
 class ArraySet:
-    """A published set, and what it was built from. Each array is mapped at its first use."""
+    """A published set, and what it was built from. Its arrays are mapped at their first use."""
 
     folder: str
     name: str
@@ -124,7 +124,7 @@ class ArraySet:
         return array_path(self.folder, self.name, array)
 
     def damage(self, *, contents: bool = False) -> list[str]:
-        """What is wrong with the sizes, headers and ends of the files, or all contents."""
+        """What is wrong with the files' sizes, headers and ends, or all contents."""
         problems = []
         for array, record in self.arrays.items():
             try:
@@ -141,7 +141,7 @@ def array_path(folder: str, name: str, array: str) -> str:
 
 
 def read_record(path: str) -> dict[str, Any] | None:
-    """The record in a file; None if there is none, or the file is another program's."""
+    """The record in a file; None for a missing file, or another program's."""
     try:
         with open(path, "rb") as file:
             return unseal(file.read())
@@ -152,16 +152,16 @@ def read_record(path: str) -> dict[str, Any] | None:
 
 
 def read_as(path: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
-    """What `parse` makes of a record of this version; None where there is none that it takes."""
+    """What `parse` makes of a record of this version; None if there is none that it takes."""
     record = read_record(path)
     try:
         return None if record is None or record["logic"] != RULES_VERSION else parse(record)
     except NO_RECORD:
-        return None  # damaged, or another program's
+        return None
 
 
 def load(folder: str, name: str) -> ArraySet | None:
-    """The set of that name; None if there is none, or it has another version."""
+    """The set of that name; None if there is none of this version."""
 
     def parse(record: dict[str, Any]) -> ArraySet:
         entries = record["arrays"].items()
@@ -179,14 +179,14 @@ def load_or_build(
 ) -> tuple[ArraySet, bool]:
     """The set of that name, and whether it was built here as it was missing or did not fit.
 
-    Of several processes that need it one builds it, and the others wait; if it dies, another does.
+    Of several processes one builds it, and the others wait; if that one dies, another builds it.
 
     Args:
-        key: What the arrays are a function of: plain JSON values, compared with the record.
-        limit: Seconds to wait for another process that builds it; None: no limit.
+        key: What decides the arrays: plain JSON values, compared with the record.
+        limit: Seconds to wait for another process; None: no limit.
 
     Raises:
-        BlockingIOError: Another process still builds it when the limit is over.
+        BlockingIOError: Another process still builds it after the limit.
         OSError: It must be built, and the folder cannot be written.
     """
     if (array_set := usable(folder, name, key, layout)) is not None:
@@ -201,7 +201,7 @@ def load_or_build(
 
 
 def usable(folder: str, name: str, key: Any, layout: Layout) -> ArraySet | None:
-    """The set of that name, if it was built from that key, has these arrays and no damage."""
+    """The set of that name, if it has that key, these arrays and no damage."""
     array_set = load(folder, name)
     if array_set is None or array_set.key != key or array_set.damage():
         return None
@@ -209,11 +209,12 @@ def usable(folder: str, name: str, key: Any, layout: Layout) -> ArraySet | None:
 
 
 def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> ArraySet:
-    """Writes all arrays, then flushes and renames each of them, then writes the record."""
     records = {}
     with contextlib.ExitStack() as stack:
-        paths = {array: array_path(folder, name, array) for array in layout}
-        out = {array: stack.enter_context(files.atomic_file(paths[array])) for array in layout}
+        out = {
+            array: stack.enter_context(files.atomic_file(array_path(folder, name, array)))
+            for array in layout
+        }
         build({array: ArrayWriter(out[array], *form) for array, form in layout.items()})
         for array, (dtype, shape) in layout.items():
             with open(out[array].name, "rb") as file:

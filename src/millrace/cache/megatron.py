@@ -11,9 +11,9 @@ stem, `{md5}-{class}-{split}`:
     {stem}-dataset_index.npy           int16               a blend, with a description, too
     {stem}-dataset_sample_index.npy    int64
 
-The bytes are Megatron-LM's. Each file appears whole or not at all, the description last. A set is
-used only if it fits its dataset: the MD5 does not cover the extra token, a kept partial sample and
-the tokens, which decide the indices, too.
+The bytes are Megatron-LM's. Each file is written atomically, the description last. A set is used
+only if it fits its dataset: the MD5 does not cover the extra token, a kept partial sample and the
+tokens, which also decide the indices.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ BLEND_ARRAYS = BlendIndices._fields
 
 Arrays = dict[str, NDArray[Any]]
 Check = Callable[[Arrays], None]
-"""Raises DataError for arrays that do not fit."""
+"""Function that raises DataError for arrays that do not fit."""
 
 _UNUSABLE = (FileNotFoundError, NotADirectoryError, DataError)
-# NumPy reads a header by ast.literal_eval, which on Python 3.11 fails in two threads at once (with
-# "AST constructor recursion depth mismatch").
+# NumPy reads a header by ast.literal_eval, which Python 3.11 cannot do in two threads at once ("AST
+# constructor recursion depth mismatch").
 _ONE_HEADER_AT_A_TIME = threading.Lock()
 _ENDS = slice(None, 4096), slice(-4096, None)  # of an index: a few pages, whatever its size
 
@@ -55,9 +55,9 @@ def describe(identifiers: Mapping[str, Any]) -> tuple[str, str]:
     """The description text, and its MD5 in hexadecimal digits.
 
     Args:
-        identifiers: What identifies a dataset or blend, with Megatron-LM's names and in its order,
-            on which the MD5 depends. A value that is not JSON is described by its attribute
-            `unique_identifiers`, as a tokenizer is.
+        identifiers: What identifies a dataset or blend, by Megatron-LM's names and in its order,
+            on which the MD5 depends. A value that is not JSON, such as a tokenizer, is described by
+            its `unique_identifiers`.
     """
     import hashlib  # 4 ms that `import millrace` does without
 
@@ -67,7 +67,7 @@ def describe(identifiers: Mapping[str, Any]) -> tuple[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSet:
-    """One set of files: GPT_ARRAYS or BLEND_ARRAYS, and their description. The folder may lack."""
+    """Files of GPT_ARRAYS or BLEND_ARRAYS, and their description. The folder may lack."""
 
     folder: str
     stem: str
@@ -78,7 +78,7 @@ class CacheSet:
     def of(
         cls, folder: str, identifiers: Mapping[str, Any], split: str, arrays: tuple[str, ...]
     ) -> CacheSet:
-        """The set of what `describe` identifies, in a split: "train", "valid" or "test"."""
+        """The set of a dataset or blend in a split: "train", "valid" or "test"."""
         text, digest = describe(identifiers)
         stem = f"{digest}-{identifiers['class']}-{split}"
         return cls(folder=folder, stem=stem, description=text, arrays=arrays)
@@ -92,8 +92,8 @@ class CacheSet:
 def load(files: CacheSet, check: Check) -> Arrays:
     """The arrays of a set, mapped and read-only.
 
-    FileNotFoundError if one is missing; DataError if one is truncated, not an array, or another
-    dataset's, which `check` finds.
+    FileNotFoundError if one is missing; DataError if one is truncated, not an array, or not this
+    dataset's, by `check`.
     """
     with open(files.path("description"), encoding="utf-8", errors="replace") as file:
         if file.read() != files.description:
@@ -123,7 +123,7 @@ def load_array(path: str) -> NDArray[Any]:
     except (ValueError, LookupError, EOFError, AttributeError, SyntaxError) as error:
         raise DataError(f"{path} is not an array of numbers, or is truncated: {error}") from None
     array = np.ndarray(shape, dtype, content, offset, order="F" if is_fortran else "C")
-    # As `np.load` returns it, but without a descriptor that stays open.
+    # As `np.load` returns it, but no descriptor stays open.
     mapped: NDArray[Any] = array.view(np.memmap)
     vars(mapped).update(filename=absolute_path(path), offset=offset, mode="r")
     return mapped
@@ -132,14 +132,15 @@ def load_array(path: str) -> NDArray[Any]:
 def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
     """Writes a set, each file atomically and the description last: a set without it is not used."""
     os.makedirs(files.folder, exist_ok=True)
+    description = files.path("description")
     # An old description must not stand beside new arrays, not even after a power cut.
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(files.path("description"))
-        fsync_folder(files.path("description"))
+        os.unlink(description)
+        fsync_folder(description)
     for name in files.arrays:
         with atomic_file(files.path(name)) as file:
             np.save(file, arrays[name], allow_pickle=False)
-    with atomic_file(files.path("description")) as file:
+    with atomic_file(description) as file:
         file.write(files.description.encode())
 
 
@@ -152,9 +153,8 @@ def load_or_build(
 ) -> tuple[Arrays, bool]:
     """The arrays of a set, and whether they were built here as it was missing or did not fit.
 
-    Of several processes one builds, and the others wait for it; on a file system without locks,
-    several build the same. The argument of `build` says why a present set does not fit. For the
-    errors, see `arrays.load_or_build`.
+    Of several processes one builds, and the others wait; without locks, several build the same. The
+    argument of `build` says why a present set does not fit. Errors: see `arrays.load_or_build`.
     """
     with contextlib.suppress(*_UNUSABLE):
         return load(files, check), False
@@ -168,7 +168,7 @@ def load_or_build(
             save(files, built)
     try:
         return load(files, check), True
-    except _UNUSABLE:  # without locks, another process may be replacing them at this moment
+    except _UNUSABLE:  # without locks, another process may be replacing them
         check(built)
         return built, True
 
@@ -176,8 +176,7 @@ def load_or_build(
 def check_gpt_forms(
     arrays: Arrays, num_entries: int | None = None, num_samples: int | None = None
 ) -> None:
-    """Checks dtypes and shapes of a GPT dataset's arrays, and the very last row; without numbers,
-    those of the arrays themselves."""
+    """Checks dtypes, shapes and last row of a GPT dataset's arrays. None: the arrays' number."""
     documents, samples, shuffle = (arrays[name] for name in GPT_ARRAYS)
     entries = documents.size if num_entries is None else num_entries
     size = shuffle.size if num_samples is None else num_samples
@@ -191,8 +190,10 @@ def check_gpt_forms(
 def check_gpt_arrays(
     arrays: Arrays, plan: GPTPlan, num_sequences: int, sequence_lengths: NDArray[np.int32]
 ) -> None:
-    """Checks arrays of a GPT dataset with so many sequences in an epoch, by dtypes, shapes, rows at
-    both ends, and the very last row; DataError if they belong to other data or options."""
+    """Checks dtypes, shapes, rows at both ends and the last row of a GPT dataset's arrays.
+
+    DataError if they belong to other data or options. An epoch has `num_sequences` sequences.
+    """
     num_entries = plan.num_epochs * num_sequences
     check_gpt_forms(arrays, num_entries, plan.num_samples)
     if num_entries == 0:
@@ -207,8 +208,7 @@ def check_gpt_arrays(
 
 
 def check_blend_arrays(arrays: Arrays, size: int, num_datasets: int) -> None:
-    """Checks arrays of a blend: dtypes, shapes, and entries at both ends; DataError if they belong
-    to another blend."""
+    """Checks dtypes, shapes and entries at both ends; DataError for the arrays of another blend."""
     numbers, in_dataset = (arrays[name] for name in BLEND_ARRAYS)
     _check_form("dataset_index", numbers, np.int16, (size,))
     _check_form("dataset_sample_index", in_dataset, np.int64, (size,))
@@ -230,7 +230,7 @@ def _check_below(name: str, values: NDArray[Any], limit: int) -> None:
 def _check_rows(
     documents: NDArray[Any], rows: NDArray[Any], lengths: NDArray[np.int32], add_extra_token: bool
 ) -> None:
-    places, offsets = rows[:, 0], rows[:, 1]
+    places, offsets = rows.T
     _check_below("sample_index", places, len(documents))
     sequences = documents[places]
     _check_below("document_index", sequences, len(lengths))
@@ -242,14 +242,14 @@ def _check_rows(
 
 
 def _last_row(documents: NDArray[Any], lengths: NDArray[Any], plan: GPTPlan) -> tuple[int, int]:
-    """Where the last sample ends, found by counting tokens from the end."""
+    """Where the last sample ends, by counting tokens from the end."""
     if plan.num_samples == 0:
         return 0, 0
     extra = int(plan.add_extra_token)
     behind = plan.num_epochs * plan.num_tokens_per_epoch
     behind -= plan.num_samples * plan.sequence_length + extra
     passed = 0
-    for place in range(len(documents) - 1, -1, -1):
+    for place in reversed(range(len(documents))):
         length = int(lengths[documents[place]])
         if behind < 0 and length >= extra:  # a partial sample, up to the last token there is
             return place, length - extra

@@ -11,15 +11,14 @@ _MOST_TOKENS = 200  # more of them are put into a few texts
 def edge_cases(added_tokens: Sequence[str] = ()) -> list[str]:
     """The texts; tokens that are matched as a whole are put into several surroundings."""
     groups = _whitespace(), _contractions(), _words(), _characters(), _long_runs()
-    of_tokens = _around_tokens(added_tokens), _random_texts(added_tokens)
-    return list(itertools.chain(*groups, *of_tokens))
+    return [*itertools.chain(*groups), *_around_tokens(added_tokens), *_random_texts(added_tokens)]
 
 
 _SPACES = " \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680" + "".join(map(chr, range(0x2000, 0x200B)))
 _SPACES += "\u2028\u2029\u202f\u205f\u3000"
 # Characters that look like white space, or stand for it in vocabularies.
 _NOT_SPACES = "\u180e\u200b\u200c\u200d\u200e\u200f\u2060\ufeff\u00ad\u2581\u0120\u010a\u2800\u3164"
-# Characters with a case, a form or a class of their own, and sequences that are one character.
+# Characters of unusual case, form or class, and sequences that are one character.
 _SPECIAL = [
     *"ſK\u212aßẞİıςΣσǅǆŉΐﬁﷺⓐⅷªʰ\u16eeàéЯاקिक्ष각\u1100\u1161漢中ｶﾞ々𐐀𝐀𝟘²½①〇٣\u0345\u0301\u0323\u0344\u3099\u0e33",
     *"\u20dd\ufe0f\u200d…—’“«。、！「￥€\u2126\u0958\ufffd\uffff\ufdd0\ue000\u0378\u202e\ufff9\U0010ffff",
@@ -42,7 +41,7 @@ _WORDS = (
 
 
 def _whitespace() -> Iterator[str]:
-    """Runs of white space, which patterns end before the last one, and what counts as white."""
+    """Runs of white space, which patterns end before the last one, and what counts as such."""
     yield ""
     templates = (
         "{0}", "a{0}", "{0}a", "a{0}{0}b", "a{0}{0}{0}b", "a {0} b", "{0}\n", "\n{0}", "a {0}",
@@ -61,7 +60,7 @@ def _whitespace() -> Iterator[str]:
 
 
 def _contractions() -> Iterator[str]:
-    """Apostrophes of every kind before endings, of which some patterns ignore the case."""
+    """Apostrophes of every kind before endings, whose case some patterns ignore."""
     endings = "s t re ve m ll d S T RE VE M LL D Ll rE ſ LLs dd st ve1 K \u212a x".split(" ")
     templates = "it{0}{1}|IT{0}{1} is|it {0}{1}|{0}{1}x| {0}{1}|é{0}{1}|1{0}{1}!|_{0}{1}".split("|")
     for mark, ending in itertools.product("'\u2019\u2018\u02bc\uff07`\u00b4", ["", *endings]):
@@ -79,10 +78,10 @@ def _words() -> Iterator[str]:
 
 
 def _characters() -> Iterator[str]:
-    """Characters of every class and block: classes such as letters differ by version of Unicode."""
+    """Characters of every class and block, which differ by version of Unicode."""
     for character in _CHARACTERS:
         text = f"{character} a{character}b{character * 2} {character}1\n{character}!{character}\n\n"
-        # Libraries differ on which characters are white space: U+180E was, in older versions.
+        # Libraries differ on what is white space: U+180E was, in older versions.
         yield f"{text}a  {character}b{character}'s '{character}s"
     yield from ("".join(_SPECIAL), " ".join(_SPECIAL), "\ufeffa", "a\ufeffb", "a\x00b", "\x00")
     for form in ("NFC", "NFD", "NFKC", "NFKD"):
@@ -90,7 +89,7 @@ def _characters() -> Iterator[str]:
 
 
 def _long_runs() -> Iterator[str]:
-    """Long words and runs, at which caches of words and limits of regular expressions end."""
+    """Words and runs beyond the caches of words and the limits of regular expressions."""
     for unit in (*"aA1!é中😀\u0301\xa0=_\x00", "ab", "a1", "a!", "ab ", " \n", "\r\n"):
         yield from (unit * 97, unit * 1021, f"a{unit * 1500}a {unit * 300}\n")
     yield "x" * 5000

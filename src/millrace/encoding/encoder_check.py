@@ -1,6 +1,5 @@
 """Whether an encoder gives the ids of the library that defines the vocabulary."""
 
-import itertools
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -10,17 +9,17 @@ from numpy.typing import NDArray
 
 from millrace.checks import shown
 from millrace.encoding.edge_cases import edge_cases
-from millrace.encoding.flat_ids import EncodeBatch
-from millrace.encoding.vocabulary import Options, Vocabulary, must_pass
+from millrace.encoding.flat_ids import EncodeBatch, split_ids
+from millrace.encoding.vocabulary import MUST_PASS, Options, Vocabulary
 from millrace.errors import ConfigError, TextError
 
-_BATCH = 256  # texts that are compared at a time: the reference takes 20 kB of memory for each
+_BATCH = 256  # texts compared at a time: the reference takes 20 kB of memory for each
 _NUM_TOKENS_AS_TEXTS = 3000
 
-Result = tuple[str, NDArray[np.uint32] | str]  # a text, and its ids or the error that it raises
+Result = tuple[str, NDArray[np.uint32] | str]  # a text, and its ids or error
 _VERDICTS: dict[tuple[str, Options, str], str | None] = {}
-"""How the first built-in text differs, or None, by file, options and encoder: a second job of this
-process need not compare 14,000 texts again."""
+"""How the first built-in text differs, or None, by file, options and encoder: a second job of a
+process need not compare the 14,000 texts."""
 
 
 def choose_encoder(
@@ -30,7 +29,7 @@ def choose_encoder(
     built-in texts and `texts`, over which a thread iterates.
 
     Returns:
-        Its name, the encoder, and "". If it does not agree: the reference, and the reason.
+        The encoder's name, the encoder, and ""; or the reference, and why it is used instead.
     """
     reference = vocabulary.reference_name
     candidate = vocabulary.encoder_names[0] if name == "auto" else name
@@ -39,7 +38,7 @@ def choose_encoder(
     key = vocabulary.file_sha256, vocabulary.options, candidate
     batches = [] if key in _VERDICTS else _built_in_batches(vocabulary)
     with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as other_thread:
-        # The reference encodes while the candidate is loaded, which takes about as long. So do the
+        # While the candidate is loaded: the reference's results, which take about as long, and the
         # fingerprints, which every job needs.
         *of_built_in, of_texts = [
             thread.submit(results_of, vocabulary.encode_batch, batch) for batch in (*batches, texts)
@@ -66,9 +65,10 @@ def _built_in_batches(vocabulary: Vocabulary) -> list[list[str]]:
     for number in range(0, vocabulary.size, max(1, vocabulary.size // _NUM_TOKENS_AS_TEXTS)):
         try:
             texts.append(vocabulary.decode([number]))
-        except BaseException as error:  # ids may have gaps
-            if must_pass(error):
-                raise
+        except MUST_PASS:
+            raise
+        except BaseException:
+            pass  # ids may have gaps
     rows = [texts[start : start + 20] for start in range(0, len(texts), 20)]
     cases = [*edge_cases(vocabulary.added_tokens()), *texts]
     cases += [*map("".join, rows), *map(" ".join, rows)]
@@ -81,7 +81,7 @@ def _first_difference(encode: EncodeBatch, expected: Iterable[Future[Any]]) -> s
 
 
 def difference(encode: EncodeBatch, expected: list[Result]) -> str | None:
-    """How an encoder differs from the results of the reference: on the first such text, or None."""
+    """How an encoder differs from the reference's results on the first such text, or None."""
     results = results_of(encode, [text for text, _ in expected])
     for (text, ids), (_, reference_ids) in zip(results, expected, strict=True):
         if isinstance(reference_ids, str):
@@ -105,14 +105,12 @@ def results_of(encode: EncodeBatch, batch: Iterable[str]) -> list[Result]:
     texts = list(batch)
     try:
         ids, lengths = encode(texts)
-        bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        if len(lengths) != len(texts) or bounds[-1] != len(ids):
+        if len(lengths) != len(texts) or lengths.sum() != len(ids):
             raise TextError(f"it returned {len(lengths)} lengths for {len(texts)} texts")
-        parts = (ids[start:stop] for start, stop in itertools.pairwise(bounds))
-        return list(zip(texts, parts, strict=True))
+        return list(zip(texts, split_ids(ids, lengths), strict=True))
+    except MUST_PASS:
+        raise
     except BaseException as error:
-        if must_pass(error):
-            raise
         if len(texts) == 1:
             return [(texts[0], f"{error}" or type(error).__name__)]
     return [result for text in texts for result in results_of(encode, [text])]

@@ -11,8 +11,8 @@ FlatIds = tuple[NDArray[np.uint32], NDArray[np.int64]]
 """The ids of several texts in one array, and the number of ids of each text."""
 
 EncodeBatch = Callable[[list[str]], FlatIds]
-"""A function from texts to the ids of all of them, and the number of ids of each. It runs on the
-threads that the environment of its library allows, which the workers of a job set to one."""
+"""A function from texts to their flat ids. It runs on the threads that the environment of its
+library allows; the workers of a job set one."""
 
 
 def flat_ids(lists: Sequence[Sequence[int]]) -> FlatIds:
@@ -33,6 +33,11 @@ def starts_and_ends(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDAr
     return ends - lengths, ends
 
 
+def split_ids(ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> list[NDArray[np.uint32]]:
+    """The ids of each text."""
+    return [ids[start:end] for start, end in zip(*starts_and_ends(lengths), strict=True)]
+
+
 def with_tokens(
     ids: NDArray[np.uint32],
     starts: NDArray[np.int64],
@@ -47,6 +52,6 @@ def with_tokens(
     ids = ids.astype(dtype, copy=False)
     if not columns:
         return ids
-    # Where runs meet, a last token comes before the next first one: `insert` keeps their order.
-    places = np.stack([places for places, _ in columns], axis=1).ravel()
-    return np.insert(ids, places, [token for _, token in columns] * len(starts))
+    places, tokens = zip(*columns, strict=True)
+    # Where runs meet, a last token comes before the next first one: `insert` keeps this order.
+    return np.insert(ids, np.stack(places, axis=1).ravel(), tokens * len(starts))

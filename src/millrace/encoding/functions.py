@@ -37,9 +37,6 @@ class FunctionVocabulary(Vocabulary):
     def fingerprint(self) -> str:
         return sha256(f"function {self.name} {self.size}".encode())
 
-    def id_of(self, token: str) -> int | None:
-        return self.eod if token == "eod" else None
-
     def special_tokens(self) -> dict[str, int]:
         return {} if self.eod is None else {"eod": self.eod}
 
@@ -67,11 +64,9 @@ class _UnseenError(Exception): ...
 def code_of(function: Callable[..., Any]) -> str | None:
     """A hash of a function's code and of what it refers to; None if it cannot be seen.
 
-    Seen are its byte code, constants, defaults and attributes; plain values, containers of them and
-    regular expressions in its closure and among the globals that it names; functions of its own
-    package, in the same way; versions of Python and of other packages that it names. It cannot be
-    seen if it names another object, such as a callable instance or a class of its own package. Not
-    looked at: what is imported while it runs, globals named in texts, and files.
+    Beside what `Tokenizer.from_function` lists, its attributes, containers of plain values and the
+    version of Python are seen. It cannot be seen if it names another object, such as a callable
+    instance or a class of its own package. Globals named in texts are not looked at.
     """
     package = _package(function)
     try:
@@ -82,7 +77,7 @@ def code_of(function: Callable[..., Any]) -> str | None:
 
 
 def _parts(value: Any, package: str, seen: dict[int, int]) -> Iterator[str]:
-    """Texts that tell one value from another; `seen` numbers functions by their ids."""
+    """Texts that tell values apart; `seen` numbers functions by their ids."""
     # An instance of a plain type's subclass may have methods of the package.
     if isinstance(value, _PLAIN) and (type(value) in _PLAIN or _package(value) != package):
         yield f"{type(value).__name__} {value!r}"
@@ -124,7 +119,7 @@ def _parts(value: Any, package: str, seen: dict[int, int]) -> Iterator[str]:
 
 
 def _globals_of(code: CodeType) -> Iterator[str]:
-    """The names that code, and the code inside it, looks up in its module."""
+    """The names that code and the code in it look up in the module."""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             yield instruction.argval

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import os
@@ -12,7 +11,7 @@ from typing import Any
 
 from millrace.deferred import cached_property
 from millrace.encoding.flat_ids import EncodeBatch, FlatIds, flat_ids
-from millrace.encoding.vocabulary import Options, Vocabulary, must_pass, package, read_file, sha256
+from millrace.encoding.vocabulary import MUST_PASS, Options, Vocabulary, package, read_file, sha256
 from millrace.errors import TextError
 
 
@@ -44,9 +43,9 @@ class JsonVocabulary(Vocabulary):
             vocabulary = cls(content.decode(), options, sha256(content), **tokens)
             _ = vocabulary.library  # fails here if the file is damaged
             dropout = json.loads(vocabulary.content)["model"].get("dropout")
+        except (*MUST_PASS, TextError):
+            raise
         except BaseException as error:  # such as panics of Rust
-            if must_pass(error) or isinstance(error, TextError):
-                raise
             raise TextError(f"{path} is not a tokenizer file ({error}). Save it again") from None
         if dropout:
             raise TextError(f'{path} has a dropout of {dropout}: set "dropout" to null in a copy')
@@ -101,15 +100,15 @@ class JsonVocabulary(Vocabulary):
 
 
 def _whole(tokenizer: Any) -> Any:
-    """The tokenizer without the settings that its file has for models."""
+    """The tokenizer without its file's settings for models."""
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
 def load_folder(folder: str, path: str, options: Options) -> JsonVocabulary:
-    """The tokenizer of a folder of transformers, which that package makes if the tokenizer.json, at
-    `path`, lacks a token that another file of the folder names."""
+    """The tokenizer of a folder of transformers, which that package makes if the tokenizer.json at
+    `path` lacks a token that other files name."""
     settings, named = _read_object(folder, "tokenizer_config.json"), []
     if "added_tokens_decoder" not in settings:  # only then transformers reads the older files
         settings.update(_read_object(folder, "special_tokens_map.json"))
@@ -136,7 +135,7 @@ def _read_object(folder: str, name: str) -> dict[str, Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The tokens of a folder in a value: texts, and objects with "content", or lists of them."""
+    """The tokens in a value: texts, objects with "content", or lists of them."""
     if isinstance(value, dict):
         value = value.get("content", [*value.values()])
     if isinstance(value, list):
@@ -146,9 +145,9 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _made_by_transformers(folder: str, token: str) -> bytes:
-    """The tokenizer.json of a folder, with the tokens that its own lacks, such as `token`."""
+    """A folder's tokenizer.json, with the tokens that its own lacks, such as `token`."""
     try:
-        transformers = importlib.import_module("transformers")
+        transformers = __import__("transformers")
     except ImportError:
         raise TextError(
             f"{folder} lacks {token!r} in tokenizer.json: pip install transformers"

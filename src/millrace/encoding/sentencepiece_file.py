@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from millrace.deferred import cached_property
 from millrace.encoding import flat_ids
 from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
@@ -26,7 +24,7 @@ _SPACE = "\u2581"  # sentencepiece writes a space as this character
 
 @dataclass(frozen=True)
 class SentencePieceVocabulary(Vocabulary):
-    """A sentencepiece model. As in sentencepiece, control symbols are plain text in a text."""
+    """A sentencepiece model; control symbols in texts are plain text."""
 
     path: str
     content: bytes
@@ -85,7 +83,7 @@ class SentencePieceVocabulary(Vocabulary):
 
     def special_tokens(self) -> dict[str, int]:
         numbers = filter(self.library.is_control, range(self.size))
-        return {str(self.library.id_to_piece(number)): number for number in numbers}
+        return {self.library.id_to_piece(number): number for number in numbers}
 
     def added_tokens(self) -> list[str]:
         return [*user_defined_symbols(self.content), *self.special_tokens()]
@@ -111,13 +109,13 @@ class SentencePieceVocabulary(Vocabulary):
         return first, last
 
     def fast_encoder(self) -> flat_ids.EncodeBatch:
-        """The fast encoder. It knows no user-defined symbols and mistakes the names of bytes: texts
-        with these are rare and left to sentencepiece."""
+        """fastokens knows no user-defined symbols and mistakes the names of bytes: sentencepiece
+        encodes texts with these, which are rare."""
         content = tokenizer_json(self.content, self.path)
         encode_batch = self.fastokens(lambda library: library.from_json_str(content))
         first, last = self._ends()
         symbols = user_defined_symbols(self.content)
-        # One search for what all of them begin with takes less time than many.
+        # One search for the start of all symbols takes less time than many.
         prefix = os.path.commonprefix(symbols)  # noqa: RUF071
         # fastokens takes "<0x0A>" for the byte if no merges form it.
         marks = [*([prefix] if len(prefix) > 1 else symbols), "<0x"]
@@ -131,7 +129,7 @@ class SentencePieceVocabulary(Vocabulary):
             others = [i for i, text in enumerate(texts) if any(mark in text for mark in marks)]
             if not others:
                 return ids, lengths
-            parts = np.split(ids, np.cumsum(lengths)[:-1])
+            parts = flat_ids.split_ids(ids, lengths)
             for i in others:
                 parts[i] = self.encode_batch([texts[i]])[0]
             return flat_ids.joined_ids(parts)
@@ -148,18 +146,18 @@ def user_defined_symbols(model: bytes) -> list[str]:
 def tokenizer_json(model: bytes, path: str) -> str:
     """The tokenizer.json of a sentencepiece model; TextError if it cannot express the model.
 
-    It has no added tokens: sentencepiece does not match control symbols in texts, and
-    a tokenizer.json cannot express how user-defined ones are matched.
+    It has no added tokens: sentencepiece does not match control symbols, and a tokenizer.json
+    cannot express how user-defined ones are matched.
     """
     fields = list(_fields(model))
     pieces = [_piece(value) for number, value in fields if number == 1]
-    last = dict(fields)  # of several fields of one number, the last counts
+    last = dict(fields)  # of fields with one number, the last counts
     trainer, normalizer = dict(_fields(last.get(2, b""))), dict(_fields(last.get(3, b"")))
     kinds = [kind for _, _, kind in pieces]
     symbols = "".join(user_defined_symbols(model))
     scores = {piece: score for piece, score, kind in pieces if kind == _NORMAL}
     lonely = next((piece for piece in scores if not scores.keys() >= set(piece)), None)
-    known = {_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE}
+    known = {_NORMAL, *_UNMATCHED, _BYTE}
     has_such_symbols = symbols and (normalizer.get(2) or " " in symbols or _SPACE in symbols)
     problems = {
         "is not a BPE model": trainer.get(3, 1) != _BPE,
@@ -173,29 +171,24 @@ def tokenizer_json(model: bytes, path: str) -> str:
         raise TextError(f"{path} {problem}, which only sentencepiece itself can encode")
     # A name with a space never matches: the normalizer replaces all spaces.
     names = [f"{piece} " if kind in _UNMATCHED else piece for piece, _, kind in pieces]
-    return json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": [],
-            "normalizer": {"type": "Sequence", "normalizers": _normalizers(normalizer)},
-            "model": {
-                "type": "BPE",
-                "unk_token": names[kinds.index(_UNKNOWN)],
-                "fuse_unk": True,
-                "byte_fallback": bool(trainer.get(35, 0)),
-                "ignore_merges": False,
-                "vocab": {name: number for number, name in enumerate(names)},
-                "merges": _merges(scores),
-            },
-        }
-    )
+    bpe = {
+        "type": "BPE",
+        "unk_token": names[kinds.index(_UNKNOWN)],
+        "fuse_unk": True,
+        "byte_fallback": bool(trainer.get(35, 0)),
+        "ignore_merges": False,
+        "vocab": {name: number for number, name in enumerate(names)},
+        "merges": _merges(scores),
+    }
+    steps = {"type": "Sequence", "normalizers": _normalizers(normalizer)}
+    return json.dumps({"version": "1.0", "added_tokens": [], "normalizer": steps, "model": bpe})
 
 
 def _merges(scores: dict[str, float]) -> list[tuple[str, str]]:
     """All pairs of pieces that form a piece, by its score; sentencepiece merges in this order.
 
-    Of the pairs that form one piece, the one with the longer left part comes first: in a run of one
-    character, sentencepiece merges from the left.
+    Of the pairs that form one piece, that with the longest left part comes first: sentencepiece
+    merges a run of one character from the left.
     """
     merges = [
         (-score, -end, piece[:end], piece[end:])

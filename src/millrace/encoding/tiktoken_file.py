@@ -22,32 +22,33 @@ _CL100K_PATTERN = (
     r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LOWER_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
+_UPPER_WORD = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_O200K_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}"
-    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_O200K_PATTERN = rf"{_LOWER_WORD}{_SUFFIX}|{_UPPER_WORD}{_SUFFIX}|\p{{N}}{{1,3}}{_OTHERS}"
 _MEGATRON_PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
-    "v2": rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "v2": rf"{_LOWER_WORD}|{_UPPER_WORD}|\p{{N}}{_OTHERS}",
 }
 
-# An older form of the pattern, which fastokens knows by heart: it matches the same.
+# An older form, which matches the same: fastokens knows it by heart.
 _FASTOKENS_PATTERNS = {
     "cl100k_base": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 }
 
-_CL100K_TOKENS = "endoftext fim_prefix fim_middle fim_suffix".split()
-
 TIKTOKEN_PATTERNS: dict[str, tuple[str, dict[str, int]]] = {
     **dict.fromkeys(("gpt2", "r50k_base", "p50k_base"), (_GPT2_PATTERN, {"<|endoftext|>": 50256})),
     "cl100k_base": (
         _CL100K_PATTERN,
-        {f"<|{name}|>": number for number, name in enumerate(_CL100K_TOKENS, start=100257)}
-        | {"<|endofprompt|>": 100276},
+        {
+            "<|endoftext|>": 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
     ),
     "o200k_base": (_O200K_PATTERN, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}),
 }
@@ -60,8 +61,8 @@ _NUM_MEGATRON_SPECIAL = 1000
 
 @dataclass(frozen=True)
 class TiktokenVocabulary(Vocabulary):
-    """Ranks of byte strings with special tokens and a pattern, of `TIKTOKEN_PATTERNS` or of no name
-    (""). The reference is `tiktoken`."""
+    """Ranks of byte strings with special tokens and a pattern, which `TIKTOKEN_PATTERNS` may name.
+    The reference is `tiktoken`."""
 
     path: str
     ranks: dict[bytes, int]
@@ -97,14 +98,13 @@ class TiktokenVocabulary(Vocabulary):
 
     @classmethod
     def load(cls, path: str, content: bytes, options: Options) -> TiktokenVocabulary:
-        pattern = options.tiktoken_pattern
-        if pattern is None:
-            pattern = os.path.basename(path).removesuffix(".tiktoken")
-            if pattern not in TIKTOKEN_PATTERNS:
+        name = options.tiktoken_pattern
+        if name is None:
+            name = os.path.basename(path).removesuffix(".tiktoken")
+            if name not in TIKTOKEN_PATTERNS:
                 names = ", ".join(TIKTOKEN_PATTERNS)
                 raise ConfigError(f"{path} holds ranks only: give --tiktoken-pattern, as {names}")
-        options = replace(options, tiktoken_pattern=pattern)
-        name = pattern if pattern in TIKTOKEN_PATTERNS else ""
+        options = replace(options, tiktoken_pattern=name)
         ranks = {}
         for number, line in enumerate(content.splitlines(), start=1):
             try:
@@ -114,7 +114,7 @@ class TiktokenVocabulary(Vocabulary):
                 raise TextError(
                     f"{path} is not a tiktoken file: line {number} is {shown(line)}: {error}"
                 ) from None
-        pattern, special_ids = TIKTOKEN_PATTERNS.get(name, (pattern, {}))
+        pattern, special_ids = TIKTOKEN_PATTERNS.get(name, (name, {}))
         return cls(path, ranks, pattern, name, dict(special_ids), options, sha256(content))
 
     @cached_property

@@ -16,10 +16,10 @@ from millrace.checks import check_bool, check_choice, check_int, check_path, sho
 from millrace.deferred import cached_property
 from millrace.dtypes import optimal_dtype
 from millrace.encoding.encoder_check import choose_encoder, difference, results_of
-from millrace.encoding.flat_ids import EncodeBatch
+from millrace.encoding.flat_ids import EncodeBatch, split_ids
 from millrace.encoding.functions import FunctionVocabulary, code_of
 from millrace.encoding.tokenizer_files import load_vocabulary
-from millrace.encoding.vocabulary import EOD_TOKENS, Options, Vocabulary, must_pass
+from millrace.encoding.vocabulary import EOD_TOKENS, MUST_PASS, Options
 from millrace.errors import ConfigError, TextError
 
 UNSEEN = "not seen: give from_function a version"
@@ -28,8 +28,8 @@ UNSEEN = "not seen: give from_function a version"
 class Tokenizer:
     """Ids from texts, equal to those of the library that defines the vocabulary.
 
-    No text is truncated or padded. A tokenizer is pickled by its content: workers have the same one
-    even if the file changes meanwhile.
+    No text is truncated or padded. A pickle holds the file's content: workers have the same
+    tokenizer even if the file changes.
 
     Args:
         path: Path of a Hugging Face `tokenizer.json`, a transformers folder, a sentencepiece
@@ -37,15 +37,14 @@ class Tokenizer:
         eod_token: Text of the end-of-document token. None: the one that the files name, or the one
             of `EOD_TOKENS` that the vocabulary has.
         encoder: Library that encodes: one of `ENCODERS`, or "auto" for the fastest one that
-            agrees with the vocabulary's own library on a set of edge cases.
+            agrees with the vocabulary's own on a set of edge cases.
         add_special_tokens: Whether to add the special tokens of the post-processor, or the BOS
             and EOS of a sentencepiece model, to each text.
         bos_token: Text of the beginning-of-document token. None: the one that the files name.
         tiktoken_pattern: Pattern of a tiktoken file: a name ("gpt2", "r50k_base", "p50k_base",
             "cl100k_base", "o200k_base") or a regular expression. None: the file's name tells it.
-        special_tokens_in_text: Whether the text of a special token, such as "<|endoftext|>" in a
-            document, becomes that token; otherwise it is encoded as plain text. Sentencepiece
-            always does the latter.
+        special_tokens_in_text: Whether the text of a special token, such as "<|endoftext|>",
+            becomes that token. Sentencepiece always encodes it as plain text.
 
     Attributes:
         path: Path of the file or folder.
@@ -78,7 +77,7 @@ class Tokenizer:
             special_tokens_in_text=check_bool("special_tokens_in_text", special_tokens_in_text),
             tiktoken_pattern=tiktoken_pattern,
         )
-        self.vocabulary: Vocabulary = load_vocabulary(self.path, options)
+        self.vocabulary = load_vocabulary(self.path, options)
         self._eod_token, self._bos_token = eod_token, bos_token
         for name, token in tokens.items():
             if token is not None:
@@ -97,20 +96,20 @@ class Tokenizer:
     ) -> Tokenizer:
         """A tokenizer that calls a function.
 
-        An interrupted job continues only if the function is the same. Its code tells that: byte
-        code, constants and defaults, and those of functions of its own package that it names; plain
-        values and regular expressions in its closure and among the globals that it names; versions
-        of other packages. If it names anything else, such as an object with a state, or is no
-        function itself, the job does not continue, unless a version is given. Files that it reads
-        and modules that it imports while it runs are not looked at.
+        An interrupted job continues only with the same function. Its code tells that: byte code,
+        constants and defaults, also of the functions of its own package that it names; plain values
+        and regular expressions in its closure and among the globals that it names; versions of
+        other packages. If it names anything else, such as an object with a state, or is not a
+        function, the job continues only with a `version`. Files that it reads and modules that it
+        imports while it runs are not looked at.
 
         Args:
-            function: Function from a text to a list or array of ids. Worker processes need to
-                pickle it, so it must be defined in a module.
+            function: Function from a text to a list or array of ids, defined in a module: worker
+                processes need to pickle it.
             vocabulary_size: Number of ids; the largest id is one less.
             eod: Id of the end-of-document token.
             name: Name of the function in messages, and part of the fingerprint; None: its own.
-            version: Text that changes whenever the function gives other ids; None: its code tells.
+            version: Text that changes when the function gives other ids; None: its code tells.
 
         >>> tokenizer = Tokenizer.from_function(lambda text: [len(text)], vocabulary_size=100)
         >>> ids, lengths = tokenizer.encode_batch(["mill", "race!"])
@@ -148,7 +147,7 @@ class Tokenizer:
 
     @property
     def options(self) -> dict[str, bool]:
-        """The options that decide the ids together with the fingerprint, if the files have them."""
+        """The options that decide the ids beside the fingerprint, if the file has them."""
         names = set(self.vocabulary.option_names) - {"tiktoken_pattern"}
         return {name: getattr(self.vocabulary.options, name) for name in sorted(names)}
 
@@ -156,7 +155,7 @@ class Tokenizer:
     def versions(self) -> dict[str, str]:
         """What decides the ids beside the fingerprint: versions of the libraries, or of a function.
 
-        Of a function that has none and cannot be seen, it is another one at each call.
+        A function without a version that cannot be seen has another one at each call.
         """
         if isinstance(self.vocabulary, FunctionVocabulary):
             code = self.vocabulary.version or code_of(self.vocabulary.function)
@@ -176,7 +175,7 @@ class Tokenizer:
 
     @property
     def eod_token(self) -> str | None:
-        """Text of the end-of-document token; None if it is not known yet (see `eod`)."""
+        """Text of the end-of-document token; None if not known yet (see `eod`)."""
         return self._eod_token or self.vocabulary.eod_token
 
     @cached_property
@@ -197,7 +196,7 @@ class Tokenizer:
 
     @cached_property
     def bos(self) -> int | None:
-        """The id of the beginning-of-document token, or None if there is none."""
+        """The id of the beginning-of-document token, or None."""
         token = self._bos_token or self.vocabulary.bos_token
         return None if token is None else self._id_of(token, "bos_token")
 
@@ -225,7 +224,7 @@ class Tokenizer:
         return self._encoder
 
     def load(self) -> EncodeBatch:
-        """Chooses and loads the encoder, which otherwise the first call of `encode_batch` does."""
+        """Chooses and loads the encoder, as the first call of `encode_batch` does."""
         if self._encode_batch is None:
             if self._encoder == "auto":
                 self._encoder, self._encode_batch, _ = choose_encoder(self.vocabulary)
@@ -267,11 +266,9 @@ class Tokenizer:
         encode = self.load()
         try:
             return encode(list(texts))
-        except (TextError, ConfigError):
+        except (*MUST_PASS, TextError, ConfigError):
             raise
         except BaseException as error:
-            if must_pass(error):
-                raise
             for text in texts:
                 if lone := re.search(r"[\ud800-\udfff]", text):
                     what = f"the lone surrogate U+{ord(lone[0]):04X}: repair the text"
@@ -282,9 +279,7 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, as lists; `encode_batch` is faster."""
-        ids, lengths = self.encode_batch(texts)
-        parts = np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
-        return [part.tolist() for part in parts]
+        return [ids.tolist() for ids in split_ids(*self.encode_batch(texts))]
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of some ids, including special tokens.
@@ -295,9 +290,9 @@ class Tokenizer:
         numbers = np.asarray(ids).tolist()
         try:
             return self.vocabulary.decode(numbers)
+        except (*MUST_PASS, ConfigError):
+            raise
         except BaseException as error:
-            if must_pass(error) or isinstance(error, ConfigError):
-                raise
             raise ConfigError(
                 f"ids are {shown(numbers)}, which {self.path} cannot decode ({error}); its ids go "
                 f"from 0 to {self.vocabulary.largest_id}"
@@ -315,7 +310,7 @@ class Tokenizer:
 def compare_encoders(
     tokenizer: Tokenizer, reference: Tokenizer, texts: Sequence[str]
 ) -> str | None:
-    """How two tokenizers differ on the first text on which they do, or None.
+    """How two tokenizers differ on the first such text, or None.
 
     A text that the reference cannot encode is left out.
     """
@@ -332,8 +327,8 @@ def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[
         texts: Texts of the data, such as its first documents; a thread iterates over them.
 
     Returns:
-        A tokenizer whose encoder agrees, and the reason if it is not the encoder that `tokenizer`
-        asks for ("" otherwise).
+        A tokenizer whose encoder agrees, and the reason if `tokenizer` asks for another encoder
+        ("" otherwise).
     """
     name, encode, message = choose_encoder(tokenizer.vocabulary, tokenizer._encoder, texts)
     return tokenizer.with_encoder(name, encode), message

@@ -14,8 +14,7 @@ from millrace.encoding.vocabulary import Options, Vocabulary, read_file, sha256
 from millrace.errors import ConfigError, TextError
 
 KINDS = MegatronRanks, JsonVocabulary, TiktokenVocabulary, SentencePieceVocabulary
-"""The kinds of files: the first that `matches`, by the content or else by the ending of the name,
-will `load` a file."""
+"""The kinds of files: the first that `matches`, by content or else by ending, will `load` one."""
 
 _EOD = "<|endoftext|>"
 
@@ -39,11 +38,11 @@ class ByteVocabulary(Vocabulary):
         return {_EOD: 256}
 
     def decode(self, ids: list[int]) -> str:
-        runs = [(is_eod, [*run]) for is_eod, run in itertools.groupby(ids, lambda one: one == 256)]
-        return "".join(
-            _EOD * len(run) if is_eod else bytes(run).decode(errors="replace")
-            for is_eod, run in runs
-        )
+        text = ""
+        for is_eod, run in itertools.groupby(ids, lambda one: one == 256):
+            numbers = [*run]
+            text += _EOD * len(numbers) if is_eod else bytes(numbers).decode(errors="replace")
+        return text
 
     def encode_batch(self, texts: list[str]) -> FlatIds:
         encoded = [text.encode() for text in texts]
@@ -52,7 +51,7 @@ class ByteVocabulary(Vocabulary):
 
 
 def load_vocabulary(path: str, options: Options) -> Vocabulary:
-    """Reads a file, a folder of transformers, or "bytes"; content, not a name, tells its kind."""
+    """Reads a file, a folder of transformers, or "bytes"."""
     vocabulary = _load(path, options)
     for name in ("tiktoken_pattern", "add_special_tokens"):
         value = getattr(options, name)

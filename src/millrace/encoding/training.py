@@ -49,12 +49,12 @@ def train_tokenizer(
             written if the texts have no more pairs to merge.
         json_keys: Keys of the texts in each document.
         special_tokens: Special tokens, which get the first ids.
-        max_bytes: Bytes of text to train on, taken evenly from all parts of the inputs. None: all.
+        max_bytes: Bytes of text to train on, taken evenly from all the inputs. None: all.
         separator: Text between the documents of a plain text file; None: the file is a document.
         show_progress: Whether to show progress on stderr.
 
     Raises:
-        TextError: An input that cannot be read, or a document without text under a key; no text.
+        TextError: An input that cannot be read, a document without text under a key, or no text.
         ConfigError: An argument of a wrong type, or a vocabulary that is too small.
     """
     output = checks.check_path("output", output)
@@ -103,31 +103,32 @@ def _special_tokens(tokens: Any) -> list[str]:
     return names
 
 
+@dataclass
 class _Texts:
-    """Batches of texts, of each part in proportion to its size; counts what it has given."""
+    """Batches of texts, of each part in proportion to its size, and their counts."""
 
-    def __init__(self, parts: list[text.Part], keys: Sequence[str], max_bytes: int | None) -> None:
-        self._parts, self._keys, self._max_bytes = parts, keys, max_bytes
-        self.num_texts = self.num_bytes = 0
+    parts: list[text.Part]
+    keys: tuple[str, ...]
+    max_bytes: int | None
+    num_texts: int = 0
+    num_bytes: int = 0
 
     def __iter__(self) -> Iterator[list[str]]:
-        weight, most = sum(part.size for part in self._parts), None
-        for number, part in enumerate(self._parts):
-            if self._max_bytes is not None:
+        weight, most = sum(part.size for part in self.parts), None
+        for number, part in enumerate(self.parts):
+            if self.max_bytes is not None:
                 # A part without a known size, such as a pipe, gets an equal share of the rest.
-                share = part.size / weight if weight else 1 / (len(self._parts) - number)
-                most = int((self._max_bytes - self.num_bytes) * share)
+                share = part.size / weight if weight else 1 / (len(self.parts) - number)
+                most = int((self.max_bytes - self.num_bytes) * share)
             yield from self._texts_of(part, most)
             weight -= part.size
 
     def _texts_of(self, part: text.Part, most: int | None) -> Iterator[list[str]]:
-        """The texts of a part, up to `most` bytes; the last one may be cut."""
-
         def refuse(line: int, byte_offset: int, reason: str, data: bytes) -> None:
             place = f"{part.format.unit} {text.first_line_of(part) + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 
-        query = text.Query(keys=tuple(self._keys), reject=refuse)
+        query = text.Query(keys=self.keys, reject=refuse)
         for documents in text.read_documents(part, query) if most != 0 else ():
             texts: list[str] = []
             for document in itertools.chain.from_iterable(documents.texts):
@@ -145,7 +146,7 @@ class _Texts:
 
 
 def _first_bytes(texts: Iterable[str], most: int) -> Iterator[str]:
-    """Texts of `most` bytes in all; the last one is cut between characters."""
+    """Texts of `most` bytes in all; the last is cut between characters."""
     for one in texts:
         data = one.encode()
         yield data[:most].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""What a tokenizer needs to know of its file, and what the kinds of files have in common."""
+"""What a tokenizer needs of its file, and what the kinds of files have in common."""
 
 import hashlib
 from collections.abc import Callable
@@ -11,8 +11,11 @@ from millrace.encoding.flat_ids import EncodeBatch, FlatIds
 from millrace.errors import TextError
 
 ENCODERS = ("fastokens", "tokenizers", "tiktoken", "sentencepiece", "bytes")
-"""The names of the encoders; "auto" chooses among them. The first is fast, and never makes a Python
-object per id; the others are references."""
+"""The names of the encoders. The first is fast, and never makes a Python object per id; the others
+are references."""
+
+MUST_PASS = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
+"""Exceptions that are not errors of a library. Rust's panics are, though not an `Exception`."""
 
 EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """The usual end-of-document tokens; a tokenizer with exactly one of them needs no `eod_token`."""
@@ -30,8 +33,8 @@ class Options:
 class Vocabulary(Protocol):
     """A tokenizer's file, read by the library that defines its ids, the reference.
 
-    It is pickled without its `library`, which is loaded when it is needed. Of `encoder_names`, the
-    first that agrees with the reference is used. The file has the options of `option_names`.
+    It is pickled without its `library`, which is loaded when needed. The first of `encoder_names`
+    that agrees with the reference is used. The file has the options of `option_names`.
     """
 
     reference_name: str
@@ -66,20 +69,21 @@ class Vocabulary(Protocol):
         """SHA-256 of the file's bytes."""
         return self.fingerprint
 
-    def id_of(self, token: str) -> int | None: ...
+    def id_of(self, token: str) -> int | None:
+        return self.special_tokens().get(token)
 
     def special_tokens(self) -> dict[str, int]:
         """The ids of the special tokens, by text."""
 
     def added_tokens(self) -> list[str]:
-        """All tokens that are matched in texts as a whole, special or not."""
+        """All tokens that are matched as a whole, special or not."""
         return list(self.special_tokens())
 
     def decode(self, ids: list[int]) -> str:
         """The text of some ids, including special tokens."""
 
     def encode_batch(self, texts: list[str]) -> FlatIds:
-        """The ids of some texts, by the reference library, to which others are compared."""
+        """The ids of some texts, by the reference."""
 
     def fast_encoder(self) -> EncodeBatch:
         """The encoder that is not the reference, if `encoder_names` has one."""
@@ -90,13 +94,13 @@ class Vocabulary(Protocol):
         return self.encode_batch if name == self.reference_name else self.fast_encoder()
 
     def fastokens(self, load: Callable[[Any], Any]) -> EncodeBatch:
-        """The encoder of fastokens, for a function from its class of tokenizers to one of them."""
+        """The encoder of fastokens, for a function from its class to a tokenizer."""
         library = package("fastokens")
         try:
             tokenizer = load(library.Tokenizer)
+        except MUST_PASS:
+            raise
         except BaseException as error:
-            if must_pass(error):
-                raise
             raise TextError(f"fastokens cannot read this vocabulary: {error}") from None
         options = {
             "add_special_tokens": self.options.add_special_tokens,
@@ -105,8 +109,7 @@ class Vocabulary(Protocol):
 
         def encode_batch(texts: list[str]) -> FlatIds:
             ids, offsets = tokenizer.encode_batch_flat(texts, **options)
-            bounds = np.frombuffer(offsets, np.uint64).astype(np.int64)
-            return np.frombuffer(ids, np.uint32), np.diff(bounds)
+            return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.int64))
 
         return encode_batch
 
@@ -123,20 +126,12 @@ def read_file(path: str) -> bytes:
 
 
 def package(name: str) -> Any:
-    """An optional package; TextError with the remedy if it is not installed."""
+    """An optional package; TextError if it is not installed."""
     try:
         return __import__(name)
     except ImportError:
         extra = "encoders" if name in ("sentencepiece", "tiktoken") else "tokenizers"
         raise TextError(f"this needs the {name} package: pip install 'millrace[{extra}]'") from None
-
-
-def must_pass(error: BaseException) -> bool:
-    """Whether an exception is Ctrl-C, exit or out of memory.
-
-    Panics of Rust are no Exceptions either, but errors of a library.
-    """
-    return isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError))
 
 
 def sha256(*parts: bytes) -> str:

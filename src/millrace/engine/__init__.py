@@ -1,7 +1,7 @@
 """Runs the tasks of a long job, on this machine or on many, and keeps what is done across kills.
 
-The engine knows nothing of what a job is about. A job draws its tasks, gives them to `Run.map`, and
-makes its output of their records and files.
+A job draws its tasks, gives them to `Run.map`, and makes its output of their records and files. The
+engine knows nothing else of a job.
 """
 
 from millrace.engine.local import run_local

@@ -9,11 +9,11 @@
 
 Only the process that runs the job writes `done.jsonl`, and only at its end. Each line has a
 checksum, and the line of a task has the size and checksum of each of its files. A torn line, and a
-task with a missing or damaged file, do not count. So neither the lines of tasks nor their files
-need to reach the disk at once: a power cut costs some tasks. Stored values are flushed.
+task with a missing or damaged file, do not count. So lines and files of tasks need not reach the
+disk at once: a power cut costs some tasks. Stored values are flushed.
 
-A worker that was given up for lost, and still runs, cannot disturb its successor, which has another
-ATTEMPT, nor write into a later job: each start from nothing has another RUN.
+A worker that was given up for lost, and still runs, does not disturb its successor, which has
+another ATTEMPT, nor a later job: each start from nothing has another RUN.
 """
 
 import contextlib
@@ -41,19 +41,19 @@ _MOST_DIFFERENCES = 5  # in a message
 class Journal:
     """The journal of one job; making it takes the lock, `open` gives it a run and its folder.
 
-    A journal without a finished task is removed when it is closed: a job that fails at its start
-    leaves nothing behind.
+    Closing removes a journal without a finished task: a job that fails at its start leaves nothing.
     """
 
     def __init__(self, path: str) -> None:
         self.path, self.run, self.folder = path, "", ""  # there is a run when the journal is ours
+        self._job_path = os.path.join(path, _JOB)
         self._process = os.getpid()
         self._file: Any = None
         self._flushed_at = 0.0
-        # The last line of each value and task, as it is in the file.
+        # The last line of each value and task, as in the file.
         self._lines: dict[str, dict[str, bytes]] = {"name": {}, "task": {}}
+        _check_folder(path)
         with contextlib.ExitStack() as stack:
-            _check_folder(path)
             try:
                 self._has_lock = stack.enter_context(files.file_lock(path + ".lock", limit=0))
             except BlockingIOError as error:
@@ -63,14 +63,11 @@ class Journal:
             self._stack = stack.pop_all()
 
     def open(self, job: Any, *, restart: bool = False) -> bool:
-        """Continues the job, or begins a new journal; returns whether an earlier run is continued.
+        """Continues an earlier run of the job, or begins a new one; returns whether it continues.
 
-        Raises:
-            ConfigError: An unfinished journal of another job, or one that cannot be read.
-            MillraceError: A journal that has another owner.
-            OSError: A journal that cannot be written.
+        Raises ConfigError for an unfinished journal of another job, or one that cannot be read, and
+        MillraceError for one with another owner.
         """
-        path = os.path.join(self.path, _JOB)
         os.makedirs(self.path, exist_ok=True)
         if not self._has_lock:
             self._stack.enter_context(_owner_file(self.path))
@@ -79,10 +76,10 @@ class Journal:
         self.folder = os.path.join(absolute_path(self.path), run)
         if earlier is None:
             self.run = run
-            _remove_tree(path)  # from here on the earlier job is gone
+            _remove_tree(self._job_path)  # from here on the earlier job is gone
             os.mkdir(os.path.join(self.path, run))
             content = {"format": _FORMAT, "run": run, "job": job}
-            with files.atomic_file(path) as file:
+            with files.atomic_file(self._job_path) as file:
                 file.write(json.dumps(content).encode())
         self._read_lines()
         self.run = run
@@ -92,12 +89,12 @@ class Journal:
     def remove_if_of(self, job: Any) -> None:
         """Removes a journal of this job, or one that was killed before it had a job."""
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
-            path = Path(self.path, _JOB)
+            path = Path(self._job_path)
             if not path.exists() or json.loads(path.read_bytes())["job"] == job:
                 self.remove()
 
     def close(self) -> None:
-        """Lets other processes have the journal, and removes it if no task is finished."""
+        """Frees the lock, and removes a journal without a finished task."""
         with self._stack, contextlib.suppress(OSError):  # what stays does no harm
             # A forked child leaves it to its parent.
             if self.run and not self._lines["task"] and os.getpid() == self._process:
@@ -105,15 +102,14 @@ class Journal:
 
     def remove(self) -> None:
         """Removes the folder; the lock is held until `close`."""
-        # The rename is the instant at which the journal is gone. If the process is killed
-        # afterwards, the next run of this prefix removes the rest.
+        # The rename ends the journal. After a kill, the next run of this prefix removes the rest.
         doomed = files.temporary_name(self.path)
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.path, doomed)
             _remove_tree(doomed)
 
     def value(self, name: str) -> Any:
-        """The value that was last stored under a name, or None."""
+        """The last value stored under a name, or None."""
         line = self._lines["name"].get(name)
         return line and _entry_of(line)["value"]
 
@@ -125,13 +121,13 @@ class Journal:
         return value
 
     def add(self, task: str, attempt: str, record: Any, sums: Mapping[str, Any]) -> Any:
-        """Adds a finished task, with size and XXH3-64 of its files; returns its record, plain."""
+        """Adds a finished task, with size and XXH3-64 of its files; returns the plain record."""
         record = plain_json(record)
         self._append("task", {"task": task, "attempt": attempt, "files": sums, "record": record})
         return record
 
     def record(self, task: str) -> tuple[Any, str] | None:
-        """The record of a finished task, and the folder of its files, which it reads; or None."""
+        """The record of a finished task and the folder of its files, which are checked; or None."""
         if line := self._lines["task"].get(task):
             entry = _entry_of(line)
             folder = self.folder_of(entry["attempt"])
@@ -140,7 +136,6 @@ class Journal:
         return None
 
     def folder_of(self, attempt: str) -> str:
-        """The folder of the files of an attempt."""
         return os.path.join(self.folder, _FILES, attempt)
 
     def _append(self, kind: str, entry: Any) -> None:
@@ -173,11 +168,10 @@ class Journal:
 
     def _earlier_run(self, job: Any) -> str | None:
         """The run to continue, or None to begin a new one."""
-        path = os.path.join(self.path, _JOB)
-        if not os.path.lexists(path):
+        if not os.path.lexists(self._job_path):
             return None
         try:
-            content = json.loads(Path(path).read_bytes())
+            content = json.loads(Path(self._job_path).read_bytes())
             if content["format"] != _FORMAT or not _RUN.fullmatch(content["run"]):
                 raise ValueError
             run, other = str(content["run"]), dict(content["job"])
@@ -200,7 +194,7 @@ class Journal:
         return None
 
     def _remove_leftovers(self) -> None:
-        """Removes earlier runs, and what attempts without a line in the journal have left."""
+        """Removes earlier runs, and the files of attempts without a line in the journal."""
         _remove_others(self.path, {_JOB, _OWNER, self.run})
         _remove_tree(os.path.join(self.folder, _SCRATCH))
         for name in (_FILES, _SCRATCH):
@@ -210,13 +204,14 @@ class Journal:
 
 
 def _check_folder(path: str) -> None:
-    """Raises a ConfigError if a path has, or can have, anything but a journal."""
+    """Raises a ConfigError if a path has anything but a journal, or cannot have one."""
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
         raise ConfigError(f"{parent} is not a folder; create it, or give another output")
-    foreign, problem = [], ""
+    problem = ""
     try:
-        foreign = [name for name in os.listdir(path) if not _ENTRY.fullmatch(name)]
+        if foreign := [name for name in os.listdir(path) if not _ENTRY.fullmatch(name)]:
+            problem = f"holds {shown(min(foreign))}, which is not part of a journal"
     except FileNotFoundError:
         pass  # or another process has just finished the job
     except NotADirectoryError:
@@ -224,8 +219,6 @@ def _check_folder(path: str) -> None:
     # Files are renamed between the journal and the folder of the output.
     if os.path.islink(path) or os.path.ismount(path):
         problem = "is a link or a mounted file system"
-    elif foreign:
-        problem = f"holds {shown(min(foreign))}, which is not part of a journal"
     if problem:
         raise ConfigError(
             f"{path} {problem}; a folder of this name is to hold the journal of the job, beside "
@@ -235,7 +228,7 @@ def _check_folder(path: str) -> None:
 
 @contextlib.contextmanager
 def _owner_file(folder: str) -> Iterator[None]:
-    """Names this process as the owner; raises a MillraceError if another one may be at work."""
+    """Names this process as the owner; raises a MillraceError if another may be at work."""
     path, process, here = os.path.join(folder, _OWNER), str(os.getpid()), os.uname().nodename
     with contextlib.suppress(FileNotFoundError), open(path) as file:
         host, _, other = file.read().rpartition(" ")
@@ -262,7 +255,7 @@ def _is_held(path: str, text: str) -> MillraceError:
 
 
 def differences(old: Any, new: Any) -> str:
-    """A text on the entries in which two plain JSON values differ; empty if they are equal."""
+    """The entries in which two plain JSON values differ, as a text; empty if they are equal."""
     found = checks.differences(old, new, lambda was, now: was == now and type(was) is type(now))
     texts = [
         f"{place_of(path)} was {shown(a, 60)}, and is {shown(b, 60)} now" for path, a, b in found
@@ -276,7 +269,7 @@ def _sum_of_json(value: Any) -> str:
 
 
 def _entry_of(line: bytes) -> Any:
-    """The entry of a line, or None if the line is damaged."""
+    """The entry of a line; None if the line is damaged."""
     try:
         content = json.loads(line)
         entry = content["entry"]
@@ -286,7 +279,6 @@ def _entry_of(line: bytes) -> Any:
 
 
 def _are_whole(folder: str, sums: Mapping[str, Any]) -> bool:
-    """Whether all files of a task have their size and checksum."""
     try:
         # The size first: it needs no reading.
         return all(
@@ -304,7 +296,7 @@ def _remove_others(folder: str, names: set[str]) -> None:
 
 
 def _remove_tree(path: str) -> None:
-    """Removes a folder or file, also if another process removes parts of it meanwhile."""
+    """Removes a folder or file, of which another process may remove parts meanwhile."""
     while os.path.lexists(path):
         is_folder = os.path.isdir(path) and not os.path.islink(path)
         with contextlib.suppress(FileNotFoundError):

@@ -1,9 +1,9 @@
 """Runs tasks in worker processes of this machine.
 
-A worker is a new Python process with one socket pair to this process. It is sent the function and
-the context once, and then tasks; it never runs the caller's script. Workers share no thread and no
-lock with each other or with this process, so each can be killed at any instant, and that is how all
-of them end. A worker that dies for another reason is replaced, and does its task again.
+A worker is a new Python process, which never runs the caller's script. A socket pair brings it the
+function and the context once, and then tasks. Workers share no thread and no lock with each other
+or with this process, so each can be killed at any instant, which is how all of them end. A worker
+that dies for another reason is replaced, and its task is tried again.
 
 Each worker has a thread here, so that it does not wait while a task is drawn or a result is used.
 """
@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -25,7 +25,9 @@ from millrace.cores import available_cores
 from millrace.engine.tasks import (
     ATTEMPTS,
     ENVIRONMENT,
+    Answer,
     Function,
+    Results,
     Task,
     answer_of,
     from_bytes,
@@ -38,7 +40,7 @@ from millrace.errors import MillraceError
 from millrace.interrupts import interruptible
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_CHECK_AFTER = 1.0  # seconds without an answer, after which it is checked that the worker lives
+_CHECK_AFTER = 1.0  # seconds without an answer, before a check that the worker lives
 
 
 def run_local(
@@ -48,8 +50,8 @@ def run_local(
     *,
     workers: int | None = None,
     attempts: int = ATTEMPTS,
-) -> Generator[tuple[Task, Any], None, None]:
-    """Runs a function on tasks in worker processes; an `Executor`, which tells the arguments.
+) -> Results:
+    """Runs a function on tasks in worker processes; an `Executor` with its arguments and errors.
 
     With one worker, this process does the work. Close the iterator to end the workers; they also
     end when this process dies. Inside `interrupts_held`, Ctrl-C is taken while this waits for
@@ -60,8 +62,7 @@ def run_local(
         attempts: Number of times that a task is tried if its worker dies, at least 1.
 
     Raises:
-        MillraceError: A task whose worker died in every attempt, or a worker that cannot be
-            started.
+        MillraceError: A worker that cannot be started.
     """
     workers = checks.check_int("workers", available_cores() if workers is None else workers, 1)
     attempts = checks.check_int("attempts", attempts, 1)
@@ -79,12 +80,10 @@ def run_local(
 
 
 class _DeathError(Exception):
-    """A worker has died, with an exit status."""
+    """The death of a worker; its argument is the exit status."""
 
 
 class _Worker:
-    """A worker process, as its parent sees it."""
-
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
         code = (
@@ -101,11 +100,10 @@ class _Worker:
             )
 
     def ask(self, message: bytes) -> bytes:
-        """Sends a message, and waits for its answer."""
         try:
             self._connection.send_bytes(message)
             while not self._connection.poll(_CHECK_AFTER):
-                # A process that a dead worker has left behind holds its end of the socket open.
+                # A process that a dead worker has left behind may hold the socket open.
                 if self.process.poll() is not None and not self._connection.poll():
                     raise EOFError
             return self._connection.recv_bytes()
@@ -120,7 +118,7 @@ class _Pool:
     def __init__(self, work: bytes, size: int, attempts: int) -> None:
         self._work, self._size, self._attempts = work, size, attempts
         self._tasks: SimpleQueue[tuple[Task, bytes] | None] = SimpleQueue()
-        self._answers: SimpleQueue[tuple[Task, bytes | Exception]] = SimpleQueue()
+        self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._num_unfinished = 0
         self._threads: list[threading.Thread] = []
         self._workers: list[_Worker] = []
@@ -133,8 +131,7 @@ class _Pool:
             self._threads.append(threading.Thread(target=self._serve, daemon=True))
             self._threads[-1].start()
 
-    def receive(self, seconds: float) -> list[tuple[Task, bytes | Exception]]:
-        """The next answer, if there is one within some seconds."""
+    def receive(self, seconds: float) -> list[Answer]:
         try:
             with interruptible():
                 answer = self._answers.get(timeout=seconds)
@@ -144,7 +141,6 @@ class _Pool:
         return [answer]
 
     def close(self) -> None:
-        """Ends all workers."""
         if self._owner != os.getpid():  # the workers are not a forked child's
             return
         self._is_closed = True
@@ -159,8 +155,8 @@ class _Pool:
 
     def _serve(self) -> None:
         """The thread of a worker: gives it tasks, and replaces it if it dies."""
-        # Workers start with Ctrl-C blocked: the terminal sends the signal to all processes, but
-        # only this one ends them.
+        # Workers inherit this: the terminal sends Ctrl-C to them too, but only this process ends
+        # them.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         worker: _Worker | None = None
         item, num_deaths = self._tasks.get(), 0
@@ -176,8 +172,9 @@ class _Pool:
                 if num_deaths < self._attempts:
                     continue
                 times = "once" if num_deaths == 1 else f"{num_deaths} times"
-                text = f"the worker process of {task} died {times}: it {_cause(*error.args)}"
-                answer = MillraceError(text)
+                answer = MillraceError(
+                    f"the worker process of {task} died {times}: it {_cause(*error.args)}"
+                )
             except Exception as error:  # it cannot be started, or cannot load the function
                 answer = error
             self._answers.put((task, answer))
@@ -210,7 +207,7 @@ def _cause(status: int) -> str:
 
 
 def work(descriptor: int, parent: int) -> None:
-    """The main function of a worker process, which runs until it or its parent is killed."""
+    """The main function of a worker, which runs until it or its parent is killed."""
     os.set_inheritable(descriptor, False)
     sys.stdout = sys.stderr  # the same file, written at each line: a worker ends by being killed
     # A parent that is killed cannot end its workers, so the kernel does.
@@ -218,11 +215,12 @@ def work(descriptor: int, parent: int) -> None:
     loaded: list[Any] = []  # the function and the context
 
     def use(message: bytes) -> Any:
+        value = from_bytes(message)
         if not loaded:
-            loaded.extend(from_bytes(message))
+            loaded.extend(value)
             return None
         function, context = loaded
-        return function(context, from_bytes(message))
+        return function(context, value)
 
     # An error of the connection: the parent has ended.
     with Connection(descriptor) as connection, contextlib.suppress(EOFError, OSError):

@@ -10,7 +10,7 @@ from millrace.checks import printable_lines
 _TERMINAL_INTERVAL = 0.2  # seconds between updates
 _LOG_INTERVAL = 10.0
 _BAR_WIDTH = 24
-_CLEAR = "\r\x1b[K"  # to the start of the line, which is erased
+_CLEAR = "\r\x1b[K"  # erases the line
 
 
 class Progress:
@@ -20,8 +20,7 @@ class Progress:
 
     Args:
         label: Name of the job.
-        total: Amount of work, in the unit of `update`; None: unknown, and the elapsed time is
-            shown instead of the time left.
+        total: Amount of work, in the unit of `update`; None: unknown, so the elapsed time is shown.
         enabled: Whether anything is shown.
         stream: Where to write; None: stderr.
     """
@@ -35,23 +34,21 @@ class Progress:
         stream: TextIO | None = None,
     ) -> None:
         self._label, self._total = label, total
-        # A process may have no stderr: then sys.stderr is None too.
-        self._stream: TextIO | None = (stream or sys.stderr) if enabled else None
+        # In a process without stderr, sys.stderr is None.
+        self._stream = (stream or sys.stderr) if enabled else None
         self._is_terminal = self._stream is not None and self._stream.isatty()
         self._interval = _TERMINAL_INTERVAL if self._is_terminal else _LOG_INTERVAL
         self._start = self._last = time.monotonic()
         self.num_done = 0  # of `count`
 
     def update(self, done: int, detail: str = "") -> None:
-        """Shows the amount of work done so far, if the last time was long enough ago."""
+        """Shows the amount of work done, if the last time was long enough ago."""
         now = time.monotonic()
         if self._stream is None or now - self._last < self._interval:
             return
         self._last, elapsed = now, now - self._start
-        bar = ""
-        if self._total is None:
-            text = f"{detail}  {_duration(elapsed)}"
-        else:
+        bar, text = "", f"{detail}  {_duration(elapsed)}"
+        if self._total is not None:
             share = min(done / max(self._total, 1), 1.0)
             left = _duration(elapsed * (1 - share) / share) if share > 0 else "?"
             text = f"{share:4.0%}  {detail}  {left} left"
@@ -67,7 +64,7 @@ class Progress:
             self._total = max(self._total - amount, 0)
 
     def count(self, done: int, total: int) -> None:
-        """Shows "`done` of `total`"; a callback for work that is counted in items."""
+        """Shows "`done` of `total`"; a callback for work counted in items."""
         self._total, self.num_done = total, done
         self.update(done, f"{done:,} of {total:,}")
 

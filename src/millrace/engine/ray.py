@@ -1,7 +1,7 @@
-"""Runs tasks on a Ray cluster: on all its machines, which share the file system of the output.
+"""Runs tasks on all machines of a Ray cluster, which share the file system of the output.
 
-millrace and the module of the function are installed on every machine of the cluster. Ray runs a
-task again if it loses the worker or the machine.
+Every machine has millrace and the module of the function. Ray runs a task again if it loses the
+worker or the machine.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,9 @@ from millrace.engine.tasks import (
     ATTEMPTS,
     ENVIRONMENT,
     PAUSE,
+    Answer,
     Function,
+    Results,
     Task,
     answer_of,
     from_bytes,
@@ -41,28 +43,25 @@ def run_ray(
     *,
     workers: int | None = None,
     note: Callable[[str], None] = lambda text: None,
-) -> Generator[tuple[Task, Any], None, None]:
-    """Runs a function on tasks on a Ray cluster; an `Executor`.
+) -> Results:
+    """Runs a function on tasks on a Ray cluster; an `Executor` with its arguments and errors.
 
     Uses the Ray runtime of this process if there is one, and leaves it running. Otherwise joins the
     cluster that the environment variable RAY_ADDRESS names ("auto": one on this machine), and
-    leaves it at the end. Without that variable it starts a cluster of its own on this machine, and
-    ends it. Jobs in several threads at once need a runtime that was started before them.
+    leaves it at the end. Without that variable, starts a cluster on this machine, and ends it. Jobs
+    in several threads at once need a runtime that was started before them.
 
-    Each task takes one CPU of the cluster. Close the iterator to cancel what runs. Inside
-    `interrupts_held`, Ctrl-C is taken while this waits for tasks or results.
+    Each task takes one CPU. Close the iterator to cancel what runs. Inside `interrupts_held`,
+    Ctrl-C is taken while this waits for tasks or results.
 
     Args:
-        function, context, tasks: As of any `Executor`; every machine can import the function.
+        function, context, tasks: As of any `Executor`.
         workers: Number of tasks that the cluster has at a time, at least 1; None: twice its CPUs,
             so that a free CPU finds its next task there.
-        note: Called with a sentence that says which cluster runs the tasks.
+        note: Function of a sentence that says which cluster runs the tasks.
 
     Raises:
-        ConfigError: If Ray is not installed, the cluster cannot be joined or started, it has no
-            CPUs, or a worker cannot load the function, the context or a task.
-        MillraceError: A task whose worker or machine was lost in every attempt.
-        Exception: The error of the function, or of drawing a task.
+        ConfigError: No Ray, or a cluster that cannot be joined or started, or has no CPUs.
     """
     if workers is not None:
         workers = checks.check_int("workers", workers, 1)
@@ -97,7 +96,7 @@ def run_ray(
 
 @contextlib.contextmanager
 def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
-    """A block with a Ray runtime, which is ended afterwards if it was not there before."""
+    """A block with a Ray runtime, which ends with the block if the process had none before."""
 
     def say(where: str) -> None:
         note(f"the tasks run on {where}, {ray.get_runtime_context().gcs_address}")
@@ -110,7 +109,7 @@ def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         with interruptible():
-            # Ray by itself would join any cluster that it finds.
+            # Ray itself would join any cluster that it finds.
             if address := os.environ.get("RAY_ADDRESS"):
                 _check_address(address)
                 ray.init(address, **options)
@@ -137,9 +136,9 @@ def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
 
 
 def _check_address(address: str) -> None:
-    """Raises a ConnectionError if nothing answers at the address HOST:PORT of a cluster.
+    """Raises a ConnectionError if nothing answers at HOST:PORT; leaves other addresses to Ray.
 
-    Ray itself would try for 14 minutes, and ignore Ctrl-C meanwhile. It judges other addresses.
+    Ray itself would try for 14 minutes, and ignore Ctrl-C meanwhile.
     """
     host, _, port = address.rpartition(":")
     if "/" in address or not port.isdecimal():
@@ -150,10 +149,8 @@ def _check_address(address: str) -> None:
         raise ConnectionError(f"nothing answers at {address}: {error}") from None
 
 
-def _finished(
-    ray: Any, running: dict[Any, Task], seconds: float
-) -> Iterator[tuple[Task, bytes | Exception]]:
-    """Takes a task that has finished; waits for it up to some seconds."""
+def _finished(ray: Any, running: dict[Any, Task], seconds: float) -> Iterator[Answer]:
+    """Takes a finished task; waits for it up to some seconds."""
     with interruptible():
         ready, _ = ray.wait(list(running), timeout=seconds)
     for reference in ready:
@@ -162,29 +159,24 @@ def _finished(
             with interruptible():
                 answer = ray.get(reference)
         except ray.exceptions.RayError as error:
-            answer = _failure(task, error)
+            text = " ".join(str(error).split())[:1000].rstrip(".")
+            answer = MillraceError(
+                f"{task} cannot be run on the Ray cluster: {type(error).__name__}: {text}. Install "
+                "the same version of millrace on every machine, and use fewer CPUs per machine or "
+                "smaller tasks if memory is short: a task whose worker or machine is lost is tried "
+                f"{ATTEMPTS} times"
+            )
         yield task, answer
 
 
 def _cancel(ray: Any, references: list[Any]) -> None:
-    """Ends tasks that run, and waits until they have ended, for some seconds."""
+    """Ends tasks, and waits some seconds for their end."""
     deadline = time.monotonic() + _CANCEL_TIME
     while references and time.monotonic() < deadline:
-        # Ray may lose a request for a task that is just being started.
+        # Repeatedly: Ray may lose a request for a task that is just being started.
         for reference in references:
             ray.cancel(reference, force=True)
         _, references = ray.wait(references, num_returns=len(references), timeout=PAUSE)
-
-
-def _failure(task: Task, error: Exception) -> MillraceError:
-    """What Ray says about a task that it could not run."""
-    text = " ".join(str(error).split())
-    return MillraceError(
-        f"{task} cannot be run on the Ray cluster: {type(error).__name__}: "
-        f"{text[:1000].rstrip('.')}. Install the same version of millrace on every machine, and "
-        "use fewer CPUs per machine or smaller tasks if memory is short: a task whose worker or "
-        f"machine is lost is tried {ATTEMPTS} times"
-    )
 
 
 # ---- in a worker ----
@@ -193,7 +185,7 @@ _loaded: tuple[bytes, Function, Any] | None = None  # the key, the function and 
 
 
 def _run(key: bytes, work_references: list[Any], data: bytes) -> bytes:
-    """Runs a task; loads the function and the context if the last task had others."""
+    """Runs a task; loads its function and context if the last task had others."""
     os.environ.update(ENVIRONMENT)  # before a library of the function looks at it
 
     def call() -> Any:

@@ -1,6 +1,6 @@
 """One run of a job: its lock, its journal, its tasks on an executor, and its publication.
 
-A job is about a hundred lines over `Run`. This one counts the lines of files, a task for each:
+This job counts the lines of files, a task for each:
 
     def count_lines(context, task):          # in a worker, so in an importable module
         path = os.path.join(task.folder, "count")
@@ -61,7 +61,7 @@ class Done(NamedTuple):
 
     Attributes:
         task: The task.
-        record: What its function returned about it, as JSON returns it.
+        record: Record that its function returned, in plain JSON values.
         folder: Folder of its files.
         is_kept: Whether an earlier run has done it.
     """
@@ -73,42 +73,39 @@ class Done(NamedTuple):
 
 
 _Line = OrderedDict[str, Done | MillraceError | None]
-"""Answers of tasks, in the order in which the tasks were drawn; None: there is none yet."""
+"""Answers of tasks, in the order in which the tasks were drawn; None: none yet."""
 
 
 class Run:
-    """One run of a job, in a `with` block; the text of this module shows a job.
+    """One run of a job, in a `with` block; the docstring of this module shows one.
 
     The journal lies beside the output, in `PREFIX.journal`, until the output is published. The
-    result is kept beside it, in `PREFIX.job.info.json`: a command that has finished, and runs again
-    with the same inputs and options, returns it. Inside the block Ctrl-C is taken only where
-    nothing can be left half done: while tasks are drawn or waited for, and in `once` and `phase`.
+    result stays in `PREFIX.job.info.json`: a finished command that runs again with the same inputs
+    and options returns it. Inside the block Ctrl-C is taken only where nothing can be left half
+    done: while tasks are drawn or waited for, and in `once` and `phase`.
 
     Args:
         prefix: First part of the paths of the output.
-        job: What decides the tasks and their files, as plain JSON values: a job that differs in it
+        job: Plain JSON values that decide the tasks and their files: a job that differs in them
             cannot continue.
-        inputs: What else decides the output, as plain JSON values. A job that differs in it
+        inputs: Plain JSON values that decide the rest of the output. A job that differs in them
             continues, and the tasks say what they depend on.
         outputs: Paths of files without which the output is not whole.
-        engine: Where tasks run: "local" in worker processes, "ray" on a Ray cluster, or an
-            `Executor`.
+        engine: "local" for worker processes, "ray" for a Ray cluster, or an `Executor`.
         restart: Whether to discard what an earlier run has done, and replace its output.
-        on_restart: Called before the journal of an earlier run is discarded.
+        on_restart: Function called before the journal of an earlier run is discarded.
         show_progress: Whether to show progress on stderr.
 
     Attributes:
-        result: The result of an earlier run that has published the output; None if there is work
-            to do.
+        result: Result of an earlier run that has published the output; None if there is work to do.
         folder: Absolute path of the journal's folder of this run, where the tasks have theirs.
-        scratch: Folder in it for files of the job itself, empty at the start.
+        scratch: Folder in `folder` for files of the job itself, empty at the start.
         num_done, num_kept: Number of tasks that ran now, and that an earlier run had done.
 
     Raises:
-        ConfigError: If the output is there already and is not that of this job, or the journal is
-            that of another one.
-        MillraceError: If another process is at work on the job.
-        OSError: If the journal cannot be written.
+        ConfigError: Output that is not of this job, or the journal of another job.
+        MillraceError: Another process is at work on the job.
+        OSError: The journal cannot be written.
     """
 
     def __init__(
@@ -143,15 +140,19 @@ class Run:
             earlier = _read_result(self._prefix + RESULT)
             is_whole = earlier.get("outputs") == self._stats() != {}
             changes = differences(earlier.get("job"), self._identity)
-            if is_whole and not changes and not restart:
+            if restart:
+                on_restart()
+                journal.open(self._job, restart=True)
+            elif is_whole and not changes:
                 journal.remove_if_of(self._job)
                 self.result = earlier["result"]
-            else:
-                if restart:
-                    on_restart()
-                is_continued = journal.open(self._job, restart=restart)
-                if not (is_continued or restart):
-                    self._check_free(changes if is_whole else "")
+            elif not journal.open(self._job):
+                reason = f", written by a command that differs: {changes}" if is_whole else ""
+                for path in filter(os.path.exists, self._outputs):
+                    raise ConfigError(
+                        f"{path} is there already{reason}. Give --restart (restart=True) to "
+                        "replace it, or another output"
+                    )
             self._stack = stack.pop_all()
         return self
 
@@ -167,7 +168,7 @@ class Run:
         return os.path.join(self.folder, "scratch")
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """Returns what `make` returned, in this run or an earlier one; plain JSON."""
+        """Returns what `make` returned in this run or an earlier one: plain JSON."""
         value = self.stored(name)
         if value is None:
             with interruptible():
@@ -180,12 +181,12 @@ class Run:
         return self._journal.value(name)
 
     def store(self, name: str, value: Any) -> None:
-        """Stores a value, plain JSON, in the place of an earlier one."""
+        """Stores a value, plain JSON, instead of an earlier one."""
         self._journal.store(name, value)
 
     @contextlib.contextmanager
     def phase(self, label: str, total: int | None = None) -> Iterator[Progress]:
-        """A step of the job in its own process: shows its progress, and Ctrl-C may end it."""
+        """A step of the job in this process, with a progress bar; Ctrl-C may end it."""
         with Progress(label, total, enabled=self._show_progress) as progress, interruptible():
             yield progress
 
@@ -212,24 +213,23 @@ class Run:
     ) -> Iterator[Done]:
         """Runs a function on the tasks that are not done yet; yields all in the order of `tasks`.
 
-        The function is called with the context and a task, in an importable module. It writes files
-        into `task.folder`, which no other attempt has, and returns a record, plain JSON, and its
-        files: their paths, or a dict from path to size and XXH3-64 if it has hashed them.
+        The function writes files into `task.folder`, which no other attempt has. It returns a
+        record, plain JSON, and its files: their paths, or a dict from path to size and XXH3-64 if
+        it has hashed them.
 
         A MillraceError of the function, or of drawing a task, is raised after all tasks before it
         were yielded, so that the error of a job does not depend on which task was fast.
 
         Args:
-            function: Function of a context and a task.
-            tasks: The tasks, which are drawn as workers become free.
+            function: Function of a context and a task, in an importable module.
+            tasks: The tasks, drawn as workers become free.
             context: First argument of the function, sent to each worker once.
             phase: Label of the progress.
             workers: Number of worker processes; None: the engine chooses.
             total: Amount of all tasks together; None: their number, if it is known.
-            report: Function of a finished task, called when the job has used it: its amount of
-                `total`, and a text beside the bar. None: each counts as one.
-            keep: Function of a task that is done and its record: whether the task need not run
-                again.
+            report: Function of a finished task that the job has used: its amount of `total`, and a
+                text beside the bar. None: each counts as one.
+            keep: Function of a finished task and its record: whether it need not run again.
         """
         if total is None and isinstance(tasks, Sized):
             total = len(tasks)
@@ -245,7 +245,7 @@ class Run:
                 is_durable = self._engine != "local"
                 arguments = function, context, self._journal.folder_of(""), is_durable
                 results = executor(run_attempt, arguments, new, workers=workers)
-                # Closed at an error, too: the generators hold the input that is being read open.
+                # Closed at an error, too: the generators hold the input open.
                 with contextlib.closing(new), contextlib.closing(results):
                     for done in self._in_order(results, line):
                         yield done
@@ -261,10 +261,7 @@ class Run:
         return results
 
     def _in_order(self, results: Iterable[tuple[Task, Any]], line: _Line) -> Iterator[Done]:
-        """Puts results into the journal; yields the tasks that wait for none before them.
-
-        An error among these is raised.
-        """
+        """Puts results into the journal; yields or raises those that wait for none before them."""
         for result in itertools.chain(results, [None]):
             if result is not None:
                 task, answer = result
@@ -293,7 +290,7 @@ class Run:
                     self.num_kept += 1
                 else:
                     yield task
-        except MillraceError as error:  # of reading the input here, after what tasks have read
+        except MillraceError as error:  # of reading the input, after what tasks have read
             line[""] = error
         finally:
             if isinstance(tasks, Generator):
@@ -302,18 +299,15 @@ class Run:
     def publish(self, make_public: Callable[[], None], result: Any) -> Any:
         """Publishes the output, stores the result beside it, and removes the journal.
 
-        A run that is killed meanwhile is continued: `make_public` may be called again.
+        A run that is killed meanwhile continues: `make_public` may be called again.
 
         Args:
             make_public: Function that gives the files of the output their names, on the disk.
-            result: The result of the job: plain JSON values.
-
-        Returns:
-            The result.
+            result: Result of the job, in plain JSON values, which is returned.
         """
         result, path = plain_json(result), self._prefix + RESULT
         self.check_interrupt()
-        with contextlib.suppress(FileNotFoundError):  # it must not speak of other output
+        with contextlib.suppress(FileNotFoundError):  # it would speak of other output
             os.unlink(path)
             fsync_folder(path)
         make_public()
@@ -330,24 +324,15 @@ class Run:
         return result
 
     def _stats(self) -> dict[str, list[int]]:
-        """Size and time of each file of the output; none if one is missing."""
+        """Size and time of each file of the output; empty if one is missing."""
         with contextlib.suppress(FileNotFoundError):
             stats = {os.path.basename(path): os.stat(path) for path in self._outputs}
             return {name: [status.st_size, status.st_mtime_ns] for name, status in stats.items()}
         return {}
 
-    def _check_free(self, changes: str) -> None:
-        """Raises a ConfigError if there is output that this run would replace."""
-        reason = f", written by a command that differs: {changes}" if changes else ""
-        for path in filter(os.path.exists, self._outputs):
-            raise ConfigError(
-                f"{path} is there already{reason}. Give --restart (restart=True) to replace it, or "
-                "another output"
-            )
-
 
 def _read_result(path: str) -> dict[str, Any]:
-    """What `Run.publish` has stored; empty if there is nothing, or nothing that can be read."""
+    """What `Run.publish` has stored; empty if nothing can be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         content: dict[str, Any] = json.loads(Path(path).read_bytes())
         if content["format"] == _FORMAT:

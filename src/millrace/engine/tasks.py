@@ -1,4 +1,4 @@
-"""What a task is, what an executor does with tasks, and what workers have in common."""
+"""Tasks, the protocol of executors, and what executors and workers have in common."""
 
 import os
 import pickle
@@ -17,7 +17,7 @@ class Task(NamedTuple):
     Attributes:
         number: Number of the task, or a pair of numbers; no two tasks of a job have the same.
         payload: What the function needs for this task; picklable.
-        name: Text that tells a user which part of the input this is, for error messages.
+        name: Part of the input, as a text for error messages.
         folder: Folder for the files of this attempt; `Run.map` makes it.
     """
 
@@ -28,7 +28,7 @@ class Task(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The number as a text, which sorts like the numbers."""
+        """The number as a text that sorts like the numbers."""
         numbers = (self.number,) if isinstance(self.number, int) else self.number
         return "-".join(f"{number:06d}" for number in numbers)
 
@@ -40,29 +40,34 @@ Function = Callable[[Any, Task], Any]
 """Called with the context and a task; twice with the same effect, if a worker has died."""
 
 
+Results = Generator[tuple[Task, Any], None, None]
+Answer = tuple[Task, bytes | Exception]
+"""A task, and its result or error as `result_of` takes it."""
+
+
 class Executor(Protocol):
     """Runs a function on tasks, several at a time."""
 
     def __call__(
         self, function: Function, context: Any, tasks: Iterable[Task], *, workers: int | None
-    ) -> Generator[tuple[Task, Any], None, None]:
+    ) -> Results:
         """Yields each task and its result, in the order in which they finish.
 
         Args:
             function: A function of an importable module, not of the script that runs.
             context: First argument of every call; sent to each worker once.
-            tasks: The tasks. They are drawn as workers become free, at most 2 per worker ahead.
+            tasks: The tasks, drawn as workers become free, at most 2 per worker ahead.
             workers: Number of processes, at least 1; None: the executor chooses.
 
         Raises:
             ConfigError: A function, context or task that a worker cannot load.
-            MillraceError: A task whose worker died in each of `ATTEMPTS` attempts.
+            MillraceError: A task whose worker died, or was lost, in each of `ATTEMPTS` attempts.
             Exception: The error of the function, or of drawing a task. It ends the job at once.
         """
 
 
 ATTEMPTS = 3
-"""How often a task is tried whose worker dies. An error of the function is not tried again."""
+"""How often a task is tried if its worker dies. An error of the function is not tried again."""
 
 ENVIRONMENT = {
     "RAYON_NUM_THREADS": "1",
@@ -90,11 +95,11 @@ def run_tasks(
     tasks: Iterable[Task],
     limit: int,
     submit: Callable[[Task, bytes], None],
-    receive: Callable[[float], Iterable[tuple[Task, bytes | Exception]]],
-) -> Generator[tuple[Task, Any], None, None]:
+    receive: Callable[[float], Iterable[Answer]],
+) -> Results:
     """The loop of an executor: yields each task and its result; at most `limit` are unfinished.
 
-    `submit` begins a task, which it gets pickled, too. `receive` returns the answers that have
+    `submit` begins a task, given as itself and pickled. `receive` returns the answers that have
     come, and waits up to a number of seconds for the first.
     """
     drawn, is_over, num_running = interruptible_tasks(tasks), False, 0
@@ -123,7 +128,6 @@ def to_bytes(name: str, value: Any) -> bytes:
 
 
 def from_bytes(data: bytes) -> Any:
-    """Restores the value of `to_bytes` in a worker."""
     try:
         return pickle.loads(data)
     except (AttributeError, ImportError) as error:
@@ -143,7 +147,7 @@ def answer_of(function: Callable[..., Any], *arguments: Any) -> bytes:
         try:
             data = pickle.dumps((error, trace))
             pickle.loads(data)
-        except Exception:  # an error whose class cannot be pickled, or not restored
+        except Exception:  # its class cannot be pickled, or not restored
             data = pickle.dumps((MillraceError(f"in a worker process: {error!r}"), trace))
         return data
 
@@ -161,10 +165,10 @@ def result_of(answer: bytes | Exception) -> Any:
 def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
     """Runs a task in a folder of its own, in a worker.
 
-    `work` is the function and its context, the folder of all attempts, and whether files must be on
-    the disk before the task is done: where the job goes on when it loses this machine. Returns the
-    name of the attempt's folder, the record, and size and checksum of each file; or a MillraceError
-    of the function.
+    `work` is the function, its context, the folder of all attempts, and whether files must be on
+    the disk before the task is done, because the job survives this machine. Returns the name of the
+    attempt's folder, the record, and size and checksum of each file; or the function's
+    MillraceError.
     """
     function, context, folder, is_durable = work
     attempt = f"{task.id}.{os.urandom(6).hex()}"
@@ -185,10 +189,10 @@ def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
             if os.path.dirname(name):
                 return ConfigError(f"{name} is not in {path}, the folder of {task}")
             size, digest = files[file] if isinstance(files, Mapping) else sum_of(file)
-            if os.path.getsize(file) != size:
+            if (size_now := os.path.getsize(file)) != size:
                 return MillraceError(
-                    f"{file} has {os.path.getsize(file)} bytes, and {size} were written: another "
-                    "program has changed it. Run again"
+                    f"{file} has {size_now} bytes, and {size} were written: another program has "
+                    "changed it. Run again"
                 )
             if is_durable:
                 with naming(file), open(file, "rb") as written:

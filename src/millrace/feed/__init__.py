@@ -1,10 +1,10 @@
 """From sample numbers to batches.
 
-A *dataset* (`GPTDataset`, `ShardedDataset`, `BlendedDataset`) turns sample numbers into arrays, the
-*sampler* says which sample numbers a data-parallel rank takes at each step, and the *loader* hands
-over micro batches and remembers one number, `consumed_samples`.
+A *dataset* (`GPTDataset`, `ShardedDataset`, `BlendedDataset`) turns sample numbers into arrays, a
+*sampler* says which of them a data-parallel rank takes at each step, and the *loader* hands over
+micro batches and remembers one number, `consumed_samples`.
 
-All names of `millrace.samples` and `millrace.sampling` are names of this package, too.
+The names of `millrace.samples` and `millrace.sampling` are names of this package, too.
 """
 
 from millrace import samples, sampling

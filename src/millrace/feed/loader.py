@@ -26,53 +26,48 @@ _MAX_THREADS = 1024
 class Loader(Renewed):
     """Iterates over the micro batches of one data-parallel rank.
 
-    All ranks together see the samples in one global order, whatever their number, their micro
-    batch and the places where they stopped: a state that was saved by one rank of a run resumes
-    every rank of another run at the very next sample.
+    All ranks together see the samples in one global order, whatever their number, micro batch and
+    interruptions: the state of one rank resumes every rank of another run at the very next sample.
 
-    Threads make the next batches while the trainer works; what is ready is not part of the state,
-    so that no step depends on them. They start with the first batch, or with `start`, and end with
-    `close`, at the end of a `with` block, or when the loader is no longer used.
+    Threads make the next batches while the trainer works; the state does not depend on them. They
+    start with the first batch or `start`, and end with `close`, with the `with` block, or when the
+    loader is no longer used.
 
     Several threads may draw from one loader: each step is handed out once, in any order among them,
-    and one at a time. After an error in a step, which `transform` may raise too, the position is
-    where it was before: the next call tries the same step again. If `transform` asks the loader for
-    a batch, it gets that of the next step.
+    and one at a time. After an error in a step, or in `transform`, the next call tries the same
+    step again. If `transform` asks the loader for a batch, it gets that of the next step.
 
     Args:
-        dataset: Dataset to draw from: `GPTDataset`, `BlendedDataset`, `StreamDataset`,
-            `ExternalBatches` or another one with the methods of `millrace.feed.Dataset`.
+        dataset: `GPTDataset`, `BlendedDataset`, `StreamDataset`, `ExternalBatches` or another one
+            with the methods of `millrace.feed.Dataset`.
         sampler: Which samples this rank takes at each step. None: the dataset's own (see
-            `ExternalBatches`), or a `SequentialSampler` of the next arguments, which belong to it.
+            `ExternalBatches`), or a `SequentialSampler` of the next four arguments.
         micro_batch_size: Number of samples in a batch.
         data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
         data_parallel_size: Number of ranks.
         drop_last: Whether to leave out a last block that does not fill every rank's micro batch;
             else ranks may get shorter batches, and none, at the last step.
         consumed_samples: Number of samples that all ranks have consumed before the first batch.
-        transform: Function that is called with each batch, a dict of arrays [micro_batch_size,
-            sequence_length], when it is asked for; `millrace.torch.to_tensors` makes torch tensors
-            of them.
-        prepare: Function that is called with each batch ahead of its use, in the loader's threads:
-            for work that takes time, such as pinning memory or copying to a device.
+        transform: Function of each batch, a dict of arrays [micro_batch_size, sequence_length],
+            called when it is asked for, such as `millrace.torch.to_tensors`.
+        prepare: Function of each batch, called ahead of its use in the loader's threads: for work
+            that takes time, such as pinning memory or copying to a device.
         fields: Names of a batch's arrays (see `millrace.feed.BatchForm`). None: tokens, labels,
             loss_mask and position_ids.
         token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
         share_labels: Whether labels may be a view of the tokens' memory, one token further on.
         vocab_size: Size of the vocabulary: a token id outside it is an error. None: not checked.
-        prefetch: Number of batches that are ready or in work at most, ahead of the trainer. None:
-            2, or up to 32 if they are small (8 MiB in all). 0: each batch is made when it is asked
-            for.
+        prefetch: Largest number of batches that are ready or in work ahead of the trainer. None: 2,
+            or up to 32 if they are small (8 MiB in all). 0: none are ahead.
         threads: Number of threads that make batches; the result does not depend on it. Storage
-            with a long latency needs several, and a `prefetch` of at least their number. With 1,
-            one thread at a time is in the dataset and in `prepare`, also after `load_state_dict`
-            and in `batch`.
-        watchdog: Seconds after which a batch that is not there yet prints what all threads are
-            doing to stderr. None: never.
+            with a long latency needs several, and as large a `prefetch`. With 1, one thread at a
+            time is in the dataset and in `prepare`, also after `load_state_dict` and in `batch`.
+        watchdog: Seconds of waiting for a batch after which stderr shows what all threads do. None:
+            never.
 
     Raises:
-        ConfigError: A number outside its limits, something that is not a dataset or a sampler, or a
-            fingerprint that a saved state cannot hold.
+        ConfigError: A number outside its limits, what is not a dataset or sampler, or a fingerprint
+            that a saved state cannot hold.
 
     Example:
         >>> class Numbers:
@@ -114,8 +109,9 @@ class Loader(Renewed):
         check_dataset(dataset)
         share = (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last)
         sampler = sampler_of(dataset, sampler, share)
-        options = {"share_labels": share_labels, "vocab_size": vocab_size}
-        form = form_of(fields, token_dtype=token_dtype, **options)
+        form = form_of(
+            fields, token_dtype=token_dtype, share_labels=share_labels, vocab_size=vocab_size
+        )
         self.transform = transform
         if prefetch is not None:
             prefetch = check_int("prefetch", prefetch, 0, _MAX_PREFETCH)
@@ -126,15 +122,15 @@ class Loader(Renewed):
         self._watchdog = None if watchdog is None else check_float("watchdog", watchdog, 0)
         self._is_closed = False
         self._fingerprint = Fingerprint(dataset, sampler)
-        self._fingerprint.at(0)  # an error now, and not when the state is saved, or a run resumed
-        # `_next` is where the next step starts: ahead of what was handed out, while one is made.
+        self._fingerprint.at(0)  # an error now, not when a state is saved or a run resumed
+        # `_next`: where the next step starts, ahead of what was handed out while one is made.
         self._next = self._position = Position(0)
         self.renew()
         self._seek(Position(consumed_samples))
 
     @property
     def dataset(self) -> Dataset | StreamDataset:
-        """The dataset that the loader draws from."""
+        """What the loader draws from."""
         return self._maker.dataset
 
     @property
@@ -144,7 +140,7 @@ class Loader(Renewed):
 
     @property
     def consumed_samples(self) -> int:
-        """How many samples all ranks have been handed so far."""
+        """Number of samples that all ranks have been handed."""
         return self._position.consumed_samples
 
     def __iter__(self) -> Loader:
@@ -165,7 +161,7 @@ class Loader(Renewed):
         return batch  # without a call after the `try`: Ctrl-C comes at calls
 
     def _draw(self, bounds: list[Position]) -> Any:
-        """The next batch for the trainer. If `transform` fails, the step comes again."""
+        """The next batch; if `transform` fails, the step comes again."""
         self._check_handler()
         start = self._next
         try:
@@ -195,14 +191,14 @@ class Loader(Renewed):
         return batch
 
     def __len__(self) -> int:
-        """The number of steps from sample 0 to the end; a TypeError of a sampler without end."""
+        """The number of steps from sample 0 on; TypeError for a sampler without end."""
         return num_steps(self.sampler)
 
     def __bool__(self) -> bool:
         return True  # also without a number of steps
 
     def batch(self, step: int) -> Any:
-        """The batch of a step, counted from sample 0; the position stays where it is.
+        """The batch of a step, counted from sample 0; the position stays.
 
         Raises:
             IndexError: No such step.
@@ -215,7 +211,7 @@ class Loader(Renewed):
         return self.batch_at(start.consumed_samples)
 
     def batch_at(self, consumed_samples: int) -> Any:
-        """The batch of the step that starts after so many samples; the position stays where it is.
+        """The batch of the step that starts after so many samples; the position stays.
 
         Raises:
             IndexError: No such step.
@@ -225,7 +221,7 @@ class Loader(Renewed):
         return step.batch if self.transform is None else self.transform(step.batch)
 
     def wait_stats(self) -> WaitStats:
-        """How long the trainer has waited since the loader was made, or copied, or forked."""
+        """How long the trainer has waited since the loader was made, copied or forked."""
         return replace(self._stats, by_cause=dict(self._stats.by_cause))
 
     def state_dict(self, consumed_samples: int | None = None) -> dict[str, Any]:
@@ -249,8 +245,7 @@ class Loader(Renewed):
         A state with another view (masks, padding) is accepted with a ViewChangeWarning.
 
         Raises:
-            ResumeError: A state of other data, another order or another version; the message says
-                what differs.
+            ResumeError: A state of other data, order or version, with what differs.
             ConfigError: A consumed_samples that is not a whole number, or where no step can start.
         """
         self._seek(self._fingerprint.read_state(state))
@@ -267,7 +262,7 @@ class Loader(Renewed):
         self._drop_queue()
 
     def _check_handler(self) -> None:
-        """Refuses a call of a signal handler that has interrupted `next` in the same thread."""
+        """Refuses a call by a signal handler that has interrupted `next` in this thread."""
         if self._is_taking:
             raise ConfigError(
                 "a signal handler uses a loader whose `next` it has interrupted: set a flag there"
@@ -281,7 +276,7 @@ class Loader(Renewed):
                 self._open_queue(self._next)
 
     def close(self) -> None:
-        """Ends the threads and gives up the batches that are ready. `state_dict` still works."""
+        """Ends the threads and drops the batches that are ready. `state_dict` still works."""
         self._is_closed = True
         queue = self._queue  # without the lock, which a thread that waits for a batch holds
         if queue is not None:
@@ -316,7 +311,7 @@ class Loader(Renewed):
         return self._queue
 
     def _drop_queue(self) -> None:
-        if self._queue is not None:  # it stays: `close` waits for its threads
+        if self._queue is not None:  # kept: `close` waits for its threads
             self._queue.close()
 
     def after_fork(self) -> None:
@@ -329,7 +324,7 @@ class Loader(Renewed):
 
 
 def _found(step: Step, name: str) -> Step:
-    """A step that could be made; IndexError if there is none of that name, or its own error."""
+    """A step that could be made; else its own error, or IndexError at the end."""
     if step.is_end:
         raise IndexError(f"there is no step {name}")
     if step.error is not None:

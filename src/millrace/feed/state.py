@@ -1,4 +1,4 @@
-"""The state of a loader: how a saved one is compared with the data and the order of today."""
+"""The state of a loader: how a saved one is compared with the data and order of today."""
 
 import warnings
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from millrace.samples.tokens import fingerprint_of
 from millrace.sampling.protocols import explanation
 
 STATE_VERSION = 3
-"""It rises when states of earlier versions cannot be compared with fingerprints of today."""
+"""It rises when earlier states cannot be compared with fingerprints of today."""
 
 _LEAVES = (str, int, float, np.generic, type(None))  # of a fingerprint
 _MOST_LINES = 10  # differences in a message
@@ -23,7 +23,7 @@ class Position(NamedTuple):
     """A place between two steps."""
 
     consumed_samples: int  # by all ranks
-    stream: Any = None  # state of a stream there; None: of no stream, or it is read from its start
+    stream: Any = None  # its state there; None: no stream, or it is read from its start
 
 
 class Fingerprint(NamedTuple):
@@ -33,7 +33,7 @@ class Fingerprint(NamedTuple):
     sampler: Any
 
     def at(self, consumed_samples: int) -> dict[str, Any]:
-        """The fingerprint of the samples up to a number of consumed samples."""
+        """The fingerprint of the first `consumed_samples` samples."""
         fingerprint: dict[str, Any] = plain(fingerprint_of(self.dataset, consumed_samples))
         if not getattr(self.sampler, "fingerprint", None):
             return fingerprint
@@ -41,9 +41,9 @@ class Fingerprint(NamedTuple):
         return {**fingerprint, "sampler": sampler} if sampler else fingerprint
 
     def read_state(self, state: Any, end: int | None = None) -> Position:
-        """The position of a saved state; for its errors, see `Loader.load_state_dict`.
+        """The position of a saved state; for the errors, see `Loader.load_state_dict`.
 
-        `end` is the number of samples whose fingerprint was saved; None: its consumed_samples.
+        `end`: number of samples whose fingerprint was saved; None: its consumed_samples.
         """
         saved = _saved_fingerprint(state)
         consumed_samples = check_int("consumed_samples", state["consumed_samples"], 0)
@@ -70,7 +70,7 @@ class Fingerprint(NamedTuple):
 
 
 def plain(value: Any, place: str = "fingerprint") -> Any:
-    """A fingerprint that JSON and pickle return as it is; NumPy's numbers become Python's."""
+    """A value as JSON and pickle return it; NumPy's numbers become Python's."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -81,7 +81,7 @@ def plain(value: Any, place: str = "fingerprint") -> Any:
     number = value.item() if isinstance(value, np.generic) else value
     if number is None or isinstance(number, bool):
         return number
-    # Members of an enum and other derived classes: torch.load with weights_only refuses them.
+    # torch.load with weights_only refuses derived classes, such as members of an enum.
     converters: dict[type, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
     for kind, convert in converters.items():
         if isinstance(number, kind) and number == number:
@@ -93,11 +93,10 @@ def plain(value: Any, place: str = "fingerprint") -> Any:
 
 
 def _saved_fingerprint(state: Any) -> Any:
-    """The fingerprint of a saved state, if it is one of this version."""
+    """The fingerprint of a saved state of this version."""
     if not isinstance(state, Mapping):
         raise ResumeError(f"the state is {shown(state)}: it is not a Loader's")
-    missing = {"version", "consumed_samples", "fingerprint"} - set(state)
-    if missing:
+    if missing := {"version", "consumed_samples", "fingerprint"} - set(state):
         raise ResumeError(f"the state has no {', '.join(sorted(missing))}: it is not a Loader's")
     version = state["version"]
     if not isinstance(version, (int, np.integer)) or version != STATE_VERSION:
@@ -110,7 +109,7 @@ def _saved_fingerprint(state: Any) -> Any:
 
 
 def _is_equal(saved: Any, present: Any) -> bool:
-    """Whether two leaves of fingerprints are equal; an entry that is missing counts as None."""
+    """Whether two leaves are equal; a missing entry counts as None."""
     pair = [None if value is NOTHING else value for value in (saved, present)]
     return all(isinstance(value, _LEAVES) for value in pair) and bool(pair[0] == pair[1])
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -29,10 +30,10 @@ from millrace.sampling import Sampler
 
 _PARTS = ("sampler", "dataset", "prepare")  # of the work for a step, in their order
 _MAX_AHEAD = 32  # steps; more would only fill memory
-_AHEAD_BYTES = 1 << 23  # how much is made ahead, where a step is small
+_AHEAD_BYTES = 1 << 23  # made ahead, if steps are small
 _EXIT_LIMIT = 10.0  # seconds that the end of Python waits for a read
-_PATIENCE = 64  # reads in a row from memory, by all threads, that end the hints to the storage
-_DISTANCE = 256  # samples to hint at: what a disk, or an object store, serves side by side
+_PATIENCE = 64  # reads in a row from memory, by all threads, after which prefetching ends
+_DISTANCE = 256  # samples to prefetch: what a disk, or an object store, serves side by side
 
 _THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
@@ -48,13 +49,12 @@ class Step(NamedTuple):
 
     @property
     def is_end(self) -> bool:
-        """Whether no step is left."""
         return self.after is None and self.error is None
 
 
 @dataclass(eq=False, repr=False)
 class StepMaker(Renewed):
-    """Makes steps: with one thread under `lock`, as that of before a seek may still be reading."""
+    """Makes steps: with one thread under `lock`, as that of before a seek may still read."""
 
     dataset: Dataset | StreamDataset
     sampler: Sampler
@@ -70,7 +70,7 @@ class StepMaker(Renewed):
         self.lock: Any = threading.RLock() if self.num_threads == 1 else nullcontext()
 
     def outline(self, before: Position) -> Step:
-        """The step that starts there, without its batch; an error or the end, if there is none."""
+        """The step that starts there without its batch, or with an error, or the end."""
         start = before.consumed_samples
         try:
             if not self.sampler.has_step(start):
@@ -105,7 +105,8 @@ class StepMaker(Renewed):
             return Step(before)
         except BaseException as error:
             step = failed_step(before, error, numbers)
-        seconds = np.diff([*marks, time.perf_counter()]).tolist()
+        marks.append(time.perf_counter())
+        seconds = [end - start for start, end in pairwise(marks)]
         _, cause = max(zip(seconds, _PARTS, strict=False), default=(0.0, _PARTS[0]))
         return step._replace(cause=cause)
 
@@ -125,7 +126,7 @@ worker = threading.local()  # of a thread of a queue: `maker`, whose step it is 
 
 
 def failed_step(before: Position, error: BaseException, numbers: Any = None) -> Step:
-    """A step with an error, which names the step and the samples that it belongs to."""
+    """A step with an error, which names the step and its samples."""
     place = f"in the step that starts at consumed_samples={before.consumed_samples}"
     if isinstance(error, StopIteration):  # it would end the trainer's loop
         stop, error = error, RuntimeError(f"StopIteration was raised {place}")
@@ -147,13 +148,13 @@ class WaitStats:
     """How long the trainer has waited for batches.
 
     Attributes:
-        steps: Number of steps that were handed out.
-        waited_steps: Number of steps that were not ready when they were asked for.
+        steps: Number of steps handed out.
+        waited_steps: Number of steps that were not ready when asked for.
         seconds: Seconds of waiting in all.
         longest: Seconds of the longest wait.
         first: Seconds of the wait for the first batch, which `seconds` includes.
-        by_cause: Seconds of waiting by what took the longest in making the batch: "sampler",
-            "dataset" or "prepare".
+        by_cause: Seconds of waiting by the longest part of the work: "sampler", "dataset" or
+            "prepare".
     """
 
     steps: int = 0
@@ -174,20 +175,20 @@ class WaitStats:
 class StepQueue:
     """Steps in their order, made by threads before they are asked for.
 
-    One thread at a time claims the next step; each makes its own. For each step it needs a permit;
-    there are `prefetch` of them (None: 2 for each thread, or more if steps are small), and `take`
-    gives one back. After a step that failed no other is made. A thread that waits for a permit does
-    not know its queue, so that a loader that is no longer used is collected, also if its own
-    dataset refers to it. `position` is where the next step to hand out starts; -1 after `close`.
+    One thread at a time claims the next step; each makes its own. A step needs one of `prefetch`
+    permits (None: 2 for each thread, or more if steps are small), which `take` gives back. After a
+    step that failed no other is made. A thread that waits for a permit does not know its queue, so
+    an unused loader is collected, also if its own dataset refers to it. `position` is where the
+    next step to hand out starts; -1 after `close`.
     """
 
     def __init__(self, maker: StepMaker, start: Position, prefetch: int | None) -> None:
         self._maker = maker
         self.position = start.consumed_samples
         self._next = start  # of the next step that a thread makes
-        self._is_automatic = prefetch is None  # until the first step shows its size
+        self._is_automatic = prefetch is None  # until the size of a step is known
         self._look_ahead = LookAhead(maker.dataset, maker.sampler)
-        self._claim_lock = threading.Lock()  # of the thread that asks the sampler for a step
+        self._claim_lock = threading.Lock()  # while the sampler is asked for a step
         self._lock = threading.RLock()  # `close` may be called by a signal handler under it
         self._signal = threading.Lock()  # what `take` waits for: `_wake` releases it
         self._signal.acquire()
@@ -201,7 +202,7 @@ class StepQueue:
         _open.add(self)
 
     def start(self) -> None:
-        """Starts the threads that do not run yet; ConfigError if the system refuses one."""
+        """Starts the threads that are missing; ConfigError if the system refuses one."""
         num_threads, permits = self._maker.num_threads, self._permits
         while len(self._threads) < num_threads:
             name = f"millrace-loader-{len(self._threads)}"
@@ -242,7 +243,7 @@ class StepQueue:
             return step
 
     def make_next(self) -> bool:
-        """Makes the next step, in a thread of the queue; False if no other is to be made."""
+        """Makes the next step; False if no other is to be made."""
         with self._claim_lock:  # not the lock: a sampler that hangs must not hold up `close`
             if self._is_over:
                 return False
@@ -267,7 +268,7 @@ class StepQueue:
     def _put(self, step: Step) -> bool:
         """Keeps a step for `take`; False if it is the last."""
         with self._lock:
-            self._is_over = self._is_over or step.after is None
+            self._is_over |= step.after is None
             if self.position >= 0:
                 self._steps[step.before.consumed_samples] = step
             if step.after is not None and step.after.stream is not None:
@@ -280,7 +281,7 @@ class StepQueue:
             self._signal.release()
 
     def _measure(self, batch: Any) -> None:
-        """Chooses how much is made ahead, from the size of the first batch."""
+        """Chooses how much is made ahead by the size of the first batch."""
         with self._lock:
             is_automatic, self._is_automatic = self._is_automatic, False
         if is_automatic and type(batch) is dict:
@@ -290,8 +291,8 @@ class StepQueue:
                 self._permits.put(True)
 
     def close(self, wait: float | None = 0.0) -> None:
-        """Ends the threads after the step that they have in hand; waits so many seconds, or without
-        limit, but not in a thread of the loader or a signal handler that interrupts the queue."""
+        """Ends the threads after the step in hand; waits so many seconds, None: without limit, but
+        not in a thread of the loader or a signal handler that interrupts the queue."""
         with self._lock:
             self._is_over, self.position = True, -1
             self._steps.clear()
@@ -306,7 +307,7 @@ class StepQueue:
 
 
 def _work(queue_ref: weakref.ref[StepQueue], permits: SimpleQueue[Any]) -> None:
-    """What a thread does, which keeps the queue alive only while it makes a step."""
+    """What a thread does; only while it makes a step, it keeps the queue alive."""
     while permits.get() is True:  # a reference that has died ends it, too
         queue = queue_ref()
         if queue is None or not queue.make_next():
@@ -318,9 +319,8 @@ def _work(queue_ref: weakref.ref[StepQueue], permits: SimpleQueue[Any]) -> None:
 class LookAhead:
     """Prefetches the samples of coming steps, if the dataset has `prefetch` and `is_remote`.
 
-    Cold samples that the storage knows of are brought in side by side. For samples in memory the
-    calls would cost more than reading them, so they are made only after a read that went to the
-    disk, and for remote storage always.
+    The storage brings in cold samples side by side. For samples in memory the calls would cost more
+    than reading them: they are made only after a read from the disk, and always for remote storage.
     """
 
     def __init__(self, dataset: Any, sampler: Sampler) -> None:
@@ -334,7 +334,7 @@ class LookAhead:
         self._lock = threading.Lock()
 
     def read(self, position: int, work: Callable[[], Any]) -> Any:
-        """Does work that reads samples; the samples from `position` on are read soon."""
+        """Does work that reads samples; those from `position` on are read soon."""
         if self._dataset is None:
             return work()
         before = resource.getrusage(_THREAD).ru_inblock
@@ -349,7 +349,7 @@ class LookAhead:
         return result
 
     def _coming(self, position: int) -> list[NDArray[np.int64]]:
-        """The sample numbers, step by step, that the storage is not told of yet."""
+        """The sample numbers that the storage is not told of yet, by step."""
         steps: list[NDArray[np.int64]] = []
         with self._lock:
             self._told = {start: size for start, size in self._told.items() if start >= position}
@@ -371,10 +371,10 @@ def _print_stacks(seconds: float) -> None:
 
 @contextmanager
 def stacks_printed_after(seconds: float | None) -> Iterator[None]:
-    """Prints what all threads are doing if the block takes longer; None: it may take any time.
+    """Prints what all threads are doing if the block takes longer; None: never.
 
-    `faulthandler.dump_traceback_later` has one timer for a process, which may be the program's own,
-    and a lock that a forked child would wait for.
+    `faulthandler.dump_traceback_later` has one timer, which the program may use, and a lock that a
+    forked child would wait for.
     """
     if seconds is None:
         yield

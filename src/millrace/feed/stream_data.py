@@ -1,4 +1,4 @@
-"""What a loader draws from: its dataset, its sampler, and what is read in turn, without numbers."""
+"""What a loader draws from: a dataset, a sampler, and what is read in turn, without numbers."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +22,11 @@ from millrace.store import IndexedDataset
 
 
 class EndOfBatches(Exception):  # noqa: N818 - not an error
-    """Raised by a dataset that learns only by reading that no step is left."""
+    """Raised by a dataset that learns by reading that no step is left."""
 
 
 class StreamSampler(SequentialSampler):
-    """Consecutive samples of a stream, whose number may be unknown: of each step, a slice."""
+    """A slice of each step of a stream, whose number of samples may be unknown."""
 
     def __init__(self, num_samples: int | None, **share: Any) -> None:
         super().__init__(MAX_INT64, **share)
@@ -41,15 +41,15 @@ class StreamSampler(SequentialSampler):
 
 
 class StreamDataset:
-    """The samples of a `TokenStream` as a dataset of a `Loader`, which makes rows of their tokens.
+    """Rows of the tokens of a `TokenStream`, as a dataset of a `Loader`.
 
     A stream has no sample numbers: it is read in turn, in one thread. The loader keeps the stream's
     state beside each batch that it makes ahead, and saves that of the last one handed out. Each
-    rank reads the samples of all ranks, and keeps a slice of each step: so all ranks together hold
-    the same global batch, and the state of each resumes any number of them.
+    rank reads the samples of all ranks and keeps a slice of each step: all ranks together hold the
+    same global batch, and the state of each resumes any number of them.
 
-    A state at another place than where the loader stood (`loader.state_dict(consumed_samples)`) has
-    no state of the stream: the stream is then read from its beginning, up to there.
+    A state of another place than the loader's (`loader.state_dict(consumed_samples)`) has none of
+    the stream, which is then read from its beginning up to there.
 
     Args:
         stream: The stream.
@@ -87,13 +87,13 @@ class StreamDataset:
     def read(
         self, before: Position, sampler: Any, form: BatchForm | None
     ) -> tuple[Batch, Position]:
-        """The rank's rows of the step that starts there, and the position behind it.
+        """The rank's rows of a step, and the position behind it.
 
         Raises:
             EndOfBatches: The stream has ended.
         """
         start, state = before
-        if state is None and start > 0:
+        if state is None:
             state = self._state_at(start, sampler.block_size)
         tokens, state = self._read(state, sampler.block_size)
         size = len(tokens)
@@ -133,20 +133,19 @@ class StreamDataset:
 
 
 class ExternalBatches(Renewed, StreamSampler):
-    """Any iterable of batches as a dataset of a `Loader` (Megatron-LM's `external`).
+    """Any iterable of one rank's batches as a dataset of a `Loader` (Megatron-LM's `external`).
 
     It is its own sampler: `Loader(ExternalBatches(batches, samples_per_step=32))`. The loader reads
-    it ahead, in one thread, and its state is the number of samples. The iterable gives one rank's
-    batches, a step each; which samples they hold is its own affair.
+    it ahead, in one thread; its state is the number of samples. Each batch is a step, whatever
+    samples it holds.
 
     To resume, a function gets the number of consumed samples and returns the batches from there.
     Any other iterable is read from its beginning and its first batches are thrown away, which takes
-    as long as reading them; an iterator, which cannot begin again, resumes only if it has not been
-    read.
+    as long as reading them. An iterator cannot begin again: it resumes only if it is unread.
 
     Args:
         batches: Iterable of batches from the first step on, or function of consumed_samples that
-            returns the batches from there on.
+            returns those from there on.
         samples_per_step: Number of samples that all ranks together take at a step.
         fingerprint: Plain values that tell these batches from others, for the loader's state.
         num_steps: Number of steps, if it is known; with fewer batches the end is an error.
@@ -164,7 +163,7 @@ class ExternalBatches(Renewed, StreamSampler):
 
     _iterator: Iterator[Any]
     _position: int  # of the iterator, or -1
-    _failure: BaseException | None  # of the batches: the first one since a batch was read
+    _failure: BaseException | None  # of the batches: the first since one was read
     _renewed = ("_lock", "_iterator", "_position", "_failure")
 
     def __init__(
@@ -180,24 +179,24 @@ class ExternalBatches(Renewed, StreamSampler):
                 f"batches is a {type(batches).__name__}; give an iterable, or a function of one"
             )
         self._batches = batches
-        self._fingerprint = {} if fingerprint is None else dict(fingerprint)
+        self._fingerprint = dict(fingerprint or {})
         size = check_int("samples_per_step", samples_per_step, 1, MAX_INT64)
         if num_steps is not None:
             num_steps = check_int("num_steps", num_steps, 0, MAX_INT64 // size)
         super().__init__(None if num_steps is None else num_steps * size, micro_batch_size=size)
-        self._has_begun = False  # kept in copies, whose iterator stands where this one stood
+        self._has_begun = False  # also in copies, which share the place of an iterator
         self.renew()
 
     def __len__(self) -> int:
         return self.num_steps() * self.block_size
 
     def batch(self, sample_numbers: ArrayLike) -> Any:
-        """The batch of the step that starts at the first of these numbers.
+        """The batch of the step that starts at the first number.
 
         Raises:
             EndOfBatches: The batches have ended before.
             ResumeError: An iterator that has been read cannot begin again.
-            ConfigError: The batches end before the first of these numbers.
+            ConfigError: The batches end before the first number.
         """
         start = int(np.asarray(sample_numbers)[0])
         with self._lock:
@@ -273,7 +272,7 @@ def check_dataset(dataset: Any) -> None:
 
 
 def sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
-    """The sampler of a loader: the one that is given, the dataset's own, or a sequential one."""
+    """The sampler of a loader: the argument, the dataset's own, or a sequential one."""
     names = ("micro_batch_size", "data_parallel_rank", "data_parallel_size", "drop_last")
     options = dict(zip(names, share, strict=True))
     if isinstance(dataset, StreamDataset):
@@ -302,5 +301,4 @@ def sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
 
 
 def _missing(value: Any, *names: str) -> str:
-    """The methods that a value lacks."""
     return ", ".join(name for name in names if not callable(getattr(value, name, None)))

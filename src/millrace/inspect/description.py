@@ -33,9 +33,9 @@ class Description:
     """An indexed dataset in numbers.
 
     `document` has number, counts, head and tail of one document. `head` and `tail` have `tokens`
-    and, with a tokenizer, `text`; `tail` is None if the head is the whole document. `origin` has
-    `source`, `line`, `byte_offset` and `id`, or is None if the pair has no sidecar of origins;
-    `origin_error` says why it cannot be read, or is None.
+    and, with a tokenizer, `text`; `tail` is None if the head is the whole. `origin` has `source`,
+    `line`, `byte_offset` and `id`, or is None without a sidecar of origins; `origin_error` says why
+    it cannot be read, or is None.
     """
 
     prefix: str
@@ -47,13 +47,13 @@ class Description:
     has_modes: bool
     lengths: dict[str, float]  # of sequences, in tokens: min, quantiles, mean, max; may be empty
     document_lengths: dict[str, float]
-    histogram: list[tuple[int, int, int]]  # (from, to, number of sequences of such a length)
+    histogram: list[tuple[int, int, int]]  # (from, to, number of sequences)
     special_tokens: dict[str, int] | None  # occurrences of each; None without a tokenizer
     document: dict[str, Any] | None  # None: there are none
     provenance: dict[str, Any] | None  # from the sidecar
     has_checksums: bool  # whether `verify` can check every byte
     has_origins: bool
-    is_same_tokenizer: bool | None  # whether the tokenizer wrote these tokens; None: not known
+    is_same_tokenizer: bool | None  # whether it wrote these tokens; None: not known
     tokenizer_warning: str | None
 
 
@@ -63,7 +63,7 @@ def describe(
     """Counts, dtype, lengths and one document of an indexed dataset.
 
     With a tokenizer, which decodes the document, all tokens are read to count the special ones;
-    without, only the index. A ConfigError for a number out of range, a DataError for damage.
+    else only the index. A ConfigError for a number out of range, a DataError for damage.
     """
     lengths, info = dataset.sequence_lengths, dataset.info()
     is_same = warning = special_tokens = None
@@ -99,9 +99,12 @@ def _spread(lengths: NDArray[Any]) -> dict[str, float]:
     if len(lengths) == 0:
         return {}
     values = np.quantile(lengths, list(_QUANTILES.values())).tolist()
-    quantiles = dict(zip(_QUANTILES, values, strict=True))
-    ends = {"mean": float(lengths.mean()), "max": int(lengths.max())}
-    return {"min": int(lengths.min()), **quantiles, **ends}
+    return {
+        "min": int(lengths.min()),
+        **dict(zip(_QUANTILES, values, strict=True)),
+        "mean": float(lengths.mean()),
+        "max": int(lengths.max()),
+    }
 
 
 def _histogram(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:
@@ -124,7 +127,6 @@ def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, i
 def _describe_document(dataset: IndexedDataset, tokenizer: Any, number: int) -> dict[str, Any]:
     _check_number(number, dataset.prefix, dataset.num_documents)
     first, last = dataset.document_indices[number : number + 2].tolist()
-    tokens = dataset.document(number)
     origin = origin_error = None
     try:
         origin = dataset.origin(number)
@@ -135,7 +137,7 @@ def _describe_document(dataset: IndexedDataset, tokenizer: Any, number: int) -> 
         "origin": None if origin is None else origin._asdict(),
         "origin_error": origin_error,
         "num_sequences": last - first,
-        **_excerpts_of(tokens, tokenizer),
+        **_excerpts_of(dataset.document(number), tokenizer),
     }
 
 
@@ -241,29 +243,28 @@ class ShardsDescription:
         num_inputs: Number of input files; 0: unknown.
         has_checksums: Whether `verify_shards` can check every byte.
         domains: Items of each domain, and its share of all items.
-        distribution: For the head, the shards (or groups of them, if there are very many) and the
-            windows of the output: the figures of `millrace.shuffling.distribution.Parts`. None:
-            unknown.
-        document: Number, shard, counts, head and tail of one item, as in `Description.document`.
+        distribution: For the head, the shards (or groups of very many) and the windows of the
+            output: the figures of `millrace.shuffling.distribution.Parts`. None: unknown.
+        document: Number, shard, counts, head and tail of an item, as in `Description.document`.
     """
 
     folder: str
-    shuffle_type: str  # as in the metadata
+    shuffle_type: str
     dtype: str
-    sequence_length: int | None  # in tokens; None: documents
+    sequence_length: int | None
     num_items: int
     num_tokens: int
-    num_bytes: int  # of all `.bin` files
+    num_bytes: int
     num_shards: int
-    shard_sizes: tuple[int, int]  # number of items of the smallest and of the largest shard
-    seed: int | None  # None: unknown, as in the next
+    shard_sizes: tuple[int, int]
+    seed: int | None
     permutation: str | None
     carry: bool
     eod: int | None
-    num_inputs: int  # 0: unknown
-    has_checksums: bool  # whether `verify_shards` can check every byte
-    domains: dict[str, tuple[int, float]]  # items of each domain, and its share of all items
-    distribution: dict[str, dict[str, Any]] | None  # None: unknown
+    num_inputs: int
+    has_checksums: bool
+    domains: dict[str, tuple[int, float]]
+    distribution: dict[str, dict[str, Any]] | None
     document: dict[str, Any] | None
 
 
@@ -274,7 +275,7 @@ def describe_shards(
     tokenizer: Tokenizer | None = None,
     document: int = 0,
 ) -> ShardsDescription:
-    """What a folder of shards holds, and one of its sequences or documents.
+    """What a folder of shards holds, and one of its items.
 
     Args:
         folder: Folder of the shards.
@@ -291,7 +292,6 @@ def describe_shards(
     num_bytes = sum(map(os.path.getsize, shards.bin_paths(name, metadata)))
     keys = ("head", "shards", "windows") if metadata.distribution else ()
     distribution = {key: parts_of(metadata, name, key).figures() for key in keys}
-    item = _item(name, metadata, dtype, tokenizer, document) if total else None
     return ShardsDescription(
         folder=name,
         sequence_length=metadata.seq_len,
@@ -302,7 +302,7 @@ def describe_shards(
         has_checksums=bool(metadata.checksums),
         domains={key: (n, n / max(total, 1)) for key, n in metadata.domain_stats.items()},
         distribution=distribution or None,
-        document=item,
+        document=_item(name, metadata, dtype, tokenizer, document) if total else None,
         **{name: getattr(metadata, name) for name in _OF_METADATA},
     )
 
@@ -323,14 +323,13 @@ def _item(
             )
         document = _describe_document(dataset, tokenizer, place)
     else:
-        tokens = Shards(folder, dtype=dtype)[number]
         document = {"origin": None, "origin_error": None, "num_sequences": 1}
-        document |= _excerpts_of(tokens, tokenizer)
+        document |= _excerpts_of(Shards(folder, dtype=dtype)[number], tokenizer)
     return {**document, "number": number, "shard": shard}
 
 
 def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
-    """The counts of the domains in parts of the output, in the order of `domain_stats`.
+    """Counts of the domains, in the order of `domain_stats`, in parts of the output.
 
     Args:
         metadata: Metadata with a distribution.

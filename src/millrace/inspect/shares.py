@@ -15,14 +15,14 @@ _WIDTH, _LEFT, _RIGHT = 900, 70, 670  # pixels: of the picture, and the ends of 
 _TITLE, _PLOT, _FOOT = 64, 220, 40
 _INK = "#222"
 _COLOURS = "#3b6fb5 #e08a2b #4f9d5b #c1483f #8363b0 #8c6248 #d681b6 #5f7f8f #b0aa37 #3aa7b5".split()
-_ALL_COLOURS = [*_COLOURS, "#b8b8b8"]  # the last of domains that have none of their own
+_ALL_COLOURS = [*_COLOURS, "#b8b8b8"]  # the last: domains without their own
 
 
 def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "") -> str:
     """An SVG of the share of each domain in 64 windows of the output, one on top of the other.
 
-    Dashed lines are the expected shares. The title names the folder. A ConfigError if the metadata
-    have no distribution, a DataError if it does not fit them.
+    Dashed lines are the expected shares. The title names the folder. A ConfigError for metadata
+    without a distribution, a DataError if it does not fit them.
     """
     name = os.fspath(folder)
     if not metadata.distribution:
@@ -50,17 +50,14 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
 
 
 def _shape(name: str, **attributes: float | str) -> str:
-    """A shape of SVG, "path" or "rect", which covers what stands before it.
-
-    The attributes are those of SVG, with `_` for `-`.
-    """
+    """A "path" or "rect" with attributes of SVG, `_` for `-`; it covers what stands before it."""
     items = attributes.items()
     text = " ".join(f"{key.replace('_', '-')}={quoteattr(str(value))}" for key, value in items)
     return f"<{name} {text}/>"
 
 
 def _text(x: float, y: float, text: str, *, size: int = 13, anchor: str = "start") -> str:
-    """A line of text; `anchor` says which end of it is at x."""
+    """A line of text, whose start, or `anchor`, is at x."""
     text = "".join(one if one.isprintable() else "?" for one in text)  # else it may not be XML
     place = f'x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}"'
     return f"<text {place}>{escape(text)}</text>"

@@ -19,16 +19,14 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
     """Drops files from the page cache, so that the next reads go to the disk.
 
     Pages that a process has mapped and touched stay, and so do files of memory file systems.
-
-    Returns:
-        What happened, for people: "dropped (12.3 MB in 4 files)", or why not.
+    Returns a text for people: "dropped (12.3 MB in 4 files)", or why not.
     """
     num_bytes = num_resident = 0
     for path in paths:
         # Opening the run says what is wrong with a file.
         with contextlib.suppress(OSError), open(path, "rb") as file:
             descriptor, size = file.fileno(), os.path.getsize(path)
-            os.fdatasync(descriptor)  # pages that are not on the disk yet cannot be dropped
+            os.fdatasync(descriptor)  # pages that are not on the disk cannot be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             num_bytes += size
             num_resident += int(resident_pages(descriptor, 0, size).sum()) * mmap.PAGESIZE
@@ -42,12 +40,9 @@ def drop_from_page_cache(paths: Sequence[str]) -> str:
 
 
 def resident_pages(descriptor: int, start: int, size: int) -> NDArray[np.bool_]:
-    """Which pages of an open file are in the page cache; asking starts no read.
+    """Which pages of an open file's bytes are in the page cache; asking starts no read.
 
-    Args:
-        descriptor: The file.
-        start: First byte, at the start of a page.
-        size: Number of bytes.
+    `start` is the first byte of a page.
     """
     states = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
     if size:
@@ -61,7 +56,7 @@ def resident_pages(descriptor: int, start: int, size: int) -> NDArray[np.bool_]:
 
 
 def copy_bytes_per_second(num_threads: int) -> float:
-    """The rate at which threads copy memory, in bytes read and written: the best of some copies."""
+    """Bytes that threads read and write per second in copying memory: the best of some copies."""
     size = _COPY_SIZE // num_threads
     buffers = np.ones((2, num_threads, size), np.uint8)
     times = []

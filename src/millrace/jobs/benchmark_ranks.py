@@ -1,4 +1,4 @@
-"""What one rank of `bench` measures: waits for batches, in its own process."""
+"""The measurements of one rank of `bench`, in its own process."""
 
 import resource
 import time
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from millrace.engine import Task
 from millrace.errors import ConfigError
-from millrace.feed import BlendedDataset, CyclicSampler, Loader, Sampler, SequentialSampler
+from millrace.feed import BlendedDataset, CyclicSampler, Loader, SequentialSampler
 from millrace.option_class import check_options, option
 from millrace.run import DatasetConfig, build_datasets
 from millrace.samples.fields import FIELDS, TOKEN_DTYPES
@@ -21,16 +21,14 @@ from millrace.samples.fields import FIELDS, TOKEN_DTYPES
 _BLOCK_SIZE = 512  # bytes, the unit of `ru_inblock`
 _TOKENS = ("tokens", "labels")
 
-
 _loaded = partial(option, group="loader")
 _measured = partial(option, group="measurement", least=1e-6, most=10**12)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """The options of `bench`. An accelerator's rate is about what one H100 makes of a model of
-    8 billion parameters at half its peak: 6 operations per parameter and token, 495 * 10**12
-    operations per second."""
+    """An accelerator's default rate is about that of one H100 at half its peak, 495 * 10**12
+    operations per second, for 8 billion parameters: 6 operations per parameter and token."""
 
     micro_batch_size: int = _loaded("samples in a batch", 1, least=1)
     ranks: int = _loaded("ranks to feed, each a process", 1, least=1, most=1024)
@@ -64,14 +62,8 @@ class BenchOptions:
 
 
 class Pass(NamedTuple):
-    """One measurement on one rank.
-
-    Attributes:
-        seconds: Its length.
-        waits: Seconds that each step waited.
-        by_cause: Seconds of the waits by their causes.
-        rates: The fields of `Measurement` that are sums over the ranks, by their names.
-    """
+    """One measurement on one rank: its length, the seconds that each step waited, their sums by
+    cause, and the fields of `Measurement` that are sums over the ranks, by name."""
 
     seconds: float
     waits: NDArray[np.float64]
@@ -82,10 +74,9 @@ class Pass(NamedTuple):
 def measure_rank(
     job: tuple[DatasetConfig, BenchOptions], task: Task
 ) -> tuple[dict[str, Any], list[Pass]]:
-    """Makes the measurements whose names are the task's payload, on the rank of its number.
+    """Makes the measurements that the task's payload names, on the rank of its number.
 
-    Returns:
-        The fields of `BenchResult` that a rank knows, by their names, and the measurements.
+    Returns the fields of `BenchResult` that a rank knows, by name, and the measurements.
     """
     config, own = job
     start = time.perf_counter()
@@ -101,22 +92,17 @@ def measure_rank(
             f"{len(dataset)}, and at least 2 steps are needed: lower one of them, or use more data"
         )
     first_file: Any = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
-    token_bytes = int(first_file.dataset.dtype.itemsize)
-
-    def loader_of(sampler: Sampler) -> Loader:
-        return Loader(
-            dataset,
-            sampler=sampler,
-            fields=None if own.fields is None else tuple(own.fields),
-            token_dtype=own.token_dtype,
-            threads=own.threads,
-            prefetch=own.prefetch,
-        )
-
-    def draw(loader: Loader, step_time: float = 0.0) -> Pass:
-        return _draw(loader, job, step_time, token_bytes)
-
-    with loader_of(sampler) as loader:
+    token_bytes = first_file.dataset.dtype.itemsize
+    loader_of = partial(
+        Loader,
+        dataset,
+        fields=None if own.fields is None else tuple(own.fields),
+        token_dtype=own.token_dtype,
+        threads=own.threads,
+        prefetch=own.prefetch,
+    )
+    draw = partial(_draw, job, token_bytes)
+    with loader_of(sampler=sampler) as loader:
         facts = {
             "num_samples": len(dataset),
             "token_bytes": token_bytes,
@@ -126,18 +112,21 @@ def measure_rank(
         }
         passes = [draw(loader, own.step_time if "paced" in task.payload else 0.0)]
     if "warm" in task.payload:
-        with loader_of(sampler) as loader:
+        with loader_of(sampler=sampler) as loader:
             num_read = draw(loader).waits.size * sampler.block_size
         again = CyclicSampler(
             num_read, micro_batch_size=own.micro_batch_size, data_sharding=False, **rank
         )
-        with loader_of(again) as loader:
+        with loader_of(sampler=again) as loader:
             passes.append(draw(loader))
     return facts, passes
 
 
 def _draw(
-    loader: Loader, job: tuple[DatasetConfig, BenchOptions], step_time: float, token_bytes: int
+    job: tuple[DatasetConfig, BenchOptions],
+    token_bytes: int,
+    loader: Loader,
+    step_time: float = 0.0,
 ) -> Pass:
     """Draws batches for some seconds, or to the end of the data; at least one."""
     config, own = job
@@ -147,8 +136,7 @@ def _draw(
     start = after = time.perf_counter()
     while after - start < own.seconds:
         before = time.perf_counter()
-        following = next(loader, None)
-        if following is None:
+        if (following := next(loader, None)) is None:
             break
         batch = following
         waits.append(time.perf_counter() - before)
@@ -175,7 +163,7 @@ def _draw(
 def _bytes_of(batch: dict[str, NDArray[Any]], token_bytes: int) -> int:
     """Bytes that making a batch reads and writes.
 
-    Views of one buffer count once, and arrays that all batches share, which are read-only, do not.
+    Views of one buffer count once; arrays that all batches share, which are read-only, do not.
     """
     own = [array for array in batch.values() if array.flags.writeable]
     owners = [one.base if isinstance(one.base, np.ndarray) else one for one in own]

@@ -1,12 +1,10 @@
-"""What `bench` measured, as text."""
+"""The result of `bench` as text for people."""
 
 from millrace.jobs.benchmarking import BenchResult
 
 
 def format_result(result: BenchResult) -> str:
-    """A result as text for people."""
     options = result.options
-    each = result.accelerator_tokens_per_second
     prefetch = "automatic" if options["prefetch"] is None else options["prefetch"]
     lines = [
         f"data         token files {result.num_files}, {result.num_samples:,} samples of "
@@ -36,12 +34,13 @@ def format_result(result: BenchResult) -> str:
                 f"{one.bound_by}: {one.reason}",
             )
         )
-    lines.append("")
-    for one in result.measurements:
-        if one.accelerators is not None:
-            feeds = f"{one.name} data feed {one.accelerators:,} accelerators"
-            lines.append(f"{feeds} of {each:,.0f} tokens/s each")
-    return "\n".join(lines)
+    feeds = [
+        f"{one.name} data feed {one.accelerators:,} accelerators of "
+        f"{result.accelerator_tokens_per_second:,.0f} tokens/s each"
+        for one in result.measurements
+        if one.accelerators is not None
+    ]
+    return "\n".join([*lines, "", *feeds])
 
 
 _ROW = "{:<22}{:>12}{:>16}{:>9}{:>11}{:>11}{:>11}   {}"

@@ -23,13 +23,10 @@ from millrace.run.plan import Manifest
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them
 _NEAR_COPY = 0.5  # share of the copying rate above which a measurement is bound by memory
 _SMALL_WAIT = 0.02  # share of the time below which a trainer hardly waits
-_TRAIN = 0  # place of the training data among the splits
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The run that the command line measures."""
-
     source: str = option(
         "arguments of a run, as for `millrace index` (.yaml, .toml), or a path prefix",
         flags="source",
@@ -41,13 +38,13 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """How long the consumer waited for its batches.
+    """Waits of the consumer for its batches.
 
     Attributes:
-        share: Share of the whole time that was spent waiting, 0 to 1.
+        share: Share of the time that was spent waiting, 0 to 1.
         median, percentile_99, longest: Seconds of a wait, over all steps and ranks.
-        by_cause: Share of the waits by what took the longest in making the batches: "sampler",
-            "dataset" or "prepare" (see `Loader.wait_stats`).
+        by_cause: Share of the waits by the slowest step of making the batches: "sampler", "dataset"
+            or "prepare" (see `Loader.wait_stats`).
     """
 
     share: float
@@ -64,16 +61,16 @@ class Measurement:
     Attributes:
         name: "cold", "paced" (with simulated steps) or "warm".
         seconds: Length of the measurement.
-        step_time: Seconds of a simulated step; 0: batches are drawn as fast as they come.
+        step_time: Seconds of a simulated step; 0: no pause between batches.
         num_steps: Number of steps of all ranks.
         samples_per_second, tokens_per_second: Rates of all ranks together.
         accelerators: Number of accelerators that this rate feeds; None with simulated steps.
-        cores: Number of cores that were busy with this process and its threads.
+        cores: Number of cores that were busy with all threads of the ranks.
         disk_bytes_per_second: Bytes read from disks.
         memory_bytes_per_second: Bytes of tokens read and of arrays written.
-        waits: The waits of the consumer.
+        waits: Waits of the consumer.
         bound_by: "step", "disk", "memory", "CPU" or "other".
-        reason: The measured quantities that decided it.
+        reason: Measured quantities that decided `bound_by`.
     """
 
     name: str
@@ -102,15 +99,14 @@ class BenchResult:
         token_bytes: Bytes of a token in the first token file.
         options: The `BenchOptions`, with the fields that the batches had.
         num_cores: Number of cores that this process may use.
-        copy_bytes_per_second: Rate of copying memory with as many threads as the loaders have, in
-            bytes read and written.
-        page_cache: What happened to the run's files in the page cache.
-        opening_seconds: Time to open the data, and to load or build their indices; the slowest
-            rank's.
-        first_batch_seconds: Time from the start to the first batch, opening included; the slowest
-            rank's.
+        copy_bytes_per_second: Bytes read and written in copying memory with as many threads as the
+            loaders have.
+        page_cache: Text on the run's files in the page cache.
+        opening_seconds: Time to open the data, and to load or build their indices, on the slowest
+            rank.
+        first_batch_seconds: Time to the first batch, opening included, on the slowest rank.
         accelerator_tokens_per_second: Assumed rate of one accelerator.
-        measurements: The measurements, in the order in which they were made.
+        measurements: The measurements, in order.
     """
 
     num_files: int
@@ -131,11 +127,11 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
     """Measures how fast this machine feeds the training samples of a run.
 
     Three measurements through the `Loader`: as fast as possible after the run's files were dropped
-    from the page cache ("cold"), with simulated training steps after the same ("paced"), and as
-    fast as possible with samples that are in memory ("warm").
+    from the page cache ("cold"), with simulated training steps after another drop ("paced"), and as
+    fast as possible with samples in memory ("warm").
 
     Args:
-        config: Configuration of the run. Indices that its cache folder lacks are built there.
+        config: Configuration of the run, whose cache folder gets the indices that it lacks.
         options: Fields of `BenchOptions`.
 
     Raises:
@@ -143,7 +139,10 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
         DataError: A token file that is missing or damaged.
     """
     own = BenchOptions(**options)
-    prefixes = _training_prefixes(config)
+    blend = config.blend_of(0)  # of the training data
+    if blend is None:
+        raise ConfigError("the run has no training data to measure: give train_data_path")
+    prefixes = [source_of(source)[0] for source in blend[0]]
     page_cache = "left as it was"
     facts: dict[str, Any] = {}
     measurements: list[Measurement] = []
@@ -173,13 +172,10 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
     )
 
 
-# ---- the run and its files ----
-
-
 def run_of(
     source: str, sequence_length: int | None = None, seed: int | None = None
 ) -> DatasetConfig:
-    """The configuration in a file, or one that takes all samples of a token file once."""
+    """The configuration in a file, or one with all samples of a token file once."""
     if source.endswith((".yaml", ".yml", ".toml")):
         if (sequence_length, seed) != (None, None):
             raise ConfigError(
@@ -204,29 +200,17 @@ def run_of(
     )
 
 
-def _training_prefixes(config: DatasetConfig) -> list[str]:
-    blend = config.blend_of(_TRAIN)
-    if blend is None:
-        raise ConfigError("the run has no training data to measure: give train_data_path")
-    return [source_of(source)[0] for source in blend[0]]
-
-
 def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:
-    """The files that a start reads: token files, and index arrays that are in the cache folder."""
+    """The files that a start reads: token files, and index arrays in the cache folder."""
     files = [prefix + end for prefix in dict.fromkeys(prefixes) for end in (BIN, IDX)]
     manifest = Manifest.find(config)
     for name in [] if manifest is None else filter(None, manifest.sets):
-        array_set = arrays.load(str(config.cache), name)
-        if array_set is not None:
+        if (array_set := arrays.load(str(config.cache), name)) is not None:
             files += [array_set.path(array) for array in array_set.layout]
     return files
 
 
-# ---- all ranks ----
-
-
 def _merge(name: str, own: BenchOptions, passes: Sequence[Pass], copy_rate: float) -> Measurement:
-    """One measurement of all ranks."""
     step_time = own.step_time if name == "paced" else 0.0
     rates = {rate: sum(each.rates[rate] for each in passes) for rate in passes[0].rates}
     waits = np.concatenate([each.waits for each in passes])
@@ -264,14 +248,13 @@ def bound_by(
     """What bounds a measurement, and the quantities that say so.
 
     Args:
-        wait_share: Share of the time that the consumer of simulated steps waited; None: there were
-            no steps.
+        wait_share: Share of the time that the consumer waited; None without simulated steps.
         busy_share: CPU time as a share of the time of all cores that the threads could use.
         disk_rate: Bytes read from disks per second.
-        copy_share: Bytes of memory read and written, as a share of what a copy reaches.
+        copy_share: Rate of reading and writing memory, as a share of a plain copy's.
 
     Returns:
-        "step", "disk", "memory", "CPU" or "other", and a sentence.
+        "step", "disk", "memory", "CPU" or "other", and a phrase.
     """
     if wait_share is not None and wait_share < _SMALL_WAIT:
         return "step", f"the steps waited {wait_share:.2%} of the time"
@@ -280,6 +263,5 @@ def bound_by(
         if disk_rate > 0:
             return "disk", f"{busy}, and {disk_rate / 1e6:,.0f} MB/s came from disks"
         return "other", f"{busy}, and nothing came from a disk"
-    if copy_share >= _NEAR_COPY:
-        return "memory", f"{busy}, and memory at {copy_share:.0%} of a plain copy's rate"
-    return "CPU", f"{busy}, and memory at {copy_share:.0%} of a plain copy's rate"
+    cause = "memory" if copy_share >= _NEAR_COPY else "CPU"
+    return cause, f"{busy}, and memory at {copy_share:.0%} of a plain copy's rate"

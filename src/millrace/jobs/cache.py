@@ -31,8 +31,6 @@ class CacheOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(CacheOptions):
-    """The options of `prune_cache`."""
-
     older_than_days: float | None = option(
         "also remove older runs, and older entries that cannot be judged",
         None,
@@ -48,15 +46,15 @@ class CacheEntry:
 
     Attributes:
         name: Name that its files share.
-        kind: "run" (a manifest); "set"; "leftover": files that belong to no whole one of them; or
+        kind: "run" (a manifest); "set"; "leftover": files of no whole set or manifest; or
             "unknown": files that cannot be read, or another version's.
         paths: Paths of its files.
         num_bytes: Size of all its files.
         age: Seconds since its last file was written.
-        prefixes: Token files that a manifest was made from, as absolute paths.
+        prefixes: Absolute paths of a manifest's token files.
         sets: Names of the sets that a manifest needs.
-        problems: Why no run can use it, a line each.
-        reason: Why `prune_cache` removes it.
+        problems: Reasons why no run can use it, a line each.
+        reason: Reason why `prune_cache` removes it.
     """
 
     name: str
@@ -70,7 +68,7 @@ class CacheEntry:
     reason: str = ""
 
 
-def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) -> list[CacheEntry]:
+def list_cache(folder: StrPath, *, check_contents: bool = False) -> list[CacheEntry]:
     """What millrace keeps in a folder; other programs' files are left out.
 
     Args:
@@ -86,25 +84,24 @@ def list_cache(folder: str | os.PathLike[str], *, check_contents: bool = False) 
     groups: dict[tuple[str, bool], list[str]] = {}
     for file in sorted(os.listdir(place)):
         written = written_name(file)
-        match = _FILE.fullmatch(file if written is None else written)
-        if match is not None:  # else it is another program's file
+        if match := _FILE.fullmatch(written or file):
             groups.setdefault((match[1], written is None), []).append(os.path.join(place, file))
     return [_entry(place, *key, paths, check_contents) for key, paths in groups.items()]
 
 
 def prune_cache(
-    folder: str | os.PathLike[str], *, older_than_days: float | None = None, dry_run: bool = False
+    folder: StrPath, *, older_than_days: float | None = None, dry_run: bool = False
 ) -> list[CacheEntry]:
     """Removes what no run can use any more: leftovers, damaged sets, manifests whose token files
     have changed or are gone from their folder, and sets that no manifest needs.
 
-    All else stays: data on a disk that is not mounted, files without read permission, records of
-    another version. On a file system without locks, sets and leftovers stay for their first day.
+    All else stays: manifests of data on a disk that is not mounted, files without read permission,
+    records of another version. On a file system without locks, sets and leftovers stay for a day.
 
     Args:
         folder: Cache folder of runs.
-        older_than_days: Age from which manifests, and entries of kind "unknown", are removed as
-            well; None: no age.
+        older_than_days: Age from which manifests, and entries of kind "unknown", go as well; None:
+            no age.
         dry_run: Whether to remove nothing.
 
     Returns:
@@ -112,8 +109,8 @@ def prune_cache(
 
     Raises:
         ConfigError: A missing folder.
-        CacheError: Another process is building one of the entries, and nothing is removed; or an
-            entry could not be removed, and the others are.
+        CacheError: Another process is building one of the entries, and nothing is removed; or some
+            entries could not be removed, and the others are.
     """
     place, dry_run = check_path("folder", folder), check_bool("dry_run", dry_run)
     if older_than_days is not None:
@@ -122,7 +119,7 @@ def prune_cache(
     if dry_run or not useless:
         return useless
     removed, errors = [], []
-    # Held to the end, so that no build starts in between that counts on what is removed.
+    # Locks are held to the end: no build may begin to count on what is removed.
     with contextlib.ExitStack() as stack:
         has_locks = stack.enter_context(file_lock(manifests_lock(place)))
         names = {entry.name for entry in useless}
@@ -138,7 +135,7 @@ def prune_cache(
             if entry.name not in names or may_be_built:
                 continue
             try:
-                # The record first: without it the rest is not used.
+                # The record first: without it no run uses the rest.
                 for path in sorted(entry.paths, key=lambda path: not path.endswith(arrays.JSON)):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(path)
@@ -153,7 +150,7 @@ def prune_cache(
 
 
 def format_entries(entries: Sequence[CacheEntry], state: str) -> str:
-    """Entries as text for people: what each is, and why it goes or cannot be used."""
+    """Entries as text for people, with the reasons why they go or cannot be used."""
     lines = []
     for entry in entries:
         data = f", of {len(entry.prefixes)} token files" if entry.prefixes else ""
@@ -167,7 +164,7 @@ def format_entries(entries: Sequence[CacheEntry], state: str) -> str:
 
 
 def _useless(entries: list[CacheEntry], older_than_days: float | None) -> Iterator[CacheEntry]:
-    """What can be removed, each with its reason: sets last, which the other entries need."""
+    """What can be removed, each with its reason; sets last, as the other entries need them."""
     needed: set[str] = set()
     for entry in sorted(entries, key=lambda entry: entry.kind == "set"):
         reason, days = "", entry.age / _DAY
@@ -213,7 +210,7 @@ def _entry(
 
 def _is_readable(path: str) -> bool:
     try:
-        with contextlib.suppress(FileNotFoundError):  # see above
+        with contextlib.suppress(FileNotFoundError):  # see `_entry`
             open(path, "rb").close()
     except OSError:  # no permission, or a disk that fails
         return False
@@ -221,7 +218,7 @@ def _is_readable(path: str) -> bool:
 
 
 def _changes(manifest: Manifest) -> list[str]:
-    """How the token files of a manifest have changed, as far as it can be seen from here."""
+    """How the token files of a manifest have changed, as far as can be seen from here."""
     changes = []
     for file, path in zip(manifest.files, manifest.paths, strict=True):
         with contextlib.suppress(OSError):  # its folder is missing, or may not be read

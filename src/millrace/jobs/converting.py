@@ -18,16 +18,15 @@ from millrace.names import BIN, IDX
 from millrace.option_class import StrPath, option
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 
-_CHUNK = 16 << 20  # tokens that are converted at a time
+_CHUNK = 16 << 20  # tokens converted at a time
 _EOD_CHUNK = 4 << 20  # tokens of documents that get an end, with several copies in memory
 _MAX_LENGTH = 2**31 - 1  # tokens in a sequence
-
 
 _token = partial(option, default=None, least=-(2**63), most=MAX_INT64, metavar="ID")
 
 
 def number_dtype(name: str, value: DTypeLike | None) -> np.dtype[Any] | None:
-    """A dtype of numbers, or None for None; anything else is a ConfigError."""
+    """A dtype of numbers, or None; ConfigError for anything else."""
     if value is None:
         return None
     with contextlib.suppress(TypeError, ValueError):
@@ -39,8 +38,6 @@ def number_dtype(name: str, value: DTypeLike | None) -> np.dtype[Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(PairOptions):
-    """The options of `convert`."""
-
     source: StrPath = option("input array or path prefix", flags="source", metavar="SOURCE")
     target: StrPath = option("output array or path prefix", flags="target", metavar="TARGET")
     dtype: Any = option("dtype of the target", None, metavar="DTYPE", check=number_dtype)
@@ -54,8 +51,8 @@ class ConvertOptions(PairOptions):
 def convert(source: StrPath, target: StrPath, **options: Any) -> None:
     """Converts token arrays to indexed datasets and back, and from one dtype to another.
 
-    The names of `source` and `target` tell their formats: `.npy` is a NumPy array, `.bin` raw
-    tokens (if there is no `.idx` beside it), anything else the path prefix of an indexed dataset.
+    The names tell the formats: `.npy` is a NumPy array, `.bin` raw tokens (if there is no `.idx`
+    beside it), anything else the path prefix of an indexed dataset.
 
     Args:
         source: An array of one dimension (a stream of tokens) or two (each row a document), raw
@@ -67,14 +64,14 @@ def convert(source: StrPath, target: StrPath, **options: Any) -> None:
                 if the format has no code for the source's.
             source_dtype: Dtype of raw tokens.
             document_end: Token that ends each document of a stream; None: it is one document.
-            append_eod: End-of-document token, which is put after each document of an indexed
-                dataset; one that ends with it already, or has no tokens, stays as it is.
+            append_eod: End-of-document token to put after each document of an indexed dataset that
+                has tokens and does not end with it already.
             checksums: Whether to write the sidecar of an indexed dataset.
             origins: Whether to copy the origins of an indexed dataset's documents to another.
 
     Raises:
-        ConfigError: A token that does not fit the dtype, or an option that is missing or does not
-            apply.
+        ConfigError: A token that does not fit the dtype; an option that is missing or not for these
+            formats.
         DataError: A missing or damaged source, or one of another format.
     """
     own = ConvertOptions(source=source, target=target, **options)
@@ -105,24 +102,24 @@ def convert(source: StrPath, target: StrPath, **options: Any) -> None:
 
 def _convert_pair(dataset: IndexedDataset, target: str, options: ConvertOptions) -> None:
     provenance: dict[str, Any] = {"converted": os.fspath(options.source)}
-    if options.append_eod is not None:
+    if (eod := options.append_eod) is not None:
         dataset.check()
         if dataset.dtype.kind not in "iu":
             raise ConfigError(f"append_eod needs integers; {dataset.prefix} holds {dataset.dtype}")
-        provenance["append_eod"] = options.append_eod
+        provenance["append_eod"] = eod
     with pair_builder(options, target, [dataset], provenance, dtype=options.dtype) as builder:
-        if options.append_eod is None:
+        if eod is None:
             builder.add_index(dataset, change_dtype=options.dtype is not None)
             return
         bounds = bounds_by_size(dataset, _EOD_CHUNK * dataset.dtype.itemsize)
         for start, stop in itertools.pairwise(bounds):
-            _add_with_eod(builder, dataset, start, stop, options.append_eod)
+            _add_with_eod(builder, dataset, start, stop, eod)
 
 
 def _add_with_eod(
     builder: IndexedDatasetBuilder, dataset: IndexedDataset, start: int, stop: int, eod: int
 ) -> None:
-    """Adds documents, each with a last token `eod`; an empty one, or one that has it, stays."""
+    """Adds documents, each with a last token `eod`; one that is empty, or has it, stays."""
     entries = dataset.document_indices[start : stop + 1]
     first, last = int(entries[0]), int(entries[-1])
     tokens = dataset.read(np.arange(first, last))[0].astype(np.int64)  # `eod` may be any int64
@@ -149,7 +146,7 @@ def _add_with_eod(
 
 
 def _open_array(source: str, dtype: np.dtype[Any] | None) -> NDArray[Any] | None:
-    """The source as a mapped array; None if it is an indexed dataset."""
+    """The source as a mapped array; None: it is an indexed dataset."""
     array: NDArray[Any]
     if source.endswith(".npy"):
         try:
@@ -214,15 +211,15 @@ def _write_dataset(target: str, array: NDArray[Any], options: ConvertOptions) ->
 
 
 def _add_stream(builder: IndexedDatasetBuilder, tokens: NDArray[Any], end: int | None) -> None:
-    """Adds the documents of a stream: each ends with the token `end`, the last one anywhere."""
+    """Adds the documents of a stream, each up to a token `end`; the last one may lack it."""
     begin = 0
     if end is not None:
         for start in range(0, len(tokens), _CHUNK):
             ends = start + 1 + np.flatnonzero(tokens[start : start + _CHUNK] == end)
             if len(ends):
-                lengths = np.diff(ends, prepend=begin)
-                builder.add_documents(tokens[begin : int(ends[-1])], lengths)
-                begin = int(ends[-1])
+                stop = int(ends[-1])
+                builder.add_documents(tokens[begin:stop], np.diff(ends, prepend=begin))
+                begin = stop
         if begin == len(tokens):
             return
     for start in range(begin, len(tokens), _MAX_LENGTH):

@@ -2,17 +2,24 @@
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any, cast
 
-from millrace.cache import megatron as megatron_cache
+from millrace.cache.megatron import (
+    BLEND_ARRAYS,
+    GPT_ARRAYS,
+    CacheSet,
+    check_blend_arrays,
+    check_gpt_arrays,
+    load_or_build,
+)
 from millrace.checks import check_float, text_table
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
-from millrace.option_class import option
+from millrace.option_class import StrPath, option
 from millrace.order import SPLITS, GPTPlan, normalize, parse_split
 from millrace.order.order_plans import build_arrays
 from millrace.run import DatasetConfig, Datasets
@@ -28,12 +35,12 @@ class IndexRow:
     Attributes:
         split: "train", "valid" or "test".
         prefix: Path prefix of the token file.
-        num_documents: Number of documents of the whole file.
+        num_documents: Number of documents of the file.
         num_sequences: Number of sequences of the range that the split draws from.
-        num_tokens: Number of tokens of that range; None for another order than Megatron-LM's.
-        num_epochs: Number of epochs that the samples take; None as above.
+        num_tokens: Number of tokens of that range; None in another order than Megatron-LM's.
+        num_epochs: Number of epochs that the samples take; None as for `num_tokens`.
         num_samples: Number of samples.
-        weight: Normalised weight in a blend; None where there is none.
+        weight: Normalised weight in a blend; None elsewhere.
     """
 
     split: str
@@ -51,10 +58,10 @@ class IndexResult:
     """What `index` did.
 
     Attributes:
-        rows: One for each dataset and split.
-        sizes: Number of samples of each split; several validation sets are added up.
+        rows: One row for each dataset and split.
+        sizes: Number of samples of each split, in all of its validation sets.
         num_built: Number of datasets and blends whose indices were built now.
-        num_found: Number of those whose indices were there already.
+        num_found: Number of datasets and blends whose indices were there already.
     """
 
     rows: list[IndexRow]
@@ -72,7 +79,7 @@ _switch = partial(_optional, group="order")
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions:
-    """The options of `index`: Megatron-LM's are texts, checked together with those of the file."""
+    """The options of `index`; Megatron-LM's are texts, checked together with the file's."""
 
     config: str | None = _optional(
         "YAML or TOML file of arguments", flags="config", nargs="?", metavar="FILE"
@@ -133,7 +140,7 @@ class IndexOptions:
 def index(
     config: DatasetConfig,
     *,
-    megatron_cache_folder: str | os.PathLike[str] | None = None,
+    megatron_cache_folder: StrPath | None = None,
     tokenizer: Any = None,
     wait_limit: float | None = None,
     show_progress: bool = False,
@@ -142,15 +149,15 @@ def index(
 
     Args:
         config: Configuration of the run.
-        megatron_cache_folder: Folder for the files that Megatron-LM looks for (its
-            `--data-cache-path`), so that it starts without building any.
-        tokenizer: Unique identifiers of Megatron-LM's tokenizer, which are part of those files'
-            names: plain JSON values, as in its `*-description.txt`.
+        megatron_cache_folder: Folder for the files of Megatron-LM's `--data-cache-path`, with which
+            it starts without building any.
+        tokenizer: Unique identifiers of Megatron-LM's tokenizer, part of those files' names: plain
+            JSON values, as in its `*-description.txt`.
         wait_limit: Seconds to wait for another process that builds the same; None: no limit.
         show_progress: Whether to show the progress on stderr.
 
     Raises:
-        ConfigError: Neither of the two folders, or no tokenizer where one is needed.
+        ConfigError: Neither of the two folders, or no tokenizer for the second.
         OSError: A folder that cannot be written.
     """
     wait_limit = None if wait_limit is None else check_float("wait_limit", wait_limit, 0)
@@ -195,9 +202,10 @@ def _check_for_megatron(config: DatasetConfig, tokenizer: Any) -> None:
     if not isinstance(config.split, str | None):
         refused.append(f"a split as a string such as '969,30,1', and it is {config.split}")
     for blend in filter(None, map(config.blend_of, range(len(SPLITS)))):
-        parts = [(prefix, part) for prefix, part in map(source_of, blend[0]) if part is not None]
         refused += [
-            f"whole token files, and {prefix} has the part {part}" for prefix, part in parts
+            f"whole token files, and {prefix} has the part {part}"
+            for prefix, part in map(source_of, blend[0])
+            if part is not None
         ]
     if refused:
         raise ConfigError(f"Megatron-LM's cache files hold {refused[0]}: leave out one of the two")
@@ -206,39 +214,38 @@ def _check_for_megatron(config: DatasetConfig, tokenizer: Any) -> None:
 def _write_megatron_cache(
     plan: RunPlan, datasets: Datasets | None, folder: str, tokenizer: Any, wait_limit: float | None
 ) -> Iterator[bool]:
-    """Writes the files that Megatron-LM's datasets look for; those that fit are left alone.
+    """Writes the files that Megatron-LM's datasets look for, unless they are there and fit.
 
-    The indices are those of `datasets`, or are built if it is None. Yields for each dataset and
-    blend whether its files were written now.
+    The indices are those of `datasets`; None: they are built. Yields for each dataset and blend
+    whether its files were written.
     """
 
     def write(names: dict[str, Any], split: str, kind: Any, check: Any, build: Any) -> bool:
-        files = megatron_cache.CacheSet.of(folder, names, split, kind)
-        return megatron_cache.load_or_build(files, check, build, limit=wait_limit)[1]
+        files = CacheSet.of(folder, names, split, kind)
+        return load_or_build(files, check, build, limit=wait_limit)[1]
 
     def write_dataset(dataset: DatasetPlan, names: dict[str, Any], built: Any) -> bool:
         order, inputs = cast(GPTPlan, dataset.order), dataset.inputs
         start, stop = inputs.sequences
 
-        def check(arrays: megatron_cache.Arrays) -> None:
-            megatron_cache.check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
+        def check(arrays: Any) -> None:
+            check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
 
-        def build(_: str) -> Mapping[str, Any]:
+        def build(_: str) -> Any:
             if built is not None:
-                return cast(Mapping[str, Any], built.indices._asdict())
+                return built.indices._asdict()
             return build_arrays(order, inputs, dataset.file.prefix)
 
-        return write(names, names["index_split"], megatron_cache.GPT_ARRAYS, check, build)
+        return write(names, names["index_split"], GPT_ARRAYS, check, build)
 
     def write_blend(split: SplitPlan, names: dict[str, Any], built: Any) -> bool:
-        def check(arrays: megatron_cache.Arrays) -> None:
-            megatron_cache.check_blend_arrays(arrays, split.num_samples, len(split.datasets))
+        def check(arrays: Any) -> None:
+            check_blend_arrays(arrays, split.num_samples, len(split.datasets))
 
-        def build(_: str) -> Mapping[str, Any]:
-            indices = build_blend(split) if built is None else built.order.indices
-            return cast(Mapping[str, Any], indices._asdict())
+        def build(_: str) -> Any:
+            return (build_blend(split) if built is None else built.order.indices)._asdict()
 
-        return write(names, split.name, megatron_cache.BLEND_ARRAYS, check, build)
+        return write(names, split.name, BLEND_ARRAYS, check, build)
 
     for split, built in zip(plan.splits, datasets or (None,) * len(SPLITS), strict=True):
         if split is None:
@@ -249,7 +256,7 @@ def _write_megatron_cache(
         with ThreadPoolExecutor(plan.config.num_threads) as pool:
             yield from pool.map(write_dataset, split.datasets, parts, ours)
         if split.kind == "blend":
-            # With a size, Megatron-LM's blend normalises what its builder has normalised before.
+            # With a size, Megatron-LM's blend normalises weights that its builder has normalised.
             lengths = split.lengths
             weights = lengths if split.size is None else normalize(split.weights or lengths)
             names = {"class": "BlendedDataset", "datasets": parts, "split": split.name}
@@ -293,10 +300,9 @@ def format_result(result: IndexResult) -> str:
     """The result as a table."""
     cells = [["split", "documents", "sequences", "tokens", "epochs", "samples", "weight"]]
     for row in result.rows:
-        counts = row.num_documents, row.num_sequences, row.num_tokens, row.num_epochs
-        weight = "" if row.weight is None else f"{row.weight:.4g}"
-        texts = ["" if count is None else f"{count:,}" for count in (*counts, row.num_samples)]
-        cells.append([row.split, *texts, weight])
+        split, _, *counts, weight = astuple(row)
+        texts = ["" if count is None else f"{count:,}" for count in counts]
+        cells.append([split, *texts, "" if weight is None else f"{weight:.4g}"])
     prefixes = ["prefix", *(row.prefix for row in result.rows)]
     table = map("  ".join, zip(text_table(cells), prefixes, strict=True))
     sizes = ", ".join(f"{name} {size:,}" for name, size in result.sizes.items())

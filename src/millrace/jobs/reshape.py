@@ -33,8 +33,6 @@ class PairOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(PairOptions):
-    """The options of `merge`."""
-
     prefixes: Sequence[StrPath] = option(
         "path prefixes of the inputs", flags="prefixes", metavar="PREFIX"
     )
@@ -46,8 +44,6 @@ class MergeOptions(PairOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions(PairOptions):
-    """The options of `split`."""
-
     prefix: StrPath = option(
         "path prefix of the input, without .bin or .idx", flags="prefix", metavar="PREFIX"
     )
@@ -74,32 +70,28 @@ class SplitOptions(PairOptions):
 def merge(prefixes: Sequence[StrPath], output_prefix: StrPath, **options: Any) -> IndexedDataset:
     """Concatenates indexed datasets; documents keep their order.
 
-    If all inputs have origins of their documents, so has the output; if all name the same
-    tokenizer, the output's sidecar names it, too.
+    The output has origins of documents if all inputs have them, and its sidecar names the tokenizer
+    if all inputs name the same.
 
     Args:
-        prefixes: Path prefixes of the input pairs, at least one; all have the same dtype, and all
-            have modes or none has.
+        prefixes: Path prefixes of the input pairs, at least one, of the same dtype; all have modes,
+            or none has.
         output_prefix: Path prefix of the output pair; it may be one of the inputs.
         options: The other fields of `MergeOptions`:
             checksums: Whether to write the sidecar.
             origins: Whether to copy the origins of the documents.
-            any_tokenizer: Whether to merge pairs although their sidecars name different
-                tokenizers, or splitters of sentences.
+            any_tokenizer: Whether to merge pairs of different tokenizers, or splitters of
+                sentences.
 
     Raises:
-        ConfigError: An empty list, or pairs that differ in dtype, modes, tokenizer or splitter of
-            sentences.
+        ConfigError: An empty list, or pairs that differ in dtype, modes, tokenizer or splitter.
         DataError: A missing or damaged pair.
     """
     own = MergeOptions(prefixes=prefixes, output_prefix=output_prefix, **options)
     names = [os.fspath(prefix) for prefix in own.prefixes]
     if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
-    conflict = None
-    if not own.any_tokenizer:
-        conflict = tokenizer_conflict(map(read_tokenizer, names))
-    if conflict:
+    if not own.any_tokenizer and (conflict := tokenizer_conflict(map(read_tokenizer, names))):
         raise ConfigError(
             f"{conflict}. Tokenize one of them again, or merge them as they are with "
             "--any-tokenizer (any_tokenizer=True)"
@@ -115,15 +107,15 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
     """Cuts an indexed dataset into shards of whole documents, with their origins.
 
     Shard i gets the path prefix `{output_prefix}_{i:05}`; merging the shards restores the dataset,
-    byte for byte. The shards of an earlier split with this output prefix are replaced, and those
-    beyond the new number of shards are removed, so a glob pattern matches the new shards only.
+    byte for byte. All shards of an earlier split with this output prefix are replaced or removed,
+    so a glob pattern matches the new shards only.
 
     Args:
         prefix: Path prefix of the input pair.
         output_prefix: First part of the shards' path prefixes.
         options: The other fields of `SplitOptions`, of which either `documents` or `num_bytes`:
             documents: Number of documents per shard; the last shard may have fewer.
-            num_bytes: Maximum size of the tokens of a shard; a longer document gets a shard alone.
+            num_bytes: Maximum size of the tokens of a shard; a longer document gets its own shard.
             checksums: Whether to write the sidecars.
             origins: Whether to copy the origins of the documents.
 
@@ -168,7 +160,7 @@ def pair_builder(
     dtype: np.dtype[Any] | None = None,
     documents: tuple[int, int] | None = None,
 ) -> Iterator[IndexedDatasetBuilder]:
-    """A builder for `documents` of `sources`, with the dtype of the first by default.
+    """A builder for `documents` of `sources`; `dtype` is that of the first by default.
 
     The origins of the documents are published after the pair.
     """
@@ -192,7 +184,7 @@ def pair_builder(
 
 
 def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:
-    """The path prefixes of the shards on disk whose number is `first` or higher."""
+    """The path prefixes of the shards on disk from number `first` on."""
     folder, name = os.path.split(output_prefix)
     index_name = re.compile(re.escape(name) + r"_(\d{5}|[1-9]\d{5,})\.idx")
     for file in sorted(os.listdir(folder or ".")):
@@ -202,7 +194,7 @@ def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:
 
 
 def bounds_by_size(dataset: IndexedDataset, num_bytes: int) -> list[int]:
-    """The first document of each shard of at most `num_bytes`, and the number of documents."""
+    """The first document of each shard of at most `num_bytes`, then the number of documents."""
     ends = np.cumsum(dataset.document_lengths) * dataset.dtype.itemsize
     bounds = [0]
     while bounds[-1] < dataset.num_documents:

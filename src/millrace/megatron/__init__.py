@@ -12,7 +12,6 @@ Files, cached indices, samples and their order are Megatron-LM's, bit for bit (m
 
 import types
 
-from millrace.megatron import helpers as helpers
 from millrace.megatron.base import (
     _PAD_TOKEN_ID as _PAD_TOKEN_ID,
     LowLevelDataset as LowLevelDataset,

@@ -1,4 +1,4 @@
-"""What datasets share: `MegatronDataset`, and indices that are loaded from a cache or built."""
+"""What datasets share: `MegatronDataset`, and indices from a cache, or built."""
 
 import contextlib
 import os
@@ -23,14 +23,14 @@ LowLevelDataset = IndexedDataset | Iterable[Any]
 """The source of a `MegatronDataset`."""
 
 _PAD_TOKEN_ID = -1
-"""The pad id if the tokenizer has none, or its pad token is another special token too."""
+"""The pad id if the tokenizer has none of its own."""
 
 _PATHS = "_paths_of_mapped_indices"  # in a pickle
 
 
 @dataclass(eq=False, repr=False)
 class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
-    """The base of datasets over one low-level dataset; a subclass makes the samples.
+    """Base of datasets over one low-level dataset; a subclass makes the samples.
 
     Args:
         dataset: Low-level dataset, such as an `IndexedDataset`.
@@ -54,18 +54,21 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
     config: BlendedMegatronDatasetConfig
 
     def __post_init__(self) -> None:
-        config, names = self.config, self._key_config_attributes()
-        name, path = type(self).__name__, self.dataset_path
-        identifiers: dict[str, Any] = {"class": name, "dataset_path": path}
-        identifiers |= {"num_samples": self.num_samples, "index_split": self.index_split.name}
-        identifiers |= {name: getattr(config, name) for name in names}
-        self.unique_identifiers = OrderedDict[str, Any](identifiers)
+        config = self.config
+        identifiers: dict[str, Any] = {
+            "class": type(self).__name__,
+            "dataset_path": self.dataset_path,
+            "num_samples": self.num_samples,
+            "index_split": self.index_split.name,
+        }
+        identifiers |= {name: getattr(config, name) for name in self._key_config_attributes()}
+        self.unique_identifiers = OrderedDict(identifiers)
         self.unique_description, self.unique_description_hash = cache.describe(identifiers)
         self._pad_token_id = _pad_token_id(config.tokenizer, config.allow_ambiguous_pad_tokens)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
-        """The number of elements of the low-level dataset, which the splits share."""
+        """The number of elements, which the splits share."""
         raise NotImplementedError
 
     @staticmethod
@@ -75,7 +78,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
-        """The options that decide the indices, in the order of the description."""
+        """Options that decide the indices, in the description's order."""
         return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
 
     @abstractmethod
@@ -86,11 +89,8 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
 
 
 def _pad_token_id(tokenizer: Any, allow_ambiguous: bool | None) -> Any:
-    """The tokenizer's pad token, which is never trained on.
-
-    A pad token that is another special token too would mask documents: then it warns, and gives an
-    id that no token has unless `allow_ambiguous`.
-    """
+    """The tokenizer's pad token, which is never trained on. If it is another special token too,
+    this warns and, unless `allow_ambiguous`, returns an id that no token has."""
     pad = _PAD_TOKEN_ID
     with contextlib.suppress(Exception):  # A tokenizer without a pad token chooses its error.
         pad = tokenizer.pad
@@ -127,7 +127,7 @@ class CachedIndices(ABC):
 
     @abstractmethod
     def _check(self, arrays: cache.Arrays) -> None:
-        """Raises DataError if the arrays are not this dataset's."""
+        """Raises DataError for another dataset's arrays."""
 
     @abstractmethod
     def _build(self) -> cache.Arrays: ...
@@ -135,10 +135,8 @@ class CachedIndices(ABC):
     def _prepare_indices(
         self, folder: str | None, split: Split, description: str, *, is_trusted: bool
     ) -> tuple[Any, ...]:
-        """The indices in the order of their names; None for each if they are deferred.
-
-        Without a folder there is no cache. Indices of a trusted cache are never built.
-        """
+        """The indices in the order of `_INDICES`; None for each if they are deferred. Without a
+        folder there is no cache. Indices of a trusted cache are never built."""
         self._description = description
         self._files = cache.CacheSet(
             folder=os.fspath(folder or ""),
@@ -157,7 +155,7 @@ class CachedIndices(ABC):
         self.__dict__.update(self._load_trusted())
 
     def _load_trusted(self) -> cache.Arrays:
-        """The indices of the cache, whatever its description says."""
+        """The cached indices, whatever the description says."""
         files = self._files
         try:
             arrays = {name: cache.load_array(files.path(name)) for name in self._INDICES}

@@ -1,10 +1,9 @@
-"""`BlendedDataset`, a mixture of datasets, and the builder of all splits from a configuration."""
+"""`BlendedDataset`, a mixture of datasets, and the builder of all splits."""
 
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,9 +34,9 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
 
     Args:
         datasets: Datasets to mix.
-        weights: A positive weight for each dataset. With a size they are normalised (again, if
-            Megatron-LM's builder normalised them); without one they are numbers of samples.
-        size: Number of samples; None: exactly weights[d] samples of each dataset d.
+        weights: Positive weights, which are normalised (again, after Megatron-LM's builder);
+            without a size, each dataset's number of samples.
+        size: Number of samples; None: the sum of the weights.
         config: Options.
 
     Attributes:
@@ -47,7 +46,7 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
         unique_description, unique_description_hash: As in `MegatronDataset`.
 
     Raises:
-        ConfigAssertionError: If the datasets or weights do not go together.
+        ConfigAssertionError: If the datasets or weights do not fit each other.
         OversampledError: If the blend draws more samples of a dataset than it has (an IndexError).
     """
 
@@ -85,7 +84,6 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
         return {"dataset_id": dataset_id, **sample}
 
     def _build_indices(self) -> tuple[Any, ...]:
-        """The two indices, loaded or built; (None, None) if deferred."""
         folder, description = self.config.path_to_cache, f"{type(self).__name__} indices"
         is_trusted = bool(folder and self.config.fast_cache_load)
         return self._prepare_indices(folder, self.split, description, is_trusted=is_trusted)
@@ -147,13 +145,13 @@ DistributedDataset = TopLevelDataset | LowLevelDataset | torch.utils.data.Datase
 class BlendedMegatronDatasetBuilder:
     """Builds the datasets of train, valid and test.
 
-    With torch.distributed every rank must call `build`: rank 0 builds and caches first, the others
-    load after it.
+    With torch.distributed every rank must call `build`: rank 0 builds and caches, then the others
+    load.
 
     Args:
         cls: Class of the datasets below the blend, such as `GPTDataset`.
         sizes: Least number of samples of each split; None: one epoch (only without weights).
-        is_built_on_rank: Whether this rank needs the datasets; rank 0 must. It is only called with
+        is_built_on_rank: Whether this rank needs the datasets; rank 0 must. Called only with
             torch.distributed.
         config: Options.
 
@@ -183,9 +181,8 @@ class BlendedMegatronDatasetBuilder:
 
         A split without a share or blend is None. One prefix (without weights, if all splits share a
         blend) gives a dataset of `cls`; several give a `BlendedDataset`, or for validation a list
-        with `multiple_validation_sets`. The size of a blend is, with a size and weights, the sum of
-        the datasets' shares, each rounded up; with a size alone, at most what the datasets have;
-        with neither, all that they have.
+        with `multiple_validation_sets`. With weights, a blend's size is the sum of the datasets'
+        shares, each rounded up; without weights, all samples of the datasets, or fewer by `sizes`.
 
         Raises:
             ConfigAssertionError, OversampledError, MissingFileError, DataAssertionError: As in the
@@ -206,8 +203,8 @@ class BlendedMegatronDatasetBuilder:
         return datasets
 
     def _warn_of_tokenizers(self) -> None:
-        """Warns on rank 0 of data of different tokenizers, which Megatron-LM mixes silently."""
-        if self.config.mock or self.config.fast_cache_load or distributed_rank() not in (None, 0):
+        """Warns, on rank 0, of different tokenizers, which Megatron-LM mixes silently."""
+        if self.config.fast_cache_load or distributed_rank() not in (None, 0):
             return
         blends = [self.config.blend, *(self.config.blend_per_split or ())]
         prefixes = dict.fromkeys(str(prefix) for blend in blends if blend for prefix in blend[0])
@@ -231,7 +228,7 @@ class BlendedMegatronDatasetBuilder:
         ]
 
     def _build_split(self, split: Split, blend: Blend) -> Any:
-        """One split from its own blend: a list of datasets for several validation sets."""
+        """One split from its own blend; several validation sets are a list."""
         prefixes, weights = blend
         place, size = split.value, self.sizes[split.value]
         matrix: SplitMatrix = [(0.0, 1.0) if other is split else None for other in Split]
@@ -250,7 +247,6 @@ class BlendedMegatronDatasetBuilder:
     def _build_blends(
         self, prefixes: list[str], weights: list[float] | None, matrix: SplitMatrix, sizes: Sizes
     ) -> list[Any]:
-        """The dataset or blend of each split; None for a split without a share."""
         if len(prefixes) == 1 and weights is None:
             return self._build_megatron_dataset_splits(prefixes[0], matrix, sizes)
         shares = None if weights is None else normalize(weights)
@@ -282,7 +278,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_megatron_datasets_parallel(
         self, prefixes: list[str], split: SplitMatrix, sizes_per_dataset: Sequence[Sizes]
     ) -> list[list[Any]]:
-        """For each split, the datasets of all prefixes; rank 0 builds them first."""
+        """For each split, the datasets of all prefixes; rank 0 builds first."""
 
         def build_all() -> list[list[Any]]:
             with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
@@ -298,7 +294,7 @@ class BlendedMegatronDatasetBuilder:
     def _build_megatron_dataset_splits(
         self, dataset_path: Any, split: SplitMatrix, sizes: Sizes, synchronize_ranks: bool = True
     ) -> list[Any]:
-        """One token file's dataset for each split; None for a split without a share."""
+        """One token file's dataset for each split."""
 
         def build() -> list[Any]:
             if distributed_rank() is not None and not self.is_built_on_rank():
@@ -307,12 +303,12 @@ class BlendedMegatronDatasetBuilder:
             ranges: Sequence[Any] = [None] * len(Split)
             if not self.config.fast_cache_load:
                 ranges = split_ranges(self.cls.numel_low_level_dataset(dataset), split)
-            make = partial(self.build_generic_dataset, self.cls, self.is_built_on_rank, False)
+            first = self.cls, self.is_built_on_rank, False
             parts = []
             for kind, ends, elements, size in zip(Split, split, ranges, sizes, strict=True):
                 indices = None if elements is None else np.arange(*elements, dtype=np.int32)
                 part = dataset, dataset_path, indices, size, kind, self.config
-                parts.append(None if ends is None else make(*part))
+                parts.append(ends and self.build_generic_dataset(*first, *part))
             return parts
 
         return _rank_0_first(build) if synchronize_ranks else build()
@@ -355,7 +351,7 @@ def _rank_0_first(work: Callable[[], Any]) -> Any:
 def _get_size_per_split_per_dataset(
     normalized_weights: Sequence[float], target_size_per_split: Sizes, surplus: float = 0.0
 ) -> list[list[int]]:
-    """Each dataset's number of samples in each split: its share rounded up, plus the surplus."""
+    """Each dataset's samples in each split: its share rounded up, plus the surplus."""
     require(
         np.isclose(sum(normalized_weights), 1.0),
         f"the weights sum to {sum(normalized_weights)}, not 1: normalize() makes that so",

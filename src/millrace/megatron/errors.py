@@ -1,4 +1,4 @@
-"""Errors that are also of Megatron-LM's kinds, so that code that catches those keeps working."""
+"""Errors that are also of Megatron-LM's kinds, which other code may catch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,14 +27,13 @@ class BuildError(MillraceError):
 
 
 def require(condition: object, message: str) -> None:
-    """Raises ConfigAssertionError with the message, unless the condition holds."""
     if not condition:
         raise ConfigAssertionError(message)
 
 
 @contextlib.contextmanager
 def as_assertions() -> Iterator[None]:
-    """Turns ConfigError and DataError into their kinds that are also AssertionErrors."""
+    """Turns ConfigError and DataError into AssertionErrors."""
     try:
         yield
     except DataError as error:

@@ -24,14 +24,13 @@ from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed
 from millrace.samples.stored import StoredTokens, gather
 
-Sample = dict[str, torch.Tensor]
 Mask = NDArray[np.bool_]
 
 _sample_options = lru_cache(maxsize=64)(SampleOptions)  # a configuration may change
 
 
 class GPTDataset(CachedIndices, MegatronDataset):
-    """Samples of fixed length from the sequences of a token file, in shuffled order.
+    """Samples of fixed length from a token file, in shuffled order.
 
     Args:
         indexed_dataset, dataset_path: Token file and its path prefix.
@@ -48,7 +47,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
     Raises:
         ConfigAssertionError: If an option is outside its limits, or samples of a split without
             tokens are requested.
-        DataAssertionError: If the token file (with `fast_cache_load`, the cache) is damaged.
+        DataAssertionError: If the token file, or a cache with `fast_cache_load`, is damaged.
         OSError: If the indices cannot be cached or, with `fast_cache_load`, are missing.
     """
 
@@ -96,9 +95,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
             return self._plan.num_samples
         return int(self.sample_index.shape[0]) - 1
 
-    # ---- samples ----
-
-    def __getitem__(self, idx: Any) -> Sample:
+    def __getitem__(self, idx: Any) -> dict[str, torch.Tensor]:
         """A sample; negative numbers count from the end, None is one with a loss mask of zeros.
 
         Returns:
@@ -106,9 +103,8 @@ class GPTDataset(CachedIndices, MegatronDataset):
             [sequence_length]. With `create_attention_mask`, also `attention_mask`, bool
             [1, sequence_length, sequence_length], True where there is no attention; without
             `reset_attention_mask` all samples share one, which must not be written to. With
-            `inter_document_masking`, instead of that mask `cu_seqlens` int32
-            [sequence_length + 1], where the documents start (filled up with sequence_length), and
-            `max_seqlen` int32 [].
+            `inter_document_masking`, `cu_seqlens` int32 [sequence_length + 1], where the documents
+            start (filled up with sequence_length), and `max_seqlen` int32 [] instead.
 
         Raises:
             IndexError: If there is no such sample.
@@ -145,7 +141,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """A sample's tokens with the extra one, padded if short, and their sequences (both int64).
 
-        Subclasses that make their own tokens override this hook; else the core gathers the sample.
+        A hook for subclasses that make their own tokens; else the core gathers the sample.
         """
         if self.shuffle_index is None:
             self._open_deferred()
@@ -162,13 +158,13 @@ class GPTDataset(CachedIndices, MegatronDataset):
         return np.concatenate(parts, dtype=np.int64), np.array(sequences, dtype=np.int64)
 
     def _span(self, idx: Any) -> tuple[NDArray[np.int32], int, int]:
-        """A sample's sequences, its start in the first, and the start of the next in the last."""
+        """A sample's sequences, its start in the first, and the next sample's in the last."""
         row = int(self.shuffle_index[idx])
         (first, start), (last, stop) = self.sample_index[row : row + 2].tolist()
         return self.document_index[first : last + 1], start, stop
 
     def _is_plain(self) -> bool:
-        """Whether the core can read the samples: no hook or reader was replaced."""
+        """Whether the core can read samples: no hook or reader was replaced."""
         dataset, reader = self.dataset, getattr(self.dataset, "bin_reader", None)
         return (
             type(self)._query_document_sample_shuffle_indices
@@ -199,7 +195,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         )
 
     def _gather(self, idx: Any) -> tuple[Any, ...]:
-        """Tokens, labels, loss mask and position ids; of a new source if any part was replaced."""
+        """Tokens, labels, loss mask and position ids, from a new source if a part was replaced."""
         number, count = operator.index(idx), len(self.shuffle_index)
         if not -count <= number < count:
             raise IndexError(f"there is no sample {number}; the dataset has 0 to {count - 1}")
@@ -228,7 +224,6 @@ class GPTDataset(CachedIndices, MegatronDataset):
             ) from None
 
     def _document_bounds(self, idx: Any) -> dict[str, NDArray[Any]]:
-        """Where the sample's documents start, and position ids that restart there."""
         length = self.config.sequence_length
         sequences, start, stop = self._span(idx)
         lengths = self.dataset.sequence_lengths[sequences].astype(np.int64)
@@ -237,7 +232,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         if self.config.add_extra_token_to_sequence and lengths[-1] == 0 and len(lengths) > 1:
             lengths = lengths[:-1]  # It gave only the extra token.
         lengths[-1] += length - lengths.sum()  # padding
-        if len(lengths) > length:  # Too many documents for the array: leave out the empty ones.
+        if len(lengths) > length:  # Too many for the array: leave out the empty ones.
             lengths = lengths[lengths > 0]
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         cu_seqlens = np.full(length + 1, length, np.int32)
@@ -248,13 +243,11 @@ class GPTDataset(CachedIndices, MegatronDataset):
             "max_seqlen": np.array(lengths.max(), np.int32),
         }
 
-    # ---- indices ----
-
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         """The three indices, loaded or built; (None, None, None) if deferred."""
         config = self.config
         if not (config.defer_npy_index_mmap or config.fast_cache_load):
-            # Refuse what cannot be built before touching the cache.
+            # Raise errors before touching the cache.
             _ = self._plan
             check_seed(config.random_seed)
         folder, name = config.path_to_cache, type(self).__name__
@@ -347,13 +340,12 @@ class MockGPTLowLevelDataset:
 
 
 class MockGPTDataset(GPTDataset):
-    """A GPT dataset of made-up tokens, for a configuration without a blend."""
+    """A GPT dataset of mock tokens, for a configuration without a blend."""
 
     __init__ = MegatronDataset.__init__
 
     def __post_init__(self) -> None:
-        mock = self.config.mock
-        require(mock, "MockGPTDataset needs a configuration without a blend (mock is False)")
+        require(self.config.mock, "mock is False: MockGPTDataset needs a config without a blend")
         super().__post_init__()
 
     @staticmethod
@@ -395,7 +387,7 @@ def _get_ltor_masks_and_position_ids(
     eod_mask_loss: bool,
     create_attention_mask: bool,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The attention mask (or None), loss mask and position ids of tokens."""
+    """The attention mask (or None), loss mask and position ids."""
     tokens = np.ascontiguousarray(data.numpy(), np.int64)
     options = SampleOptions(
         sequence_length=len(tokens),
@@ -417,12 +409,11 @@ def _get_ltor_masks_and_position_ids(
 
 
 def _fill(tokens: NDArray[Any], options: SampleOptions) -> tuple[Any, ...]:
-    """Tokens, labels, loss mask and position ids of one sample, from its tokens."""
+    """Tokens, labels, loss mask and position ids of one sample."""
     return tuple(a[0] for a in _native.fill_rows(tokens, np.array([len(tokens)]), options))
 
 
-# NumPy makes the masks: torch would use threads, and then hangs in a forked process if its parent
-# has used them.
+# NumPy makes the masks: torch would use threads, and hang in a fork of a process that used them.
 
 
 @lru_cache(maxsize=1)
@@ -433,7 +424,7 @@ def _causal_mask(length: int) -> Mask:
 
 
 def _mask_across_documents(mask: Mask, position_ids: NDArray[np.int64]) -> Mask:
-    """A mask of other documents' tokens too; a document starts where its position id is 0."""
+    """Masks other documents' tokens too; a document starts where its position id is 0."""
     documents = np.cumsum(position_ids == 0, dtype=np.int32)
     masked: Mask = mask | (documents[:, None] != documents[None, :])
     return masked

@@ -1,4 +1,4 @@
-"""Megatron-LM's compiled helpers, by their names and arguments."""
+"""Megatron-LM's compiled helpers."""
 
 from functools import partial
 from typing import Any
@@ -22,15 +22,14 @@ def build_sample_idx(
     *,
     dtype: Any = None,
 ) -> NDArray[Any]:
-    """The sample index: where each sample starts, as (place in the document index, offset).
+    """Where each sample starts, as (place in the document index, offset).
 
     Args:
         sizes: int32 [sequences], lengths in tokens.
         document_indices: int32 [documents], the sequences in reading order.
-        sequence_length: Tokens to train on in a sample.
-        num_epochs, tokens_per_epoch: Their product is the number of tokens.
+        sequence_length, add_extra_token_to_sequence: As in `GPTDatasetConfig`.
+        num_epochs, tokens_per_epoch: Factors of the number of tokens.
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
-        add_extra_token_to_sequence: Whether a sample draws one more token, for the last label.
         dtype: int32 or int64; None: int64 for 2**31 documents and more.
 
     Returns:
@@ -84,16 +83,13 @@ def build_exhaustive_blending_indices(
     sizes: ArrayLike,
     num_datasets: int,
 ) -> None:
-    """Writes a blend of exactly sizes[d] samples of each dataset d into two arrays.
-
-    They are those of `build_blending_indices`, for the sum of the sizes.
-    """
+    """Writes a blend of exactly sizes[d] samples of each dataset d into two arrays, as
+    `build_blending_indices` does for the sum of the sizes."""
     sizes = np.array(sizes, dtype=np.int64)[:num_datasets]
     _write(_native.blend_by_sizes(sizes), dataset_index, dataset_sample_index)
 
 
 def _write(indices: tuple[NDArray[Any], ...], *outputs: NDArray[Any]) -> None:
-    """Fills the start of each output."""
     for output, index in zip(outputs, indices, strict=True):
         require(
             output.dtype == index.dtype and output.ndim == 1 and len(output) >= len(index),

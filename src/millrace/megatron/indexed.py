@@ -1,4 +1,4 @@
-"""Token files under Megatron-LM's names: `IndexedDataset`, its readers and its builder."""
+"""Token files under Megatron-LM's names."""
 
 import os
 from typing import Any, ClassVar
@@ -21,10 +21,7 @@ from millrace.storage import LOCAL, Access
 
 
 class _IndexReader:
-    """The index of a token file, for code that reaches for `IndexedDataset.index`.
-
-    `token_file` is the pair, if it is open already.
-    """
+    """The index of a token file: `IndexedDataset.index`. `token_file` is the pair, if open."""
 
     def __init__(
         self,
@@ -63,15 +60,15 @@ class _IndexReader:
 
 
 class _BinReader:
-    """The tokens of a token file, for code that reaches for `IndexedDataset.bin_reader`."""
+    """The tokens of a token file: `IndexedDataset.bin_reader`."""
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """`count` numbers of a dtype from byte `offset` on; DataAssertionError beyond the file."""
+        """Numbers from a byte on; DataAssertionError beyond the file."""
         raise NotImplementedError
 
 
 class _LocalBinReader(_BinReader):
-    """A `.bin` in a file system; `reader` reads it if it is open already."""
+    """A `.bin` in a file system; `reader` reads it, if it is open."""
 
     _ACCESS: ClassVar[Access]
 
@@ -96,7 +93,7 @@ class _MMapBinReader(_LocalBinReader):
 
 
 class _FileBinReader(_LocalBinReader):
-    """A `.bin` that is read by positioned reads; a read that fails is an error, without retries."""
+    """A `.bin` for positioned reads; one that fails is an error, without retries."""
 
     _ACCESS = "file"
 
@@ -117,18 +114,18 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 
     Args:
         path_prefix: Path of the pair, without `.bin` or `.idx`.
-        multimodal: Whether to give the sequences' modes too; the file must hold them.
+        multimodal: Whether to give the sequences' modes, which the file must hold.
         mmap: Whether to map the `.bin`, or use positioned reads.
         object_storage_config, s3_config: Refused; see `millrace.store.BinReader`.
         fast_cache_load: Ignored; opening reads only a few bytes.
         sequences_per_dataset: Expected numbers of sequences and of document entries.
-        dtype_code: Ignored; the index says the dtype. (Megatron-LM trusts this code if
-            sequences_per_dataset is given.)
+        dtype_code: Ignored; the index says the dtype. (Megatron-LM trusts this code with
+            sequences_per_dataset.)
 
     Raises:
         MissingFileError: If one of the files is missing.
-        DataAssertionError: If a file is damaged or foreign, or has other counts than expected; if a
-            pickle is opened, and its token file has changed.
+        DataAssertionError: If a file is damaged or foreign, has other counts than expected, or has
+            changed since it was pickled.
         ConfigAssertionError: If the path is in an object store.
     """
 
@@ -157,7 +154,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
     ) -> None:
-        """Opens the files; the arguments are those of the class."""
+        """Opens the files, by the class's arguments."""
         self.path_prefix = os.fspath(path_prefix)
         require(
             object_storage_config is None and not self.path_prefix.startswith(("s3://", "msc://")),
@@ -195,7 +192,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         """A sequence's tokens, [length]; a list of them for a slice without steps.
 
         For a multimodal file, a pair: tokens and mode, or a list and an int8 array of modes. An
-        empty slice gives a list of one empty array, as in Megatron-LM.
+        empty slice is a list of one empty array, as in Megatron-LM.
         """
         if isinstance(idx, (int, np.integer)):
             pointer, length, mode = self.index[idx]
@@ -214,7 +211,6 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
 
     def get(self, idx: Any, offset: int = 0, length: Any = None) -> Any:
         """Tokens [offset, offset + length) of a sequence; without a length, all from `offset` on.
-
         For a multimodal file, a pair: tokens and mode.
 
         Raises:
@@ -271,15 +267,14 @@ class IndexedDatasetBuilder:
         multimodal: Whether to store a mode for each sequence.
 
     Attributes:
-        sequence_lengths: List [sequences], in tokens. Until the pair is finalised, each use of this
-            and the next two reads them back from disk.
+        sequence_lengths: List [sequences], in tokens. Each use of this and the next two, until the
+            pair is finalised, reads from disk.
         document_indices: List [documents + 1], the first sequence of each document.
         sequence_modes: List [sequences], or None.
 
     Raises:
         MissingFileError: If the folder does not exist.
-        ConfigAssertionError: If the path does not end in `.bin`, or the format does not have the
-            dtype.
+        ConfigAssertionError: If the path does not end in `.bin`, or the format lacks the dtype.
     """
 
     def __init__(self, bin_path: str, dtype: Any = np.int32, multimodal: bool = False) -> None:
@@ -308,8 +303,8 @@ class IndexedDatasetBuilder:
         """Appends a sequence to the open document.
 
         Args:
-            tensor: Tokens of any shape: anything that `numpy.array(tensor, dtype)` takes without a
-                change, such as tensors, nested lists, strings of digits and whole floats.
+            tensor: Tokens of any shape: whatever `numpy.array(tensor, dtype)` takes unchanged, such
+                as tensors, nested lists, strings of digits and whole floats.
             mode: Mode of the sequence, in a multimodal file.
 
         Raises:
@@ -329,14 +324,13 @@ class IndexedDatasetBuilder:
             modes: Integers [sequences], in a multimodal file; None: 0. (Megatron-LM fails on None.)
 
         Raises:
-            ConfigAssertionError: If the dtype cannot hold a token, or the lengths do not sum to the
-                number of tokens.
+            ConfigAssertionError: If the dtype cannot hold a token, or the lengths have another sum.
         """
         with as_assertions():
             self._builder.add_document(_as_tokens(tensor, self.dtype), lengths, modes)
 
     def end_document(self) -> None:
-        """Ends the document that `add_item` wrote."""
+        """Ends the open document."""
         self._builder.end_document()
 
     def add_index(self, path_prefix: str) -> None:
@@ -384,7 +378,7 @@ def _open(prefix: str, mmap: bool) -> store.IndexedDataset:
 
 
 def _as_tokens(tokens: Any, dtype: Any) -> NDArray[Any]:
-    """`numpy.array(tokens, dtype)` as [tokens]; a ConfigError if that changes a token."""
+    """`numpy.array(tokens, dtype)` as [tokens]; ConfigError if that changes a token."""
     try:
         array = np.asarray(tokens)
         if array.dtype.kind in "iu":  # The builder checks that they fit.

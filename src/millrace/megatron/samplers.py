@@ -1,4 +1,4 @@
-"""Megatron-LM's data loader, `build_pretraining_data_loader`, over the samplers of millrace."""
+"""Megatron-LM's `build_pretraining_data_loader`, over the samplers of millrace."""
 
 import contextlib
 import os
@@ -21,8 +21,8 @@ from millrace.sampling import (
 class RankBatches:
     """The batches of a rank as lists of ints: a `batch_sampler` of torch, over one of ours.
 
-    An iteration starts at `consumed_samples` and ends with the samples. That of a cyclic sampler
-    ends with its epoch and counts `consumed_samples` on, so that the next one is the next epoch.
+    An iteration goes from `consumed_samples` to the last sample; with a cyclic sampler, to the end
+    of its epoch, and it counts `consumed_samples` on, for the next one.
     """
 
     def __init__(self, sampler: Any, consumed_samples: int) -> None:
@@ -30,7 +30,6 @@ class RankBatches:
         self.sampler, self.consumed_samples = sampler, consumed_samples
 
     def __len__(self) -> int:
-        """The number of steps of all ranks, or those of an epoch."""
         if isinstance(self.sampler, CyclicSampler):
             return self.sampler.steps_per_epoch
         return int(self.sampler.num_steps(self.consumed_samples))
@@ -44,22 +43,21 @@ class RankBatches:
             position = sampler.consumed_after(position)
             if end is not None:
                 self.consumed_samples = position
-            if numbers:  # full validation can leave a rank without a sample at its last step
+            if numbers:  # in full validation, a rank's last step can lack samples
                 yield numbers
 
 
 def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
     """A torch DataLoader of this rank, by the arguments of a Megatron-LM program.
 
-    The arguments come from `megatron.training.get_args()`, the ranks from
-    `megatron.core.parallel_state`; both are imported at the call.
+    The call imports `megatron.training.get_args()` and, for the ranks,
+    `megatron.core.parallel_state`.
 
     Args:
-        dataset: A dataset of samples with a length; its `split` or `index_split` decides between
-            the batch sizes of training and of evaluation. With the dataloader type `external`, any
+        dataset: Dataset of samples with a length; its `split` or `index_split` decides between the
+            batch sizes of training and of evaluation. With the dataloader type `external`, any
             iterable, which is returned as it is.
-        consumed_samples: Number of samples consumed before the first batch; full validation starts
-            at the first sample.
+        consumed_samples: Number of samples before the first batch; full validation ignores it.
 
     Returns:
         The loader; None without a dataset, or if it is empty.
@@ -105,7 +103,7 @@ def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
 
 
 def _sampler(dataset: Any, args: Any, ranks: dict[str, Any]) -> Any:
-    # By name: the dataset's Split can be Megatron-LM's or ours.
+    # By name: Split can be Megatron-LM's or ours.
     split = getattr(getattr(dataset, "split", getattr(dataset, "index_split", None)), "name", None)
     prefix, size = "eval_" if split in ("valid", "test") else "", len(dataset)
     if split == "valid" and getattr(args, "full_validation", False):
@@ -129,12 +127,10 @@ def _sampler(dataset: Any, args: Any, ranks: dict[str, Any]) -> Any:
 
 
 def _start_worker(_: int, exit_signal: Any) -> None:
-    """In a worker: closes NVIDIA's devices, so that they are free once it has died.
-
-    With an exit signal, the worker ignores it in the way of Megatron-LM.
-    """
+    """Closes a worker's NVIDIA devices, which are then free once it has died; and ignores an exit
+    signal in Megatron-LM's way."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the descriptor of the folder is closed by now
+        with contextlib.suppress(OSError):  # the folder's own is closed by now
             if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
                 os.close(int(name))
     if exit_signal is not None:

@@ -13,14 +13,14 @@ import numpy as np
 
 from millrace import order, store
 from millrace.errors import ConfigError
-from millrace.megatron.errors import as_assertions, require
+from millrace.megatron.errors import ConfigAssertionError, as_assertions, require
 from millrace.run.arguments import parse_blend
 from millrace.torch import distributed_rank
 
 logger = logging.getLogger(__name__)
 
 Blend = tuple[list[str], list[float] | None]
-"""Path prefixes, and their weights (None: their numbers of samples)."""
+"""Path prefixes, and their weights; None: their numbers of samples."""
 
 SplitMatrix = list[tuple[float, float] | None]
 
@@ -57,7 +57,7 @@ class DType(Enum):
 
     @staticmethod
     def size(key: Any) -> int:
-        """Bytes of a token, by its code or its NumPy type; ValueError for anything else."""
+        """Bytes of a token, by its code or NumPy type; ValueError for anything else."""
         if isinstance(key, int):
             key = DType.dtype_from_code(key)
         if not (isinstance(key, type) and issubclass(key, np.number)):
@@ -78,10 +78,10 @@ class BlendedMegatronDatasetConfig:
         random_seed: Seed of every shuffle, 0 to 2**32 - 1.
         sequence_length: Tokens to train on in a sample.
         blend: One blend for all splits, which `split` cuts.
-        blend_per_split: A blend (or None) for each of train, valid and test; excludes `split`.
-            Without any blend, mock data is made.
-        multiple_validation_sets: Whether to give a list of validation datasets instead of their
-            blend; for `blend_per_split`.
+        blend_per_split: Blend (or None) of each of train, valid and test; excludes `split`. Without
+            any blend, data are mocked.
+        multiple_validation_sets: Whether validation is a list of datasets, not their blend; for
+            `blend_per_split`.
         full_validation: Whether each validation set is one epoch; its size must be None.
         split: Shares such as "969,30,1".
         split_matrix: Start and end of each split as fractions. Computed; cannot be passed.
@@ -91,8 +91,7 @@ class BlendedMegatronDatasetConfig:
         mock: Whether there is no blend. Computed; cannot be passed.
         tokenizer: Tokenizer, with `eod`, `pad`, `vocab_size`, `unique_identifiers`, ...
         mid_level_dataset_surplus: Share of extra samples to build of each dataset in a blend.
-        allow_ambiguous_pad_tokens: Whether the pad token is padding even if it is another special
-            token too.
+        allow_ambiguous_pad_tokens: Whether a pad token that is another special token is padding.
         fast_cache_load: Whether to trust that the cache holds everything, and build nothing.
         defer_npy_index_mmap: Whether to open the cached indices at the first sample.
 
@@ -167,11 +166,11 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             the tokens do not fill.
         add_extra_token_to_sequence: Whether a sample draws one more token, for the last label.
         object_storage_cache_path, data_parallel_size, sequence_parallel_size,
-            hybrid_context_parallel, context_parallel_size: Unused here; kept for other code.
+            hybrid_context_parallel, context_parallel_size: Unused; for other code.
         sequences_per_dataset: Numbers of sequences and of document entries, by prefix.
         token_dtype_code: Dtype code by the size of the vocabulary. Computed; cannot be passed.
         inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an
-            attention mask. (An option of Megatron-LM's main, not of megatron-core 0.16.1.)
+            attention mask. (In Megatron-LM's main, not in megatron-core 0.16.1.)
 
     Raises:
         ConfigAssertionError: If a required option is None.
@@ -215,14 +214,13 @@ def parse_and_normalize_split(split: str) -> list[float]:
         ConfigAssertionError: If there are more than three numbers, none is above 0, or digits and
             dots do not form a number.
     """
-    with as_assertions():
-        try:
-            shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
-            if len(shares) > len(Split):
-                raise ValueError(f"it has {len(shares)} shares; one to three are needed")
-            return normalize(shares + [0.0] * (len(Split) - len(shares)))
-        except ValueError as error:
-            raise ConfigError(f'split "{split}": {error}; write "969,30,1"') from None
+    try:
+        shares = [float(number) for number in re.findall(r"[.0-9]+", split)]
+        if len(shares) > len(Split):
+            raise ValueError(f"it has {len(shares)} shares; one to three are needed")
+        return normalize(shares + [0.0] * (len(Split) - len(shares)))
+    except ValueError as error:
+        raise ConfigAssertionError(f'split "{split}": {error}; write "969,30,1"') from None
 
 
 def convert_split_vector_to_split_matrix(
@@ -232,7 +230,7 @@ def convert_split_vector_to_split_matrix(
 
     Args:
         vector_a: Shares.
-        vector_b: Other shares, to cut each split down to the data that it has by both.
+        vector_b: Other shares, to cut each split down to its data by both.
 
     Example:
         >>> convert_split_vector_to_split_matrix([0.9, 0.1, 0.0])
@@ -262,9 +260,8 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
     """The blend in the words of an argument such as --data-path.
 
     Args:
-        blend: Path prefixes, or weights and path prefixes by turns (weights as words or numbers);
-            None: no blend. An odd number of words, or no number in any weight's place, means
-            prefixes alone.
+        blend: Path prefixes, or weights (as words or numbers) and path prefixes by turns; None: no
+            blend. An odd number of words, or no number in a weight's place, means prefixes alone.
 
     Returns:
         The prefixes and the weights (None without weights), or None.
@@ -289,7 +286,7 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
 
 
 def compile_helpers() -> None:
-    """Does nothing: installing millrace compiles the core."""
+    """Does nothing: the core is compiled at installation."""
 
 
 def log_on_first_rank(message: str, *, is_warning: bool = False) -> None:

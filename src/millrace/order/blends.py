@@ -1,4 +1,4 @@
-"""From which dataset each sample is drawn: what a mixture is, and Megatron-LM's blend."""
+"""From which dataset each sample is drawn: mixtures, and Megatron-LM's blend."""
 
 import math
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from millrace.errors import ConfigError
 from millrace.order.spans import RULES_VERSION
 
 SURPLUS = 0.005
-"""The part of its share that Megatron-LM builds of each dataset beyond the share."""
+"""The part of each dataset's share that Megatron-LM builds beyond it."""
 
 _MOST_SURPLUS = 1_000_000  # keeps the number of samples to build countable
-_CHUNK_SIZE = 1 << 22  # draws to count at a time: np.bincount needs 8 bytes for each
+_CHUNK_SIZE = 1 << 22  # draws to count at a time: np.bincount takes 8 bytes for each
 
 
 class Mixture(Protocol):
     """From which source each sample is drawn: a pure function of the sample number.
 
     `BlendedDataset(datasets, order=...)` takes any mixture. A source is the number of a dataset;
-    each source gives its samples in order, so that the n-th draw from it is its sample n.
+    the n-th draw from it is its sample n.
     """
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Mixture(Protocol):
         """The reverse of `draws`: the sample numbers of some samples of a source.
 
         Returns:
-            int64 [numbers]; -1 for a sample that the mixture never draws.
+            int64 [numbers]; -1 for a sample that is never drawn.
         """
 
     def counts(self, sample_number: int) -> NDArray[np.int64]:
@@ -54,17 +54,16 @@ class Mixture(Protocol):
         """What decides the draws, as plain values, for comparison with a saved state.
 
         Args:
-            consumed_samples: Number of samples that were drawn; what decides only later draws may
-                be left out. None: all draws.
+            consumed_samples: As in `Order.fingerprint`, of draws.
         """
 
 
 class BlendIndices(NamedTuple):
-    """The indices of a blend.
+    """Indices of a blend.
 
     Attributes:
-        dataset_index: Number of the dataset that each sample comes from: int16 [size].
-        dataset_sample_index: Number of the sample in that dataset: int64 [size].
+        dataset_index: Dataset of each sample: int16 [size].
+        dataset_sample_index: Number of each sample in its dataset: int64 [size].
     """
 
     dataset_index: NDArray[np.int16]
@@ -72,7 +71,7 @@ class BlendIndices(NamedTuple):
 
 
 class BlendOrder:
-    """Megatron-LM's mixture: from which dataset a blend draws each sample.
+    """Megatron-LM's mixture.
 
     Args:
         weights: Normalised weights.
@@ -113,9 +112,8 @@ class BlendOrder:
         return count_draws(self.indices.dataset_index[:sample_number], len(self.weights))
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """What decides the draws: all of them, since the weights decide them all."""
-        size, weights = len(self), self.weights
-        return {"kind": "blend", "rules": RULES_VERSION, "size": size, "weights": weights}
+        """What decides all draws: each of them depends on all weights."""
+        return {"kind": "blend", "rules": RULES_VERSION, "size": len(self), "weights": self.weights}
 
 
 def build_blend_indices(
@@ -124,7 +122,7 @@ def build_blend_indices(
     """The indices of a blend.
 
     Args:
-        names: What to call each dataset in a message.
+        names: Names of the datasets, for messages.
         lengths: Number of samples of each dataset.
         weights: Weight of each dataset; None: its length.
         size: Number of samples; None: all samples of all datasets.
@@ -195,12 +193,10 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
     Args:
         weights: Positive weights, one for each dataset; they are normalised.
         size: Number of samples.
-        threads: Number of worker threads, on which the result does not depend; None: one for each
-            core.
+        threads: Number of worker threads; the result does not depend on it. None: one per core.
 
     Returns:
-        dataset_index int16 [size], the dataset of each sample, and dataset_sample_index int64
-        [size], the sample's number in that dataset.
+        The dataset of each sample, int16 [size], and its number there, int64 [size].
 
     Raises:
         ConfigError: If a weight is not positive and finite, there are too many datasets, or another
@@ -218,11 +214,10 @@ def blend_exhaustively(sizes: Sequence[int], *, threads: int | None = None) -> B
 
     Args:
         sizes: Each dataset's number of samples, at least 0.
-        threads: Number of worker threads, on which the result does not depend; None: one for each
-            core.
+        threads: As in `blend`.
 
     Returns:
-        dataset_index int16 [sum of sizes] and dataset_sample_index int64 [sum of sizes].
+        As `blend`, for the sum of the sizes.
 
     Raises:
         ConfigError: If a size is negative, there are too many datasets, or `threads` is below 1.
@@ -250,7 +245,6 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
 
 
 def check_surplus(surplus: float) -> float:
-    """The surplus as a float; ConfigError for a number outside its range."""
     return check_float("the surplus", surplus, 0, _MOST_SURPLUS)
 
 

@@ -23,7 +23,7 @@ from millrace.order.order_plans import NOT_IN_KEY, Arrays, Layout, OrderInputs, 
 from millrace.order.spans import RULES_VERSION, CoreOrder
 
 FINAL_EPOCH_THRESHOLD = 0.80
-"""A final epoch is shuffled separately if a smaller share of its samples than this is needed."""
+"""A final epoch is shuffled separately if less than this part of its samples is needed."""
 
 MAX_SEED = 2**32 - 1
 
@@ -34,29 +34,24 @@ class GPTPlan:
 
     Attributes:
         num_tokens_per_epoch: Number of tokens in the range of sequences.
-        num_samples: Number of samples, at least as many as asked for.
-        num_epochs: The smallest number of epochs that holds the samples asked for.
-        num_samples_before_final_epoch: Where the shuffle is cut; None: all is one shuffle.
-        sequence_length: Tokens to train on in a sample.
-        add_extra_token: Whether a sample has one more token, for the last label.
+        num_samples: Number of samples, at least as many as requested.
+        num_epochs: Smallest number of epochs that holds the requested samples.
+        num_samples_before_final_epoch: Where the shuffle is cut; None: it is one shuffle.
+        sequence_length, add_extra_token: As in `OrderInputs`.
         allow_partial: Whether the last sample may be shorter.
     """
 
-    num_tokens_per_epoch: int = field(metadata=NOT_IN_KEY)  # in the range of sequences
-    num_samples: int  # at least as many as asked for
-    num_epochs: int  # the fewest that hold the samples asked for
-    num_samples_before_final_epoch: int | None  # where the shuffle is cut; None: all is one
+    num_tokens_per_epoch: int = field(metadata=NOT_IN_KEY)
+    num_samples: int
+    num_epochs: int
+    num_samples_before_final_epoch: int | None
     sequence_length: int = field(metadata=NOT_IN_KEY)
     add_extra_token: bool = field(metadata=NOT_IN_KEY)
-    allow_partial: bool  # the last sample may be shorter
+    allow_partial: bool
 
     @classmethod
     def of(cls, inputs: OrderInputs) -> "GPTPlan":
-        """See `OrderPlan.of` and `plan_gpt`.
-
-        Raises:
-            DataError: Lengths of more tokens than the token file holds.
-        """
+        """As `OrderPlan.of`; DataError for lengths of more tokens than the token file holds."""
         start, stop = inputs.sequences
         num_tokens = int(np.sum(inputs.lengths[start:stop], dtype=np.int64))
         if num_tokens > inputs.num_tokens:
@@ -103,9 +98,9 @@ class GPTIndices(NamedTuple):
         shuffle_index: uint32 (int64 from 2**32 - 2 samples on) [samples].
     """
 
-    document_index: NDArray[np.int32]  # [epochs * sequences]
-    sample_index: NDArray[Any]  # int32 (int64 past 2**31 - 1 documents) [samples + 1, 2]
-    shuffle_index: NDArray[Any]  # uint32 (int64 from 2**32 - 2 samples on) [samples]
+    document_index: NDArray[np.int32]
+    sample_index: NDArray[Any]
+    shuffle_index: NDArray[Any]
 
 
 def _indices_of(arrays: Deferred[Arrays]) -> GPTIndices:
@@ -152,7 +147,7 @@ class GPTOrder(CoreOrder):
         )
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """What decides the spans, apart from the sequence lengths: of all samples at once."""
+        """What decides all spans, apart from the sequence lengths."""
         plan = self.plan
         return {
             "kind": "gpt",
@@ -179,11 +174,9 @@ def plan_gpt(
 
     Args:
         num_tokens_per_epoch: Number of tokens in the range of sequences.
-        num_samples: Least number of samples; None: the samples of one epoch.
-        sequence_length: Tokens to train on in a sample.
-        add_extra_token: Whether a sample has one more token, so that the last one has a label.
-        drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
-            (Megatron-LM counts it in 32-bit floats, and miscounts from 2**24 tokens on.)
+        num_samples, sequence_length, add_extra_token, drop_last_partial_sequence: As in
+            `OrderInputs`. (Megatron-LM counts a partial sample in 32-bit floats, and miscounts from
+            2**24 tokens on.)
 
     Raises:
         ConfigError: No tokens, too few for one sample, or a number outside its limits.
@@ -225,7 +218,7 @@ def plan_gpt(
 
 
 def check_seed(seed: int) -> int:
-    """The seed as an int; raises ConfigError for one that `RandomState` does not accept."""
+    """The seed as an int; ConfigError for one that `RandomState` does not accept."""
     return check_int("the seed", seed, 0, MAX_SEED)
 
 
@@ -234,12 +227,12 @@ def build_gpt_indices(
 ) -> GPTIndices:
     """The document, sample and shuffle index, equal to Megatron-LM's for every seed.
 
-    One `RandomState(seed)` draws both shuffles, first the document index. The shuffle index needs
-    no tokens: another thread draws it while the sample index is built.
+    One `RandomState(seed)` draws the document index, then the shuffle index, in another thread
+    while the sample index is built.
 
     Args:
         sequence_lengths: Lengths of all sequences of the file: int32 [sequences], in tokens. Other
-            integer types, byte orders and strides are converted first.
+            integer types, byte orders and strides are converted.
         sequences: (start, stop), the range to draw from.
         plan: Plan of the range, from `plan_gpt`.
         seed: Seed, 0 to 2**32 - 1.
@@ -273,7 +266,7 @@ def build_gpt_indices(
 def build_gpt_indices_of(
     sequence_lengths: NDArray[np.int32], numbers: NDArray[np.int32], plan: GPTPlan, seed: int
 ) -> GPTIndices:
-    """The same of any choice of sequences.
+    """`build_gpt_indices` of any choice of sequences.
 
     Args:
         numbers: Numbers of the sequences: int32 [chosen].
@@ -289,7 +282,7 @@ def build_gpt_indices_of(
 
 
 def _lengths(values: NDArray[Any]) -> NDArray[np.int32]:
-    """Contiguous int32, as the lengths in a mapped index are (if unaligned), which may be large."""
+    """Contiguous int32, without a copy of a mapped index's lengths, which may be unaligned."""
     if isinstance(values, np.ndarray) and values.dtype == np.int32 and values.flags.c_contiguous:
         return values
     lengths = check_ints("the sequence lengths", values)

@@ -1,7 +1,7 @@
 """How an order is made: from inputs a plan, from the plan arrays, from both the order.
 
-A run plans each of its datasets once and keeps the plan in its manifest, and the arrays in its
-cache folder. Later starts load both and read no sequence length before the first sample.
+A run plans each dataset once and keeps the plan in its manifest, and the arrays in its cache
+folder. Later starts load both and read no sequence length before the first sample.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ Arrays = Mapping[str, NDArray[Any]]
 Layout = Mapping[str, tuple[Any, tuple[int, ...]]]  # each array's dtype and shape
 
 NOT_IN_KEY = {"in_key": False}
-"""Metadata of a plan's field that follows from the rest: no names of cached arrays depend on it."""
+"""Metadata of a plan's field that follows from the rest: names of cached arrays leave it out."""
 
 _MAX_BYTES = 1 << 46  # 64 TiB; a process can address 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class OrderInputs:
-    """What the order of one dataset is a function of.
+    """What decides the order of one dataset.
 
     Attributes:
         num_sequences, num_tokens: Numbers of what the token file holds.
@@ -56,8 +56,7 @@ class OrderInputs:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Lengths of all sequences of the token file, in tokens: int32 [num_sequences]. The file
-        is opened for them."""
+        """Lengths of all sequences, in tokens: int32 [num_sequences]. This opens the token file."""
         return self.load_lengths()
 
 
@@ -69,7 +68,7 @@ class OrderPlan(Protocol):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples, at least as many as the inputs ask for."""
+        """Number of samples, at least what the inputs ask for."""
 
     @classmethod
     def of(cls, inputs: OrderInputs) -> "OrderPlan":
@@ -92,17 +91,16 @@ class OrderPlan(Protocol):
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> Order:
         """The order, by its arrays.
 
-        A start calls this for each dataset: `arrays.value` and `inputs.lengths` are for the first
-        sample.
+        Each start calls this: `arrays.value` and `inputs.lengths` are for the first sample.
         """
 
 
 PlanOf = type[OrderPlan] | Callable[[OrderInputs], OrderPlan]
-"""What makes plans: a class with the methods of `OrderPlan`, or a function of the inputs."""
+"""A class with the methods of `OrderPlan`, or a function of the inputs that returns a plan."""
 
 
 def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
-    """A range of sequences as ints; raises ConfigError for one outside the file."""
+    """A range of sequences as ints; ConfigError for one outside the file."""
     try:
         start, stop = sequences
     except (TypeError, ValueError):
@@ -119,13 +117,13 @@ def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, in
 
 
 def check_token_dtype(dtype: np.dtype[Any], name: str) -> None:
-    """Raises DataError for a token file of that name whose dtype token ids cannot have."""
+    """Raises DataError for a dtype that token ids cannot have."""
     if dtype.kind not in "iu":
         raise DataError(f"{name} holds {dtype}; token ids are integers")
 
 
 def plan_order(order: PlanOf, inputs: OrderInputs, name: str) -> OrderPlan:
-    """The plan of the order of a dataset of that name, which must keep to `OrderPlan`."""
+    """The plan of a dataset of that name, which must keep to `OrderPlan`."""
     start, stop = check_range(inputs.sequences, inputs.num_sequences)
     if inputs.num_samples is not None:
         check_int("num_samples", inputs.num_samples, 0, MAX_INT64)
@@ -144,25 +142,25 @@ def entries_of(plan: Any) -> dict[str, Any]:
 
 
 def key_of(plan: Any) -> list[Any]:
-    """The values of a plan that decide its arrays, together with the inputs."""
+    """What decides a plan's arrays, together with the inputs."""
     fields = dataclasses.fields(plan)
     return [getattr(plan, one.name) for one in fields if one.metadata.get("in_key", True)]
 
 
 def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
-    """The arrays of the plan of a dataset of that name; DataError if its index is damaged."""
+    """The arrays of a dataset of that name; DataError if its index is damaged."""
     layout = plan.arrays(inputs)
     try:
         arrays = plan.build(inputs)
         forms = {key: (np.dtype(dtype), shape) for key, (dtype, shape) in layout.items()}
         built = {key: (array.dtype, array.shape) for key, array in arrays.items()}
         if built != forms:
-            raise ConfigError(
-                f"{type(plan).__name__} has built the arrays {built}; its plan says {forms}"
-            )
+            kind = type(plan).__name__
+            raise ConfigError(f"{kind} has built the arrays {built}; its plan says {forms}")
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
     except ValueError as error:
-        kind = ConfigError if isinstance(error, ConfigError) else DataError
-        raise kind(f"{name}: {error}") from None
+        raise DataError(f"{name}: {error}") from None
     except MemoryError:
         raise MemoryError(
             f"{name}: the indices of {plan.num_samples:,} samples take {_num_bytes(layout):,} "
@@ -191,7 +189,7 @@ def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
     check_int(f"num_samples of {kind}", plan.num_samples, inputs.num_samples or 0, MAX_INT64)
     layout = plan.arrays(inputs)
     for array in layout:
-        if not re.fullmatch("(?!dataset_)[a-z_]*_index", array):  # which are those of blends
+        if not re.fullmatch("(?!dataset_)[a-z_]*_index", array):
             raise ConfigError(
                 f"an array of {kind} is named {shown(array)}: its name must be lower-case letters "
                 "and _, end with _index and not start with dataset_"

@@ -15,8 +15,8 @@ class KeyedPermutation:
     """A permutation of 0 to size - 1 that a seed chooses, in constant memory.
 
     Every place is a pure function of number, size and seed (see `_native.swap_or_not`): any part of
-    the permutation can be computed alone, at about 20 million places per second and core. It is
-    exact for every size, and the same in all versions of millrace.
+    the permutation can be computed alone, about 20 million places per second and core. It is exact
+    for every size, and the same in all versions of millrace.
 
     Args:
         size: Number of items, 0 to 2**63 - 1.
@@ -44,7 +44,7 @@ class KeyedPermutation:
         """The place that each item goes to.
 
         Args:
-            numbers: Numbers of the items, [n], each in [0, size).
+            numbers: Numbers of items, [n], each in [0, size).
 
         Returns:
             int64 [n].

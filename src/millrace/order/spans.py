@@ -11,7 +11,7 @@ from millrace.deferred import cached_property
 from millrace.errors import ConfigError
 
 RULES_VERSION = 1
-"""Version of the rules of all orders. It rises when the same inputs would lead to another order;
+"""Version of the rules of all orders. It rises when the same inputs would give another order;
 cached indices of another version are not used."""
 
 
@@ -20,11 +20,11 @@ class Spans(NamedTuple):
 
     Attributes:
         sequences: Sequence of each span: int64 [spans]. None: offsets count from the file's first
-            token, so that no index of sequences is needed.
+            token, and no index of sequences is needed.
         offsets: First token of each span in its sequence, or in the file: int64 [spans].
         counts: Number of tokens of each span: int64 [spans].
-        bounds: Where each sample's spans start and end: int64 [samples + 1]. Sample i has the
-            spans bounds[i] up to bounds[i + 1].
+        bounds: Ends of the samples' spans: int64 [samples + 1]. Sample i has the spans bounds[i] up
+            to bounds[i + 1].
     """
 
     sequences: NDArray[np.int64] | None
@@ -36,8 +36,8 @@ class Spans(NamedTuple):
 class Order(Protocol):
     """What decides which tokens come when: a pure function of the sample number.
 
-    An order may offer one attribute more: `core`, an order of the native core
-    (`millrace._native.gpt_order`), with which a batch is one call.
+    An order may also have `core`, an order of the native core (`millrace._native.gpt_order`), with
+    which a batch is one call.
     """
 
     def __len__(self) -> int:
@@ -55,17 +55,16 @@ class Order(Protocol):
 
         Args:
             consumed_samples: Number of samples that were drawn; what decides only later samples
-                may be left out. None: all samples. An order whose samples all depend on the same
-                values may leave the argument out.
+                may be left out. None: all samples. An order may lack this argument if all its
+                samples depend on the same values.
         """
 
 
 class CoreOrder:
-    """An order of the native core, with which a batch is one call."""
+    """An order with a `core`, which no pickle holds."""
 
     @cached_property
     def core(self) -> _native.Order:
-        """The same order in the native core, which no pickle holds."""
         raise NotImplementedError
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
@@ -81,8 +80,7 @@ class SequenceOrder(CoreOrder):
 
     Args:
         num_samples: Number of sequences.
-        sequence_length: Number of tokens to train on in a sample.
-        add_extra_token: Whether a sequence has one more token, for the last label.
+        sequence_length, add_extra_token: As in `OrderInputs`.
     """
 
     def __init__(
@@ -115,11 +113,11 @@ def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:
     if sequences is not None:
         sequences = check_ints("the sequences of spans", sequences)
     sizes = {len(column) for column in (sequences, offsets, counts) if column is not None}
-    is_whole = len(bounds) == len(sample_numbers) + 1
-    is_whole = is_whole and (bounds[0], bounds[-1]) == (0, len(counts))
+    num_bounds = len(sample_numbers) + 1
+    is_whole = len(bounds) == num_bounds and (bounds[0], bounds[-1]) == (0, len(counts))
     if len(sizes) > 1 or not is_whole or np.any(bounds[1:] < bounds[:-1]):
         raise ConfigError(
             f"the order returned {sorted(sizes)} spans, with bounds {bounds}; it must return "
-            f"{len(sample_numbers) + 1} bounds, from 0 up to the number of spans"
+            f"{num_bounds} bounds, from 0 up to the number of spans"
         )
     return Spans(sequences, offsets, counts, bounds)

@@ -21,8 +21,8 @@ _ONE = 1 + 1e-12  # the largest sum of shares in float64
 def parse_split(split: str) -> list[Bookends | None]:
     """The fractions at which each split starts and ends, from a string such as "969,30,1".
 
-    Shares may have any sum; a split that is left out has none. A split without a share is None.
-    The arithmetic is Megatron-LM's: float64 shares, added one by one from 0.
+    Shares may have any sum; a split without a share, or left out, is None. The arithmetic is
+    Megatron-LM's: float64 shares, added one by one from 0.
 
     Raises:
         ConfigError: No number, more than three numbers, or none above 0.
@@ -35,8 +35,8 @@ def parse_split(split: str) -> list[Bookends | None]:
         shares = [float(part) for part in re.findall(r"[.0-9]+", split)]
     except ValueError:
         raise ConfigError(f'split "{split}" holds no numbers: write "969,30,1"') from None
-    rest = re.sub(r"[.0-9]+", "", split).strip(" ,/:;[]()")
-    if not 1 <= len(shares) <= len(SPLITS) or rest.strip(" ,/:;") or sum(shares) <= 0:
+    has_others = re.search(r"[^.0-9 ,/:;[\]()]", split)
+    if not 1 <= len(shares) <= len(SPLITS) or has_others or sum(shares) <= 0:
         raise ConfigError(
             f'split "{split}" must be one to three shares (train, valid, test), none negative, '
             'not all 0: write "969,30,1"'
@@ -49,8 +49,8 @@ def parse_split(split: str) -> list[Bookends | None]:
 def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> list[Range | None]:
     """Each split's sequences as (start, stop), exclusive of stop; None for a split without a share.
 
-    A GPT dataset is split by sequence. Ends are rounded half to even, as Megatron-LM does, so that
-    a split with a share may still be empty in a small dataset.
+    Ends are rounded half to even, as Megatron-LM does: in a small dataset a split with a share may
+    still be empty.
 
     Args:
         num_sequences: Number of sequences of the dataset.
@@ -82,7 +82,6 @@ def _range(ends: Bookends, size: float) -> Range:
 
 
 def _ends(part: Any, most: float) -> Bookends:
-    """A part as two floats; ConfigError for what is not a part."""
     ends = check_floats("the ends of the part", part)
     if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= most:
         raise ConfigError(

@@ -1,16 +1,12 @@
 """The sidecar `PREFIX.origins.parquet`: where each document came from.
 
-A Parquet file with one row per document, in their order, which any Parquet reader can query:
+A Parquet file with one row for each document, in their order. Its columns are those of `Origin`:
+source (string), line (int64), byte_offset (int64) and id (string or null).
 
-    source       string           path of the source file
-    line         int64            line (from 1) or row (from 0) in it
-    byte_offset  int64            where the line starts in the decompressed file; -1: not known
-    id           string or null   the document's id
-
-A sidecar has a row for every document. It is written when its pair is there; its metadata hold the
-pair's fingerprint, so that it is never taken for another pair's. Row groups are cut after a fixed
-number of rows: the bytes do not depend on how the rows were added, and reading one row takes one
-row group. pyarrow is imported when origins are added or read.
+It is written when its pair is there; its metadata hold the pair's fingerprint, so that it is never
+taken for another pair's. Row groups have a fixed number of rows: the bytes do not depend on how the
+rows were added, and reading one row takes one row group. pyarrow is imported when origins are added
+or read.
 """
 
 from __future__ import annotations
@@ -39,9 +35,9 @@ class Origin(NamedTuple):
 
     Attributes:
         source: Path of the source file.
-        line: Its line (from 1) or row (from 0) in the source.
+        line: Line (from 1) or row (from 0) in the source.
         byte_offset: Position of the line in the decompressed source; -1: not known.
-        id: The document's id; None: it has none.
+        id: The document's id, or None.
     """
 
     source: str
@@ -56,8 +52,7 @@ class Origins(NamedTuple):
     Attributes:
         sources: Paths of source files.
         source_numbers: Place of each document's source in `sources`: int32 [documents].
-        lines: Line or row of each document: int64 [documents].
-        byte_offsets: Position of each line, or -1: int64 [documents].
+        lines, byte_offsets: As in `Origin`, of each document: int64 [documents].
         ids: Id of each document, or None.
     """
 
@@ -74,8 +69,8 @@ def has_origins(prefix: str, storage: Storage = LOCAL) -> bool:
 
 
 def origins_file(dataset: IndexedDataset) -> OriginsFile | None:
-    """The sidecar of an open pair; None if it has none."""
-    # Asked first: the fingerprint would cost reads for nothing.
+    """The sidecar of an open pair, or None."""
+    # The file is looked for first, as the fingerprint costs reads.
     return OriginsFile(dataset) if has_origins(dataset.prefix, dataset.storage) else None
 
 
@@ -115,7 +110,6 @@ class OriginsFile:
             start, group = end, group + 1
 
     def origin(self, document: int) -> Origin:
-        """The origin of one document."""
         sources, _, lines, byte_offsets, ids = self.read(document, document + 1)
         return Origin(sources[0], int(lines[0]), int(byte_offsets[0]), ids[0])
 
@@ -146,7 +140,7 @@ class OriginsFile:
 
     @contextlib.contextmanager
     def _as_data_error(self) -> Iterator[None]:
-        """Makes errors of Parquet's reader DataErrors."""
+        """Turns errors of Parquet's reader into DataErrors."""
         pa = import_pyarrow()
         try:
             yield
@@ -158,7 +152,7 @@ class OriginsFile:
 
 
 def _check_format(parquet: Any, path: str) -> bytes:
-    """The fingerprint of the sidecar's pair; a DataError if the file is not a sidecar."""
+    """The fingerprint of the pair; DataError if the file is not a sidecar."""
     metadata, columns = parquet.metadata.metadata or {}, parquet.schema_arrow.remove_metadata()
     version = metadata.get(VERSION_KEY)
     if version != VERSION or PAIR_KEY not in metadata or not columns.equals(schema()):
@@ -198,7 +192,7 @@ def schema() -> Any:
 
 
 def with_own_sources(table: Any) -> Any:
-    """The table, with a dictionary of exactly its sources, in the order of their appearance."""
+    """The table with a dictionary of exactly its sources, in order of appearance."""
     if len(table) == 0:
         return table
     column = table.unify_dictionaries().combine_chunks().column("source").chunk(0)

@@ -32,17 +32,17 @@ _COPY_SIZE = 1 << 20
 
 
 class OriginsWriter:
-    """Writes the sidecar of a pair, which must be there when the sidecar is published.
+    """Writes the sidecar of a pair, which must be there when it is published.
 
-    Leaving a `with` block publishes the sidecar; leaving it by an error does not. The rows wait in
-    a nameless temporary file; at most one row group and one addition are in memory.
+    Leaving a `with` block publishes the sidecar, except by an error. The rows wait in a nameless
+    temporary file; at most one row group and one addition are in memory.
 
     Args:
         prefix: Path prefix of the pair.
         durable: Whether to bring the file to the disk before it appears.
 
     Attributes:
-        num_rows: Number of rows that were added.
+        num_rows: Number of rows added.
 
     Raises:
         ConfigError: In all methods, if pyarrow is not installed.
@@ -98,12 +98,11 @@ class OriginsWriter:
             sources: Paths of source files.
             source_numbers: Place of each document's source in `sources`: integers [n].
             lines: Line (from 1) or row (from 0) of each document: int64 [n].
-            byte_offsets: Where the lines start in the decompressed source: int64 [n]; -1: not
-                known.
+            byte_offsets: Start of each line in the decompressed source (-1: not known): int64 [n].
             ids: Id of each document, or None: [n]; None: no document has one.
 
         Raises:
-            ConfigError: If the numbers do not agree with each other.
+            ConfigError: Arguments of the wrong types, or that do not agree.
         """
         pa = import_pyarrow()
         numbers = check_ints("source_numbers", source_numbers)
@@ -136,7 +135,7 @@ class OriginsWriter:
             self._write_groups()
 
     def publish(self) -> None:
-        """Writes the sidecar beside its pair, and its checksums where the pair has some.
+        """Writes the sidecar beside its pair, and its checksums if the pair has some.
 
         Raises:
             ConfigError: Rows that are not as many as the pair's documents.
@@ -152,10 +151,10 @@ class OriginsWriter:
             keys = {VERSION_KEY: VERSION, PAIR_KEY: dataset.fingerprint}
             self._writer.add_key_value_metadata(keys)
             self._writer.close()
-            hasher, written = BlockHasher(), self._sink.file
-            written.seek(0)
+            hasher = BlockHasher()
+            self._sink.file.seek(0)
             with atomic_file(self._prefix + ORIGINS, durable=self._durable) as file:
-                while data := written.read(_COPY_SIZE):
+                while data := self._sink.file.read(_COPY_SIZE):
                     hasher.update(data)
                     file.write(data)
             info = read_info(self._prefix)
@@ -183,7 +182,7 @@ class OriginsWriter:
         while len(rows) >= (1 if is_last else _GROUP_ROWS):
             group, rows = rows.slice(0, _GROUP_ROWS), rows.slice(_GROUP_ROWS)
             self._writer.write_table(with_own_sources(group), row_group_size=_GROUP_ROWS)
-        # Only the sources of these rows, or the list would grow with the number of files.
+        # Only the sources of these rows: the list would grow with the number of files.
         self._pending = [with_own_sources(rows)] if len(rows) else []
         self._num_pending = len(rows)
 
@@ -218,8 +217,7 @@ def copied_origins(
 ) -> OriginsWriter | None:
     """The origins of documents (start, stop; None: all) of other pairs, ready to be published.
 
-    None if documents without an origin are among them, as half a sidecar would invite wrong
-    conclusions, or if there are no documents.
+    None without documents, or if one has no origin: half a sidecar would mislead.
     """
     spans = [(data, span or (0, data.num_documents)) for data, span in parts]
     files = [(data.origins_file, start, stop) for data, (start, stop) in spans if start < stop]

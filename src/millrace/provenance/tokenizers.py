@@ -2,8 +2,8 @@
 
 The same ids mean other texts to another tokenizer, and nothing in a token file shows it. So the
 sidecar of a pair names the tokenizer by hashes (see `millrace.encoding.Tokenizer`), which are
-compared where pairs come together. So is the library that has split texts into sentences; its
-version and language are recorded, and may differ. A pair without that information fits any other.
+compared where pairs come together. So is the library that split texts into sentences, but not its
+version and language. A pair without that information fits any other.
 """
 
 import json
@@ -87,7 +87,7 @@ def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str | None:
 
 
 def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any] | None:
-    """The entry for the provenance of a pair made of others; None unless all name one tokenizer."""
+    """The entry of a pair made of others; None unless all name one tokenizer."""
     known = [record for record in records if record is not None]
     if not known or None in records or not all(r.is_same(known[0].fingerprints) for r in known):
         return None

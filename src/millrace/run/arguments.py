@@ -62,7 +62,7 @@ def _load_yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def compose_mapping_node(self, anchor: str | None) -> Any:
-            node = super().compose_mapping_node(anchor)  # as written: `<<` is not merged yet
+            node = super().compose_mapping_node(anchor)  # `<<` is not merged yet
             _dict_of([(key.value, 0) for key, _ in node.value if isinstance(key.value, str)])
             return node
 
@@ -73,7 +73,6 @@ def _load_yaml(text: str) -> Any:
 
 
 def _dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict of names and values; ConfigError for a name that comes twice."""
     names = [name for name, _ in pairs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"it gives {', '.join(twice)} twice: leave one out")
@@ -84,7 +83,7 @@ _load_json = functools.partial(json.loads, object_pairs_hook=_dict_of)
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments in one dict: sections are for readers alone."""
+    """All arguments in one dict: sections mean nothing."""
     flat: list[tuple[str, Any]] = []
     for key, value in sections.items():
         name = str(key).replace("-", "_")
@@ -94,8 +93,7 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Reader = Callable[[str, Any], Any]
-"""Function of an argument's name and value, which may be the text of an option, that returns the
-value in its own type; ConfigError for a value that the argument cannot have."""
+"""Converts the value (or an option's text) of a named argument; ConfigError if it is not valid."""
 
 
 def _number(name: str, value: Any, kind: type[int] | type[float] = int) -> Any:
@@ -149,7 +147,7 @@ _FIELDS = {
     **{name: name for name in ("seed", "order", "any_tokenizer", "full_validation")},
     "multiple_validation_sets": "multiple_validation_sets",
 }
-"""The fields of a configuration that have the value of an argument."""
+"""The fields of a configuration by the argument of the same value."""
 
 NAMES = tuple(_READERS)
 """The arguments that concern data. Three are millrace's own: `num_samples` (train, valid, test),
@@ -162,7 +160,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """The names that do not concern data; ConfigError for one that is nearly one of NAMES."""
+    """The names that do not concern data; ConfigError for one that resembles one of NAMES."""
     unknown = [name for name in arguments if name not in NAMES]
     for name in unknown:
         near = difflib.get_close_matches(name, NAMES, 1, 0.85)
@@ -176,8 +174,8 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
 
     Training takes train_samples, or train_iters * global_batch_size, samples; validation
     (train_iters // eval_interval + 1) * eval_iters batches, without those before
-    start_eval_at_iter; the test eval_iters batches. Batches of the last two have
-    eval_global_batch_size samples.
+    start_eval_at_iter; the test eval_iters batches. The last two take batches of
+    eval_global_batch_size.
 
     Args:
         arguments: Values by their names in NAMES.
@@ -211,7 +209,7 @@ def read_identifiers(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"identifiers {text!r}: neither a file nor JSON ({error})") from None
     while isinstance(identifiers, dict) and identifiers.get("datasets"):
-        identifiers = identifiers["datasets"][0]  # the description of a blend
+        identifiers = identifiers["datasets"][0]  # of a blend
     if isinstance(identifiers, dict) and {"index_split", "tokenizer"} <= identifiers.keys():
         return identifiers["tokenizer"]
     return identifiers
@@ -220,7 +218,7 @@ def read_identifiers(text: str) -> Any:
 def parse_blend(items: Sequence[Any] | str, name: str = "the data") -> Blend:
     """The blend in Megatron-LM's list: prefixes only, or a weight before each prefix.
 
-    In place of a prefix may stand {"prefix": PREFIX, "part": [START, END]}, which is our own.
+    In place of a prefix may stand millrace's own {"prefix": PREFIX, "part": [START, END]}.
     """
     try:
         parts = shlex.split(items) if isinstance(items, str) else items
@@ -308,7 +306,7 @@ def _num_samples(
 
 
 def _training(arguments: Mapping[str, Any], batch: int) -> tuple[int, list[int]]:
-    """The samples to train on, and the iterations that they take: without a ramp-up, and with."""
+    """The samples to train on, and their iterations: without a ramp-up, and with."""
     samples, iterations = arguments.get("train_samples"), arguments.get("train_iters")
     if samples is not None and iterations is not None:
         raise ConfigError(f"train_samples is {samples}, train_iters {iterations}: leave one out")

@@ -1,9 +1,9 @@
 """The datasets of a training run, from one configuration.
 
 A cache folder holds a set of arrays for each split, and a manifest for each configuration: its
-plan, which token files it was made from, what they held. A start with a manifest and its sets opens
-no token file before the first sample. The arrays of all datasets of a split lie one after the other
-in its set's files, and those of its blend beside them.
+plan, its token files, and what they held. A start with a manifest and its sets opens no token file
+before the first sample. In the files of a set, the arrays of all datasets lie one after the other;
+those of the blend have their own files.
 """
 
 from __future__ import annotations
@@ -29,22 +29,19 @@ from millrace.run.config import DatasetConfig, name_of_order
 from millrace.run.plan import DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
-"""What a split becomes; several validation sets apart from each other are a list."""
+"""What a split becomes; several validation sets are a list."""
 
 Progress = Callable[[int, int], None]
-"""Called with the number of datasets whose indices are built, and the number of all."""
-
-Places = Mapping[str, slice]
-"""Where the arrays of a dataset lie in those of its split: rows by the array's name."""
+"""Called with the numbers of datasets whose indices are built, and of all datasets."""
 
 ForEach = Callable[[SplitPlan, Callable[[int, Arrays], Any]], list[Any]]
-"""Builds the arrays of each dataset of a split, and calls a function with its number and them."""
+"""Builds the arrays of each dataset of a split; calls a function with its number and them."""
 
 _BLEND = {"dataset_index": np.dtype(np.int16), "dataset_sample_index": np.dtype(np.int64)}
 
 
 class Datasets(NamedTuple):
-    """The three splits; None where a split has no share. Several validation sets are a list."""
+    """The three splits; None for a split without a share. Several validation sets are a list."""
 
     train: GPTDataset | BlendedDataset | None
     valid: SplitDataset | None
@@ -52,7 +49,7 @@ class Datasets(NamedTuple):
 
 
 class SplitArrays(NamedTuple):
-    """The arrays of each dataset's order and of the blend, loaded at the first sample."""
+    """The arrays of each dataset and of the blend, loaded at the first sample."""
 
     datasets: Sequence[Deferred[Arrays]]
     blend: Deferred[BlendIndices] | None
@@ -63,9 +60,9 @@ def build_datasets(
 ) -> Datasets:
     """The train, valid and test datasets of a run, in Megatron-LM's order.
 
-    With a cache folder, indices that are there are mapped, and others are built and kept. Of
-    several processes that start together one builds, and the others wait for it; if it dies,
-    another one goes on. Without a cache folder, indices are built in memory.
+    Indices in the cache folder are mapped; missing ones are built and kept there. Of several
+    processes that start together one builds, and the others wait for it; if it dies, another one
+    goes on. Without a cache folder, indices are built in memory.
 
     Args:
         progress: Function to call with the progress; see `Progress`.
@@ -75,8 +72,8 @@ def build_datasets(
         ConfigError: Data that cannot give what the configuration asks for, or, with
             `trust_cache`, no manifest.
         DataError: A token file that is missing or damaged.
-        CacheError: Indices must be built, and the cache folder cannot be written, or another
-            process still builds them when the limit is over.
+        CacheError: Indices to build, while the cache folder cannot be written or another process
+            builds them beyond the limit.
     """
     return build_run(config, progress=progress, wait_limit=wait_limit)[1]
 
@@ -84,7 +81,7 @@ def build_datasets(
 def build_run(
     config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> tuple[RunPlan, Datasets]:
-    """The same as `build_datasets`, and the plan of the run."""
+    """The plan of the run, and what `build_datasets` returns."""
     wait_limit = None if wait_limit is None else check_float("wait_limit", wait_limit, 0)
     plan, arrays = _find(config) or _build(config, progress, wait_limit)
     _warn_of_copies(plan)
@@ -124,7 +121,7 @@ def _warn_of_copies(plan: RunPlan) -> None:
 
 
 def _find(config: DatasetConfig) -> tuple[RunPlan, Mapping[str, SplitArrays]] | None:
-    """The run by its manifest, if there is one that fits the token files and its sets."""
+    """The run by its manifest, if that fits the token files and sets."""
     manifest = Manifest.find(config)
     plan = None if manifest is None else manifest.plan(config)
     arrays = None if plan is None else _find_sets(plan, os.fspath(config.cache or ""))
@@ -174,7 +171,7 @@ def _load_or_build(
 ) -> Mapping[str, SplitArrays]:
     sets = {split.name: SplitSet(plan.config, split) for split in plan.present_splits}
     try:
-        # First, so that `prune` in another process leaves this run what is built now.
+        # First, so that `prune` in another process keeps what is built now.
         names = {name: one.name for name, one in sets.items()}
         Manifest.of(plan, names).write(folder, limit=limit)
         arrays = {name: one.load_or_build(folder, for_each, limit) for name, one in sets.items()}
@@ -182,7 +179,7 @@ def _load_or_build(
         present = _find_sets(plan, folder)
         if present is None:
             raise _cache_error(folder, error) from error
-        arrays = present  # the manifest could not be written: the next start takes the long way
+        arrays = present  # without a manifest: the next start plans again
     for file in plan.files:
         file.close()  # a sample opens it again
     return arrays
@@ -199,7 +196,7 @@ def _cache_error(folder: str, error: OSError) -> CacheError:
 
 
 def build_blend(split: SplitPlan) -> BlendIndices:
-    """The indices of a blend; ConfigError if it draws more samples of a dataset than there are."""
+    """The indices of a blend; ConfigError if a dataset has too few samples."""
     prefixes = [dataset.file.prefix for dataset in split.datasets]
     try:
         return build_blend_indices(prefixes, split.lengths, split.weights, split.size)
@@ -208,7 +205,7 @@ def build_blend(split: SplitPlan) -> BlendIndices:
 
 
 def set_key(config: DatasetConfig, split: SplitPlan) -> dict[str, Any]:
-    """What the arrays of a split are a function of: plain JSON values."""
+    """What decides the arrays of a split: plain JSON values."""
     inputs = [dataset.inputs for dataset in split.datasets]
     key: dict[str, Any] = {
         "kind": split.kind,
@@ -235,12 +232,12 @@ def _find_sets(plan: RunPlan, folder: str) -> dict[str, SplitArrays] | None:
 
 
 class SplitSet:
-    """The set of arrays of a split, named by what they are a function of."""
+    """The set of arrays of a split, named by its key."""
 
     def __init__(self, config: DatasetConfig, split: SplitPlan) -> None:
         self.split, self.key = split, set_key(config, split)
         self.name = array_sets.fingerprint(self.key)
-        self._places: list[Places] = []
+        self._places: list[Mapping[str, slice]] = []  # each dataset's rows of each array
         dtypes: dict[str, set[Any]] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         for dataset in split.datasets:
@@ -258,12 +255,12 @@ class SplitSet:
         }
 
     def find(self, folder: str) -> SplitArrays | None:
-        """The arrays in a folder, if they are all there and show no damage."""
+        """The arrays in a folder, if all are there without damage."""
         array_set = array_sets.usable(folder, self.name, self.key, self._layout)
         return None if array_set is None else self._arrays(array_set)
 
     def load_or_build(self, folder: str, for_each: ForEach, limit: float | None) -> SplitArrays:
-        """The arrays in a folder, which are built if need be; see `arrays.load_or_build`."""
+        """The arrays in a folder, built if need be; see `arrays.load_or_build`."""
 
         def build(writers: Mapping[str, array_sets.ArrayWriter]) -> None:
             def write(number: int, arrays: Arrays) -> None:
@@ -285,10 +282,10 @@ class SplitSet:
         return SplitArrays(datasets, blend)
 
 
-def _load(array_set: array_sets.ArraySet, places: Places) -> Arrays:
+def _load(array_set: array_sets.ArraySet, places: Mapping[str, slice]) -> Arrays:
     try:
         return {name: array_set[name][place] for name, place in places.items()}
-    except DataError as error:  # it was removed or damaged between the start and the first sample
+    except DataError as error:  # removed or damaged between the start and the first sample
         raise DataError(f"{error}. To build it, start it again, or run `millrace index`") from None
 
 

@@ -24,18 +24,18 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 documents."""
 
 Blend = tuple[Sequence[Source], Sequence[float] | None]
-"""Sources, and a weight for each; None: the datasets' lengths are the weights."""
+"""Sources, and their weights; None: the datasets' lengths."""
 
 NOT_IN_KEY = frozenset(
     {
-        # What a sample looks like, but not which tokens it has.
+        # How a sample looks, not which tokens it has.
         *("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss", "boundaries"),
         "full_validation",  # says only that num_samples[1] must be None, which is in the key
         *("access", "cache", "trust_cache", "num_threads"),  # how, not what
         "any_tokenizer",  # which data are refused
     }
 )
-"""The fields of a configuration that do not decide the order; all others are in its key."""
+"""The fields that do not decide the order; all others are in the key of a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +51,18 @@ class DatasetConfig:
         blend_per_split: A distribution for each split; None for a split without one.
         multiple_validation_sets: Whether each prefix of the validation blend is a separate dataset.
         full_validation: Whether validation is one epoch of its data; `num_samples[1]` must be None.
-        surplus: What is built of each dataset beyond its share of a blend, as a part of the share.
+        surplus: Part of each dataset's share of a blend to build beyond it.
         drop_last_partial_validation_sequence: Whether to leave out a last validation sample that
             the tokens do not fill.
         add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss, boundaries: See
             `GPTDataset`.
         access: How to read token files: "mmap" or "file".
         cache: Folder to keep indices in; None: they are built in memory.
-        trust_cache: Whether to take the manifest in the cache folder as it is, without looking at
-            any token file; it must be there.
+        trust_cache: Whether to take the manifest in the cache folder, which must be there, without
+            looking at any token file.
         num_threads: Number of threads that build indices; each needs the memory of one dataset's.
-        any_tokenizer: Whether to take token files although their sidecars name different
-            tokenizers. They are compared when a plan is made, not when one is found in the cache.
+        any_tokenizer: Whether to take token files whose sidecars name different tokenizers. They
+            are compared when a plan is made, not when one is found in the cache.
         order: Another order than Megatron-LM's: a class (see `OrderPlan`), a function that returns
             the plan of `OrderInputs`, or the name of one, "package.module:name".
 
@@ -105,7 +105,7 @@ class DatasetConfig:
                 raise ConfigError(f"{name} must have three entries, not {shown(entries)}")
         self._check_options()
         blends = [self._checked_blend(number) for number in range(len(SPLITS))]
-        if all(blend is None for blend in blends):
+        if not any(blends):
             raise ConfigError("no split has a blend; give at least one")
         split = self.split
         if split is not None:
@@ -120,7 +120,7 @@ class DatasetConfig:
         )
 
     def _check_options(self) -> None:
-        """Numbers and flags of any type become Python's, whose sums are exact."""
+        """Makes numbers and flags Python's, whose sums are exact."""
         vars(self).update(
             num_samples=tuple(
                 None if count is None else check_int(f"num_samples of {name}", count, 0)
@@ -146,8 +146,8 @@ class DatasetConfig:
             raise ConfigError("multiple_validation_sets needs a blend_per_split")
 
     def _checked_blend(self, number: int) -> Blend | None:
-        """The blend of a split, by its number, as plain JSON values."""
-        blend, name, size = self.blend_of(number), SPLITS[number], self.num_samples[number]
+        """The blend of a split as plain JSON values."""
+        blend, name = self.blend_of(number), SPLITS[number]
         if blend is None:
             return None
         if not _is_list(blend) or len(blend) != 2 or not _is_list(blend[0]) or not len(blend[0]):
@@ -161,27 +161,28 @@ class DatasetConfig:
         if len(weights) != len(sources):
             raise ConfigError(f"{name} blend: {len(weights)} weights for {len(sources)} prefixes")
         normalize(weights)
-        if size is None and not (self.blend_per_split is not None and len(sources) == 1):
+        is_one = self.blend_per_split is not None and len(sources) == 1
+        if self.num_samples[number] is None and not is_one:
             raise ConfigError(f"{name} blend has weights, and num_samples is None: give a number")
         return sources, weights
 
     def blend_of(self, split: int) -> Blend | None:
-        """The blend that a split draws from, by its number in SPLITS."""
+        """The blend of a split, by its number in SPLITS."""
         return self.blend if self.blend_per_split is None else self.blend_per_split[split]
 
     @functools.cached_property
     def sample_options(self) -> SampleOptions:
-        names = [field.name for field in dataclasses.fields(SampleOptions)]
-        return SampleOptions(**{name: getattr(self, name) for name in names})
+        fields = dataclasses.fields(SampleOptions)
+        return SampleOptions(**{field.name: getattr(self, field.name) for field in fields})
 
     @property
     def plan_of(self) -> PlanOf:
         return GPTPlan if self.order is None else self.order  # type: ignore[return-value]
 
     def order_key(self) -> dict[str, Any]:
-        """All fields that decide the order, as plain JSON values; the token files add the rest."""
+        """The fields that decide the order, as plain JSON values; the token files add the rest."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in NOT_IN_KEY]
-        if self.order is None:  # as in keys of the time before there were others
+        if self.order is None:  # as in keys from before there were others
             names.remove("order")
         values = {name: getattr(self, name) for name in names}
         key: dict[str, Any] = json.loads(json.dumps(values, default=name_of_order))
@@ -195,9 +196,8 @@ def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
         try:
             order = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"order {shown(order)} cannot be imported as module:name: {error}"
-            ) from None
+            problem = f"cannot be imported as module:name: {error}"
+            raise ConfigError(f"order {shown(order)} {problem}") from None
     if order is None:
         return None
     if not callable(order) or "<" in getattr(order, "__qualname__", "<"):
@@ -212,7 +212,7 @@ def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
 
 
 def name_of_order(order: Any) -> str:
-    """The name "package.module:name", by which a file and a cache folder know an order."""
+    """The name "package.module:name" of an order, for files and cache folders."""
     return f"{order.__module__}:{order.__qualname__}"
 
 

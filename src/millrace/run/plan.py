@@ -1,8 +1,8 @@
 """From a configuration and token files to what must be built: counts alone, no index yet.
 
 The manifest of a run is its plan in a cache folder. It is written before the first set is built, so
-that `prune` in another process leaves the sets to the run; a manifest whose sets are missing is not
-used. A process that writes or removes one holds the folder's lock.
+that `prune` in another process keeps the sets; a manifest whose sets are missing is not used. A
+process that writes or removes one holds the folder's lock.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.store.token_file import TokenFile, TokenFileRecord
 
 Kind = Literal["one", "blend", "apart"]
-"""A split is one dataset, a blend, or several datasets apart from each other."""
+"""One dataset, a blend, or several separate datasets."""
 
 MANIFEST = "run-"
-"""What the names of manifests start with; a fingerprint and .json follow."""
+"""Start of a manifest's name; a fingerprint and .json follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetPlan:
-    """One dataset: a range of sequences of a token file, in an order."""
+    """A range of sequences of a token file, in an order."""
 
     file: TokenFile
     inputs: OrderInputs
@@ -47,7 +47,7 @@ class DatasetPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """One split.
+    """The plan of a split.
 
     Attributes:
         name: "train", "valid" or "test".
@@ -63,18 +63,18 @@ class SplitPlan:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of samples of each dataset."""
+        """Numbers of samples of the datasets."""
         return [dataset.order.num_samples for dataset in self.datasets]
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of the blend, the dataset, or the datasets together."""
+        """Number of samples of the blend, or of all datasets."""
         return sum(self.lengths) if self.size is None else self.size
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What a run draws from, and how; None for a split without a share."""
+    """What a run draws from; None for a split without a share."""
 
     config: DatasetConfig
     files: Sequence[TokenFile]
@@ -82,17 +82,15 @@ class RunPlan:
 
     @property
     def present_splits(self) -> list[SplitPlan]:
-        """The splits with a share."""
         return [split for split in self.splits if split is not None]
 
     @property
     def num_datasets(self) -> int:
-        """Number of datasets of all splits."""
         return sum(len(split.datasets) for split in self.present_splits)
 
 
 def plan_run(config: DatasetConfig) -> RunPlan:
-    """Opens every token file and works out what to build; for the errors, see `build_datasets`."""
+    """Opens every token file and plans what to build; for the errors, see `build_datasets`."""
     blends = [config.blend_of(number) for number in range(len(SPLITS))]
     prefixes = dict.fromkeys(source_of(item)[0] for blend in blends if blend for item in blend[0])
     with ThreadPoolExecutor(config.num_threads) as pool:
@@ -111,7 +109,6 @@ def plan_run(config: DatasetConfig) -> RunPlan:
 def _plan_split(
     config: DatasetConfig, number: int, blend: Blend, files: Mapping[str, TokenFile]
 ) -> SplitPlan | None:
-    """The plan of a split, by its number; None if it has no share."""
     items, weights = blend
     sources = [source_of(item) for item in items]
     ranges = [_range(config, number, files[prefix], part) for prefix, part in sources]
@@ -146,7 +143,7 @@ def _plan_split(
 def _range(
     config: DatasetConfig, number: int, file: TokenFile, part: Bookends | None
 ) -> Range | None:
-    """The sequences of a source that a split draws from; None if the split has no share."""
+    """The sequences of a source that a split draws from; None for a split without a share."""
     start, stop = 0, file.record.num_sequences
     if part is not None:
         documents = part_range(file.record.num_documents, part)
@@ -165,8 +162,8 @@ def _plan_dataset(
     num_samples: int | None,
     entries: dict[str, Any] | None = None,
 ) -> DatasetPlan:
-    """The plan of a dataset; with its entries in a manifest, ValueError if a function makes another
-    plan of the inputs now."""
+    """The plan of a dataset; with its entries in a manifest, ValueError if a function now makes
+    another plan."""
     inputs = OrderInputs(
         num_sequences=file.record.num_sequences,
         num_tokens=file.record.num_tokens,
@@ -192,8 +189,8 @@ def _plan_dataset(
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What a cache folder knows of a run: the key of its configuration, its token files (with their
-    prefixes as they were given, and absolute `paths`), and each split's plan, with the numbers of
-    its files, and name of its array set."""
+    prefixes as given, and absolute `paths`), and each split's plan, with the numbers of its files,
+    and name of its array set."""
 
     config: dict[str, Any]
     files: list[TokenFileRecord]
@@ -213,12 +210,11 @@ class Manifest:
 
     @classmethod
     def read(cls, path: str) -> Manifest | None:
-        """The manifest in a file; None where there is none, or none of this version."""
+        """The manifest in a file; None where there is none of this version."""
         return arrays.read_as(path, functools.partial(record_from, Manifest))
 
     @classmethod
     def find(cls, config: DatasetConfig) -> Manifest | None:
-        """The manifest of a configuration, if its cache folder has one."""
         if config.cache is None:
             return None
         key = config.order_key()
@@ -226,7 +222,7 @@ class Manifest:
         return manifest if manifest is not None and manifest.config == key else None
 
     def plan(self, config: DatasetConfig) -> RunPlan | None:
-        """The plan of a configuration with this key; None if the record is not understood."""
+        """The plan of a configuration with this key; None for a record of another form."""
         files = [TokenFile(record, config.access) for record in self.files]
         try:
             splits = [
@@ -238,8 +234,8 @@ class Manifest:
         return RunPlan(config=config, files=files, splits=splits)
 
     def write(self, folder: str, *, limit: float | None = None) -> None:
-        """Writes the manifest, or makes an equal one in the folder as young as a new one; waits as
-        many seconds for the folder's lock."""
+        """Writes the manifest, or makes an equal one as young as a new one; waits `limit` seconds
+        for the folder's lock."""
         text = arrays.seal({"logic": RULES_VERSION, **dataclasses.asdict(self)})
         path = _manifest_path(folder, self.config)
         os.makedirs(folder, exist_ok=True)
@@ -261,8 +257,7 @@ def _manifest_path(folder: str, key: dict[str, Any]) -> str:
     return os.path.join(folder, MANIFEST + arrays.fingerprint(key) + arrays.JSON)
 
 
-# The name of a plan's entry is from the time when Megatron-LM's order was the only one.
-_PLAN = "gpt"
+_PLAN = "gpt"  # from the time when Megatron-LM's order was the only one
 
 
 def _split_entry(plan: RunPlan, split: SplitPlan) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Samples: the tokens of sample numbers, and the arrays that are made of them.
+"""Samples: the tokens of sample numbers, and the arrays made of them.
 
     numbers -> source.tokens -> TokenBatch -> transforms -> TokenBatch -> rows -> arrays
 
-`tokens` is the token batch, the seam: whatever makes samples by number is a `TokenSource`, and what
-has no numbers a `TokenStream`.
+Whatever makes samples by number is a `TokenSource`, and what has no numbers a `TokenStream`.
 """
 
 from millrace.options import SampleOptions

@@ -1,9 +1,9 @@
 """Samples of several datasets, mixed."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,37 +28,23 @@ from millrace.samples.tokens import Numbers, TokenBatch, check_tokens, concatena
 _UNEVEN = ("cu_seqlens", "max_seqlen", "document_numbers", "document_bounds")
 
 
-class _Draws(NamedTuple):
-    """The datasets that samples of a blend come from, and where the samples are in them."""
-
-    dataset_numbers: NDArray[Any]  # of each sample
-    in_dataset: Numbers  # the number of each sample in its dataset
-    datasets: dict[int, Any]  # those in use by number, ascending; the first for an empty batch
-
-    def each(self) -> Iterator[tuple[int, Any, Numbers, NDArray[np.bool_]]]:
-        """Number of each dataset in use, the dataset, its samples' numbers, and which they are."""
-        for number, dataset in self.datasets.items():
-            here = self.dataset_numbers == number
-            yield number, dataset, self.in_dataset[here], here
-
-    def order(self) -> Numbers:
-        """Where each sample is among those of `each`, one dataset after the other."""
-        return np.argsort(np.argsort(self.dataset_numbers, kind="stable"))
+_Draw = tuple[int, Any, Numbers, Numbers]
+"""Number of a dataset, the dataset, its samples' numbers in it, and their places in the batch."""
 
 
 class BlendedDataset(TokenDataset):
     """Samples of several datasets, mixed by weight or until all are used up.
 
     Args:
-        datasets: Datasets whose samples have the same arrays, with the same dtypes and shapes.
-        weights: Weight of each dataset; None: its length. They are normalised here; Megatron-LM's
-            builder has normalised them once before, which may change their last bit: pass
+        datasets: Datasets whose samples have arrays of the same names, dtypes and shapes.
+        weights: Weight of each dataset, normalised here; None: its length. Megatron-LM's builder
+            has normalised weights once before, which may change their last bit: pass
             `normalize(weights)` for its order.
         size: Number of samples; None (without weights): all samples of all datasets.
         order: Any mixture, in place of weights and size.
 
     Attributes:
-        datasets, order: The datasets, and from which of them each sample is drawn.
+        order: The mixture: from which dataset each sample is drawn.
 
     Raises:
         ConfigError: Weights that are not positive, too few samples in a dataset, or datasets whose
@@ -83,11 +69,11 @@ class BlendedDataset(TokenDataset):
         elif weights is not None or size is not None:
             raise ConfigError("give an order, or weights and a size: one of the two")
         first = _form(self.datasets[0])
-        for number, form in enumerate(map(_form, self.datasets)):
-            if form != first:
-                name = f"dataset {number} ({name_of(self.datasets[number])})"
+        for number, dataset in enumerate(self.datasets):
+            if (form := _form(dataset)) != first:
+                name = f"dataset {number} ({name_of(dataset)})"
                 raise ConfigError(f"{name} has {form}, dataset 0 has {first}: make them equal")
-        # It is its own source of tokens, so there is none to hand to TokenDataset.
+        # It has no source of tokens to hand to TokenDataset.
         views = [getattr(dataset, "options", None) for dataset in self.datasets]
         self.options = views[0] if views.count(views[0]) == len(views) else None
         self.transforms = []
@@ -98,7 +84,6 @@ class BlendedDataset(TokenDataset):
 
     @property
     def prefix(self) -> str:
-        """The blend's name in messages."""
         return type(self).__name__
 
     def __len__(self) -> int:
@@ -111,29 +96,34 @@ class BlendedDataset(TokenDataset):
 
     @property
     def dataset_index(self) -> NDArray[np.int16]:
-        """Number of the dataset that each sample comes from: int16 [size]."""
+        """Number of each sample's dataset: int16 [size]."""
         return self.order.indices.dataset_index  # type: ignore[no-any-return]
 
     @property
     def dataset_sample_index(self) -> NDArray[np.int64]:
-        """Number of each sample in its dataset: int64 [size]."""
+        """Each sample's number in its dataset: int64 [size]."""
         return self.order.indices.dataset_sample_index  # type: ignore[no-any-return]
 
-    def _draws(self, sample_numbers: Numbers) -> _Draws:
+    def _draws(self, sample_numbers: Numbers) -> tuple[NDArray[Any], list[_Draw]]:
+        """The dataset of each sample, and the datasets in use, or the first for an empty batch."""
         dataset_numbers, in_dataset = self.order.draws(sample_numbers)
         used = sorted(set(dataset_numbers.tolist())) or [0]  # np.unique takes ten times as long
         if not 0 <= used[0] <= used[-1] < len(self.datasets):
             found = f"{used[0]} to {used[-1]} for {len(self.datasets)} datasets"
             raise DataError(f"the dataset index, {found}, is damaged: build it again")
-        datasets = {number: self.datasets[number] for number in used}
-        return _Draws(dataset_numbers, np.asarray(in_dataset, np.int64), datasets)
+        in_dataset = np.asarray(in_dataset, np.int64)
+        draws = []
+        for number in used:
+            here = (dataset_numbers == number).nonzero()[0]
+            draws.append((number, self.datasets[number], in_dataset[here], here))
+        return dataset_numbers, draws
 
     def leaves(self, numbers: Numbers) -> Leaves | None:
-        draws = self._draws(numbers)
-        places, in_source = np.empty_like(draws.in_dataset), np.empty_like(draws.in_dataset)
+        dataset_numbers, draws = self._draws(numbers)
+        places, in_source = np.empty((2, len(dataset_numbers)), np.int64)
         sources: list[StoredTokens] = []
         store_numbers: list[int] = []
-        for number, dataset, in_dataset, here in draws.each():
+        for number, dataset, in_dataset, here in draws:
             inner = dataset.leaves(in_dataset) if is_ours(dataset) else None
             if inner is None:
                 return None
@@ -141,7 +131,7 @@ class BlendedDataset(TokenDataset):
             in_source[here] = inner.numbers
             sources += inner.sources
             store_numbers += [self._first_stores[number] + one for one in inner.store_numbers]
-        return Leaves(sources, places, in_source, store_numbers, draws.dataset_numbers)
+        return Leaves(sources, places, in_source, store_numbers, dataset_numbers)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         if form is not None and form.token_dtype == "file":
@@ -150,45 +140,49 @@ class BlendedDataset(TokenDataset):
             leaves = self.leaves(numbers)
             if leaves is not None:
                 return gather(leaves, self.options, form, numbers)
-        draws = self._draws(numbers)
+        dataset_numbers, draws = self._draws(numbers)
         views: dict[int, Any] = {
-            number: one.options if is_ours(one) else None for number, one in draws.datasets.items()
+            number: one.options if is_ours(one) else None for number, one, *_ in draws
         }
         if None in views.values():
-            return _merge_finished(draws, numbers, form)
-        tokens, kinds = self._tokens_for(numbers, form), list(set(views.values()))
+            batch = _merge_finished(draws, form)
+            if form is None:
+                return batch
+            batch["sample_numbers"] = numbers.copy()
+            batch["dataset_numbers"] = dataset_numbers.astype(np.int64)
+            return {name: batch[name] for name in form.fields}
+        tokens, kinds = self._tokens_for(numbers, form), {*views.values()}
         if len(kinds) == 1:
-            return rows(tokens, kinds[0], form)
-        return rows(tokens, [views[number] for number in draws.dataset_numbers.tolist()], form)
+            return rows(tokens, kinds.pop(), form)
+        return rows(tokens, [views[number] for number in dataset_numbers.tolist()], form)
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
-        draws, leaves = self._draws(numbers), self.leaves(numbers)
+        (dataset_numbers, draws), leaves = self._draws(numbers), self.leaves(numbers)
         batch = self._merged(draws) if leaves is None else gather_tokens(leaves)
-        dataset_numbers = draws.dataset_numbers.astype(np.int64)
-        return batch.with_field("dataset_numbers", "sample", dataset_numbers)
+        return batch.with_field("dataset_numbers", "sample", dataset_numbers.astype(np.int64))
 
-    def _merged(self, draws: _Draws) -> TokenBatch:
+    def _merged(self, draws: list[_Draw]) -> TokenBatch:
         """The tokens of the datasets, each read by its own method."""
         batches: list[TokenBatch] = []
-        for number, dataset, in_dataset, _ in draws.each():
+        for number, dataset, in_dataset, _ in draws:
+            name = name_of(dataset)
             if not hasattr(dataset, "tokens"):
-                name = name_of(dataset)
                 raise ConfigError(f"{name} has no method `tokens`, which is needed: leave it out")
-            batch = check_tokens(name_of(dataset), dataset.tokens(in_dataset), len(in_dataset))
+            batch = check_tokens(name, dataset.tokens(in_dataset), len(in_dataset))
             if batch.part_starts is not None:
                 inner = np.int32(0) if batch.part_source is None else batch.part_source
                 sources = np.full(len(batch.part_starts), self._first_stores[number])
                 batch = batch.with_arrays(part_source=sources + inner)
             batches.append(batch)
-        return batches[0] if len(batches) == 1 else concatenate(batches).select(draws.order())
+        return batches[0] if len(batches) == 1 else concatenate(batches).select(_order(draws))
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        for _, dataset, numbers, _ in self._draws(check_numbers(sample_numbers, len(self))).each():
+        for _, dataset, numbers, _ in self._draws(check_numbers(sample_numbers, len(self)))[1]:
             if isinstance(dataset, TokenDataset):
                 dataset.prefetch(numbers)
 
     def _read_alone(self, read: Callable[..., Any], number: Numbers, *form: Any) -> None:
-        ((_, dataset, in_dataset, _),) = self._draws(number).each()  # which names its own sample
+        ((_, dataset, in_dataset, _),) = self._draws(number)[1]  # which names its own sample
         if form:
             batch_of_form(dataset, in_dataset, _form_of_rows(*form))
         else:
@@ -200,16 +194,21 @@ class BlendedDataset(TokenDataset):
         return {**fingerprint_of(self.order, consumed_samples), "datasets": datasets}
 
 
-def _merge_finished(draws: _Draws, sample_numbers: Numbers, form: BatchForm | None) -> Batch:
-    """The rows of several datasets, each made by its own method."""
+def _order(draws: list[_Draw]) -> Numbers:
+    """Where each sample is among those of the datasets, one dataset after the other."""
+    return np.argsort(np.concatenate([here for *_, here in draws]))
+
+
+def _merge_finished(draws: list[_Draw], form: BatchForm | None) -> Batch:
+    """The rows of several datasets, each read by its own method."""
     if form is not None and (uneven := [name for name in form.fields if name in _UNEVEN]):
-        finished = next(one for one in draws.datasets.values() if not is_ours(one))
+        finished = next(one for _, one, *_ in draws if not is_ours(one))
         raise ConfigError(
             f"{name_of(finished)} returns finished rows, of which a blend cannot make "
             f"{', '.join(uneven)}: leave these fields out"
         )
     batches: list[Batch] = []
-    for _, dataset, numbers, _ in draws.each():
+    for _, dataset, numbers, _ in draws:
         batch = batch_of_form(dataset, numbers, _form_of_rows(form))
         batches.append(batch)
         is_even = all(array.shape[:1] == numbers.shape for array in batch.values())
@@ -218,19 +217,12 @@ def _merge_finished(draws: _Draws, sample_numbers: Numbers, form: BatchForm | No
                 f"{name_of(dataset)} returned rows of {_layout(batch)}, of which each array must "
                 f"have {len(numbers)}; rows of {_layout(batches[0])} are needed"
             )
-    order = draws.order()
-    merged = {
-        name: np.concatenate([batch[name] for batch in batches])[order] for name in batches[0]
-    }
-    if form is None:
-        return merged
-    merged["sample_numbers"] = sample_numbers.copy()
-    merged["dataset_numbers"] = draws.dataset_numbers.astype(np.int64)
-    return {name: merged[name] for name in form.fields}
+    order = _order(draws)
+    return {name: np.concatenate([batch[name] for batch in batches])[order] for name in batches[0]}
 
 
 def _form_of_rows(form: BatchForm | None) -> BatchForm | None:
-    """The form of the rows of one dataset, without what the blend alone knows."""
+    """The form without what the blend alone knows."""
     if form is None:
         return None
     names = tuple(name for name in form.fields if name not in SOURCE_FIELDS)
@@ -254,7 +246,7 @@ def _build_blend_order(
 
 
 def _form(dataset: Any) -> dict[str, str]:
-    """The arrays of a sample: names, dtypes and shapes. A token file need not be opened for it."""
+    """Dtype and shape of a sample's arrays by name. Token files are not opened for it."""
     if isinstance(dataset, BlendedDataset):
         return _form(dataset.datasets[0])
     if isinstance(dataset, TokenDataset) and dataset.options is not None:
@@ -264,5 +256,4 @@ def _form(dataset: Any) -> dict[str, str]:
 
 
 def _layout(batch: Batch) -> dict[str, str]:
-    """Dtype and shape of the rows of each array."""
     return {name: f"{array.dtype} {list(array.shape[1:])}" for name, array in batch.items()}

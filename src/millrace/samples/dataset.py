@@ -29,8 +29,8 @@ class Dataset(Protocol):
     """Finished rows by sample number: what a blend and a loader need at least.
 
     With `takes_form = True`, `batch` has a second argument `form`, a `BatchForm` or None, and
-    returns the arrays of that form. Datasets without it deliver the arrays that their `batch`
-    returns. `prefix` names the dataset in messages. A `TokenDataset` makes rows of tokens.
+    returns the arrays of that form; else its arrays are always the same. `prefix` names the dataset
+    in messages.
     """
 
     def __len__(self) -> int:
@@ -42,17 +42,15 @@ class Dataset(Protocol):
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples, as plain values, for comparison with a saved state.
 
-        Strings, numbers but NaN, None, lists, and dicts with strings as keys: a loader refuses
-        other values. An entry "view", wherever it stands, holds what changes masks and padding
-        alone: a loader warns if it has changed, and refuses all other changes. The method may take
-        an argument `consumed_samples`: see `TokenSource.fingerprint`.
+        A loader takes strings, numbers but NaN, None, lists, and dicts with strings as keys. An
+        entry "view", wherever it stands, holds what changes masks and padding alone: a loader warns
+        if it has changed, and refuses all other changes. The method may take an argument
+        `consumed_samples`: see `TokenSource.fingerprint`.
         """
 
 
 class TokenDataset:
-    """Rows made of the tokens of any source.
-
-    It is a source of tokens itself, those that its transforms return.
+    """Rows made of the tokens of any source; also a source, of the transformed tokens.
 
     Args:
         source: Where the tokens come from.
@@ -60,9 +58,7 @@ class TokenDataset:
         transforms: Functions of the token batch, applied in their order (see `Transform`).
 
     Attributes:
-        source: Where the tokens come from.
         options: What a sample looks like; None: the datasets of a blend differ in it.
-        transforms: The transforms.
 
     Raises:
         ConfigError: A source without tokens, or transforms that cannot work.
@@ -138,10 +134,9 @@ class TokenDataset:
         return batch
 
     def tokens(self, sample_numbers: ArrayLike) -> TokenBatch:
-        """The tokens of the samples of these numbers, transformed.
+        """The transformed tokens of the samples of these numbers, the last labels included.
 
-        They include the extra token, the last label. Nothing is padded or masked: a last partial
-        sample is shorter than the others.
+        Nothing is padded or masked: a last partial sample is shorter than the others.
 
         Raises:
             ConfigError, IndexError, DataError: As `batch`.
@@ -151,8 +146,7 @@ class TokenDataset:
         eod = options.eod_token if options and options.boundaries == "eod" else None
         if batch.part_starts is None and eod is not None:
             batch = split_at_eod(batch, eod)
-        numbers = np.array(sample_numbers, np.int64)
-        return batch.with_field("sample_numbers", "sample", numbers)
+        return batch.with_field("sample_numbers", "sample", np.array(sample_numbers, np.int64))
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         options = self.options
@@ -164,12 +158,12 @@ class TokenDataset:
         return rows(self._tokens_for(numbers, form), options, form)
 
     def leaves(self, numbers: Numbers) -> Leaves | None:
-        """The samples for one call of the core; None if it cannot make them."""
+        """The samples for one call of the core; None if the core cannot read them."""
         is_stored = isinstance(self.source, StoredTokens) and not self.transforms
         return self.source.leaves(numbers) if is_stored else None
 
     def _tokens_for(self, numbers: Numbers, form: BatchForm | None) -> TokenBatch:
-        """The tokens, with what a form asks of the token files."""
+        """The tokens, with what a form needs."""
         batch = self._tokens(numbers)
         if form is None:
             return batch
@@ -177,8 +171,7 @@ class TokenDataset:
             batch = batch.with_field("sample_numbers", "sample", numbers.copy())
         sequences, sources = batch.part_sequence, batch.part_source
         if "document_numbers" in form.fields and sequences is not None:
-            sources = np.zeros(len(sequences), np.int32) if sources is None else sources
-            documents = documents_of(self.stores, sources, sequences)
+            documents = documents_of(self.stores, 0 if sources is None else sources, sequences)
             batch = batch.with_field("document_numbers", "part", documents)
         if form.token_dtype == "file" and self.file_dtype is not None:
             tokens, limits = batch.tokens, np.iinfo(self.file_dtype)
@@ -201,7 +194,7 @@ class TokenDataset:
         return batch
 
     def _named(self, read: Callable[..., Any], sample_numbers: ArrayLike, *form: Any) -> Any:
-        """What a method reads; its error names the first sample that cannot be read."""
+        """What a method reads; an error names the first sample that cannot be read."""
         numbers = check_numbers(sample_numbers, len(self))
         try:
             return read(numbers, *form)
@@ -230,19 +223,19 @@ class TokenDataset:
         Raises:
             ConfigError: Token files of several dtypes.
         """
-        names = {store.store.dtype: store.prefix for store in self.stores if store is not None}
-        if len(names) > 1:
-            some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in names.items())
+        prefixes = {one.store.dtype: one.prefix for one in self.stores if one is not None}
+        if len(prefixes) > 1:
+            some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in prefixes.items())
             raise ConfigError(f"the files have several dtypes ({some}): use 'int32' or 'int64'")
-        return next(iter(names), None)
+        return next(iter(prefixes), None)
 
     @property
     def is_remote(self) -> bool:
-        """Whether bytes come from elsewhere than local files, by readers that prefetch."""
+        """Whether readers that prefetch bring bytes from elsewhere than local files."""
         return any(store is not None and store.is_remote for store in self.stores)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        """Tells the storage that these samples are read soon, and does not wait for it.
+        """Tells the storage that these samples are read soon, without waiting for it.
 
         Raises:
             ConfigError, IndexError, DataError: As `batch`.
@@ -254,16 +247,15 @@ class TokenDataset:
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """See `Dataset.fingerprint`.
 
-        Transforms that change tokens belong to the order. Those that only mask belong to the view,
-        as do the options that the source does not name.
+        All transforms belong to the view, as do the options that the source does not name; those
+        that change tokens belong to the order, too.
         """
         fingerprint = self._source_fingerprint(consumed_samples)
-        if not self.transforms:
-            return fingerprint
-        order = [one.fingerprint() for one in self.transforms if one.changes_tokens]
-        entries = [one.fingerprint() for one in self.transforms]
-        view = {**fingerprint.get("view", {}), "transforms": entries}
-        return {**fingerprint, **({"transforms": order} if order else {}), "view": view}
+        if order := [one.fingerprint() for one in self.transforms if one.changes_tokens]:
+            fingerprint["transforms"] = order
+        if entries := [one.fingerprint() for one in self.transforms]:
+            fingerprint["view"] = {**fingerprint.get("view", {}), "transforms": entries}
+        return fingerprint
 
     def _source_fingerprint(self, consumed_samples: int | None) -> dict[str, Any]:
         fingerprint = fingerprint_of(self.source, consumed_samples)
@@ -277,22 +269,17 @@ class TokenDataset:
 class TransformedDataset(TokenDataset):
     """A dataset whose samples are transformed.
 
-    The transforms are applied in their order. Tokens and labels are made of the transformed tokens
-    by the options of the dataset; then the loss mask is set to 0 wherever the label is a token that
-    is not trained on.
+    Tokens and labels are made of the transformed tokens by the options of the dataset; then the
+    loss mask is set to 0 wherever the label is a token that is not trained on.
 
     Args:
         dataset: `GPTDataset`, `BlendedDataset`, or another dataset with a method `tokens` and, if a
             transform changes tokens, with `options`.
-        transforms: The transforms: `LossRanges`, `FillInMiddle`, `RepeatGuard` or others (see
-            `Transform`).
-
-    Attributes:
-        dataset: The dataset.
-        transforms: The transforms.
+        transforms: `LossRanges`, `FillInMiddle`, `RepeatGuard` or others (see `Transform`), applied
+            in their order.
 
     Raises:
-        ConfigError: A dataset or a transform that lacks what is needed, or transforms in an order
+        ConfigError: A dataset or transform that lacks what is needed, or transforms in an order
             that cannot work.
     """
 
@@ -310,7 +297,7 @@ class TransformedDataset(TokenDataset):
 
     @property
     def spans(self) -> Any:
-        """The dataset's method: where the tokens come from, before they are transformed."""
+        """The dataset's method: where the tokens come from, not yet transformed."""
         return self.dataset.spans
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
@@ -329,7 +316,7 @@ class TransformedDataset(TokenDataset):
 
 
 def is_ours(dataset: Any) -> bool:
-    """Whether the rows of a dataset are made of its tokens, by no method of a derived class."""
+    """Whether a dataset's rows are made of its tokens, by no method of a derived class."""
     kind = type(dataset)
     return (
         isinstance(dataset, TokenDataset)
@@ -340,33 +327,32 @@ def is_ours(dataset: Any) -> bool:
 
 
 def name_of(dataset: Any) -> str:
-    """What to call a dataset in a message."""
+    """A dataset's name in messages."""
     return str(getattr(dataset, "prefix", type(dataset).__name__))
 
 
 def batch_of_form(dataset: Any, numbers: Numbers, form: BatchForm | None) -> Batch:
-    """A batch of a form, of a dataset that need not know forms."""
-    if form is None or getattr(dataset, "takes_form", False):
-        batch: Batch = dataset.batch(numbers) if form is None else dataset.batch(numbers, form)
+    """A batch of a form, of any dataset."""
+    takes_form = form is not None and getattr(dataset, "takes_form", False)
+    batch: Batch = dataset.batch(numbers, form) if takes_form else dataset.batch(numbers)
+    if form is None or takes_form:
         return batch
-    batch = dataset.batch(numbers)
+    owner = name_of(dataset)
     if missing := [name for name in form.fields if name not in batch]:
-        name, names = name_of(dataset), ", ".join(missing)
-        raise ConfigError(f"{name} returns {', '.join(batch)}; it has no {names}: leave it out")
+        names = ", ".join(missing)
+        raise ConfigError(f"{owner} returns {', '.join(batch)}; it has no {names}: leave it out")
     selected: Batch = {name: np.asarray(batch[name]) for name in form.fields}
     for name in ("tokens", "labels"):
         if name in selected:
-            place = f"{name_of(dataset)} returned {name}"
-            selected[name] = _converted(place, selected[name], form)
+            selected[name] = _converted(f"{owner} returned {name}", selected[name], form)
     return selected
 
 
 def _converted(place: str, tokens: NDArray[Any], form: BatchForm) -> NDArray[Any]:
-    """Tokens in the dtype of a form, checked."""
     if tokens.dtype.kind not in "iu":
         raise DataError(f"{place} as {tokens.dtype}; integers are needed")
     dtype = tokens.dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)
-    least, limit = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max) + 1
+    least, limit = np.iinfo(dtype).min, np.iinfo(dtype).max + 1
     if form.vocab_size is not None:
         least, limit = 0, min(form.vocab_size, limit)
     bad = tokens[(tokens < least) | (tokens > limit - 1)]

@@ -12,7 +12,7 @@ from millrace.checks import MAX_INT64, check_bool, check_choice, check_int, show
 from millrace.errors import ConfigError
 
 Batch = dict[str, NDArray[Any]]
-"""Arrays by name, one row for each sample."""
+"""Arrays by name, one row per sample."""
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 """The arrays of a batch, if no others are asked for."""
@@ -40,9 +40,8 @@ TOKEN_DTYPES = ("int64", "int32", "file")
 class BatchForm:
     """Which arrays a batch has.
 
-    A *part* of a sample is a run of tokens of one sequence. The extra token, which is only a label,
-    is not counted. Padding belongs to the last part, or with `boundaries="documents"` to one of its
-    own.
+    A *part* of a sample is a run of tokens of one sequence, without the extra token, which is only
+    a label. Padding belongs to the last part; with `boundaries="documents"`, it is a part.
 
     Args:
         fields: Names of the arrays. With S for the sequence length, and one row per sample:
@@ -50,8 +49,8 @@ class BatchForm:
             `loss_mask` float32 [batch, S];
             `position_ids` int64 [batch, S];
             `document_ids` int32 [batch, S], the number of the part within the sample;
-            `attention_mask` bool [batch, 1, S, S], True where a token must not see another one: a
-            later one, or one of another part;
+            `attention_mask` bool [batch, 1, S, S], True where a token must not see another: a later
+            one, or one of another part;
             `sample_numbers` int64 [batch];
             `dataset_numbers` int64 [batch], the dataset of a blend (0 without a blend).
             And not by row:
@@ -61,12 +60,12 @@ class BatchForm:
             `document_numbers` int64 [parts], the document of each part in its token file (-1: a
             part of padding alone); it brings `document_bounds` int64 [batch + 1] along: sample i
             has the parts document_bounds[i] up to document_bounds[i + 1].
-            A dataset's own fields are asked for by their names: those by token are [batch, S],
-            those by part [parts], those by sample [batch].
-        token_dtype: Dtype of tokens and labels: "int64", "int32" or "file", that of the token file.
+            A dataset's own fields have their names: those by token are [batch, S], those by part
+            [parts], those by sample [batch].
+        token_dtype: Dtype of tokens and labels: "int64", "int32" or "file" (the token file's).
         share_labels: Whether tokens and labels may be views of one array [batch, S + 1].
-        vocab_size: Least number above all token ids, which are checked. The padding token, which
-            becomes 0, may be above it. None: not checked.
+        vocab_size: Least number above all token ids, which are checked; the padding token, which
+            becomes 0, may be above it. None: no check.
 
     Raises:
         ConfigError: A field that is named twice, or an option outside its limits.
@@ -88,7 +87,7 @@ class BatchForm:
 
 
 def form_of(fields: tuple[str, ...] | None, **options: Any) -> BatchForm | None:
-    """The form of some fields and options; None where none of them is given."""
+    """The form of some fields and options; None if none is given."""
     form = BatchForm(fields=FIELDS if fields is None else fields, **options)
     return None if fields is None and form == BatchForm() else form
 

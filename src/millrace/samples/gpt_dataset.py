@@ -1,4 +1,4 @@
-"""Samples of fixed length: from one token file, or from the output folder of a global shuffle."""
+"""Samples of fixed length, from one token file or the output folder of a global shuffle."""
 
 import os
 from functools import partial
@@ -21,15 +21,15 @@ from millrace.store.token_file import TokenFile
 
 
 class GPTDataset(TokenDataset):
-    """Samples of fixed length from one indexed dataset, in Megatron-LM's order or another one.
+    """Samples of fixed length from one indexed dataset, in Megatron-LM's order or another.
 
     Args:
         dataset: The token file.
         sequence_length: Tokens to train on in a sample, 1 to 2**31 - 1.
         seed: Seed of the order, 0 to 2**32 - 1.
-        num_samples: Least number of samples; the sequences are repeated for as many epochs as that
-            takes. None: the samples of one epoch.
-        sequences: (start, stop), the range of sequences to draw from (see `split_ranges`); None:
+        num_samples: Least number of samples, for which the sequences are repeated for as many
+            epochs as needed. None: one epoch.
+        sequences: (start, stop), the range of sequences to draw from (see `split_ranges`). None:
             all.
         eod_token, reset_position_ids, eod_mask_loss, pad_token, add_extra_token, boundaries: What a
             sample looks like (see `SampleOptions`).
@@ -40,7 +40,6 @@ class GPTDataset(TokenDataset):
 
     Attributes:
         source: The tokens, in their order.
-        order, options: The order of the samples, and what a sample looks like.
 
     Raises:
         ConfigError: No tokens, too few for a sample, or an option outside its limits.
@@ -98,12 +97,12 @@ class GPTDataset(TokenDataset):
 
     @property
     def dataset(self) -> Any:
-        """The token file, which is opened for the first sample at the latest."""
+        """The token file, opened."""
         return self.source.store
 
     @property
     def indices(self) -> GPTIndices:
-        """The document index, sample index and shuffle index of Megatron-LM's order.
+        """The document, sample and shuffle index of Megatron-LM's order.
 
         Raises:
             AttributeError: Another order.
@@ -111,7 +110,7 @@ class GPTDataset(TokenDataset):
         return self.order.indices  # type: ignore[attr-defined, no-any-return]
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
-        """Which tokens of which sequences the samples of these numbers are made of.
+        """The tokens of sequences that the samples of these numbers are made of.
 
         Raises:
             ConfigError, IndexError, DataError: As `batch`.
@@ -122,28 +121,25 @@ class GPTDataset(TokenDataset):
 class ShardedDataset(GPTDataset):
     """Fixed-length sequences from the output folder of `millrace shuffle`: sample n is sequence n.
 
-    The sequences are in random order already, so there is no index to build, to load or to keep in
-    memory, and a rank that takes consecutive samples reads consecutive bytes. It is a `GPTDataset`
-    in all other respects: samplers, blends, loaders and transforms take it. Folders of the common
-    shuffling script are read too: `shard_0000.bin`, ... and a `metadata.json` of version 2.
+    The sequences are in random order already: there is no index to build, load or keep in memory,
+    and a rank that takes consecutive samples reads consecutive bytes. Samplers, blends, loaders and
+    transforms take it like any `GPTDataset`. Folders of the common shuffling script are read too:
+    `shard_0000.bin`, ... and a `metadata.json` of version 2.
 
-    A sequence of the folder is a whole sample: by default its tokens are all of its tokens, and the
-    last label is missing and masked, as with Megatron-LM's `add_extra_token_to_sequence=False`.
-    With `add_extra_token`, its last token is only a label: shuffle with `--seq-len 4097` to train
-    on 4,096 tokens that all have a label.
+    A sequence is a whole sample: by default all of its tokens are inputs, and the last label is
+    missing and masked, as with Megatron-LM's `add_extra_token_to_sequence=False`. With
+    `add_extra_token`, its last token is only a label: shuffle with `--seq-len 4097` to train on
+    4,096 tokens that all have a label.
 
-    uint32 tokens are read as int32. Ids from 2**31 on, which `millrace shuffle` refuses, would be
-    negative; `vocab_size` of a loader refuses them, too.
+    uint32 tokens are read as int32. Ids from 2**31 on, which `millrace shuffle` and `vocab_size` of
+    a loader refuse, would be negative.
 
     Args:
         folder: The output folder.
         options: The options of samples as one object, in place of the single ones below.
-        eod_token: End-of-document token; the next two options need it.
-        reset_position_ids: Whether position ids start again after each EOD.
-        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
-        pad_token: Padding token, which is never trained on; None: there is no padding.
-        add_extra_token: Whether the last token of a sequence is only a label.
-        boundaries: What tells documents apart: "eod", or "documents" (see `SampleOptions`).
+        eod_token, reset_position_ids, eod_mask_loss, pad_token, boundaries: What a sample looks
+            like (see `SampleOptions`).
+        add_extra_token: Whether a sequence's last token is only a label.
         dtype: Dtype of the tokens ("uint16", "uint32", "int32"), for folders whose metadata do not
             say it; None: uint32.
         access: How the shards are read: "mmap", or "file" (positioned reads, for file systems where
@@ -151,9 +147,6 @@ class ShardedDataset(GPTDataset):
 
     Attributes:
         prefix: The folder.
-        metadata: What `metadata.json` says.
-        order: The order of the samples, that of the folder.
-        options: What a sample looks like.
 
     Raises:
         ConfigError: A folder of documents, or options that do not fit the sequences.
@@ -178,19 +171,17 @@ class ShardedDataset(GPTDataset):
         if len(shards) == 0:
             remedy = "shuffle longer files, or with a smaller --seq-len"
             raise DataError(f"{shards.prefix} has no sequences: {remedy}")
-        has_extra = check_bool("add_extra_token", add_extra_token)
-        length = shards.sequence_length - has_extra if options is None else None
+        has_extra, size = check_bool("add_extra_token", add_extra_token), shards.sequence_length
+        length = size - has_extra if options is None else None
         single = (length, add_extra_token, eod_token, pad_token, reset_position_ids)
         options = choose_options(options, (*single, eod_mask_loss, boundaries), has_extra=False)
-        if options.sequence_length + options.add_extra_token != shards.sequence_length:
-            size = shards.sequence_length
-            raise ConfigError(
-                f"sequence_length is {options.sequence_length}, add_extra_token "
-                f"{options.add_extra_token}; the sequences of {shards.prefix} have {size} tokens. "
-                f"Give sequence_length {size} without the extra token, {size - 1} with it, or "
-                "shuffle again with another --seq-len"
-            )
         length, has_extra = options.sequence_length, options.add_extra_token
+        if length + has_extra != size:
+            raise ConfigError(
+                f"sequence_length is {length}, add_extra_token {has_extra}; the sequences of "
+                f"{shards.prefix} have {size} tokens. Give sequence_length {size} without the "
+                f"extra token, {size - 1} with it, or shuffle again with another --seq-len"
+            )
         order = SequenceOrder(len(shards), sequence_length=length, add_extra_token=has_extra)
         super().__init__(shards, order=order, options=options)
 

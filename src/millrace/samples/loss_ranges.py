@@ -1,9 +1,8 @@
 """Ranges of tokens that are not trained on, kept beside a token file.
 
 The ranges of `PREFIX.bin` are a set of arrays, `PREFIX.loss.json` and `PREFIX.loss-ranges.npy` (see
-`cache.arrays`). The JSON file holds the fingerprint of the token file, so that ranges of other data
-are refused. The array is int32 [ranges, 3], a row (sequence, start, stop) for each range, in tokens
-without `stop`, sorted and without overlap.
+`cache.arrays`). The JSON file holds the fingerprint of the token file: ranges of other data are
+refused. The array is int32 [ranges, 3], as `write_loss_ranges` takes it.
 """
 
 import os
@@ -29,9 +28,7 @@ _ARRAY = "ranges"
 def write_loss_ranges(
     prefix: str | os.PathLike[str], ranges: ArrayLike, *, path: str | os.PathLike[str] | None = None
 ) -> str:
-    """Writes the ranges of a token file, in place of those that are there.
-
-    The files appear whole or not at all.
+    """Writes the ranges of a token file, in place of those that are there: whole or not at all.
 
     Args:
         prefix: Path prefix of the token file.
@@ -72,18 +69,15 @@ def write_loss_ranges(
 class LossRanges:
     """Takes the loss from ranges of tokens: prompts of chats, licences, boilerplate.
 
-    A token that lies in a range is not trained on: where it is the label, the loss mask is 0. The
-    token is still an input, and the token after the range is trained on.
+    Where a token of a range is the label, the loss mask is 0. It is still an input, and the token
+    after the range is trained on.
 
     Args:
         dataset: Dataset whose samples are transformed: a `GPTDataset`, or a blend of GPT datasets.
-        ranges: Where the ranges are. None: beside each token file, as `write_loss_ranges` writes
-            them. If all samples come from one token file, it may be the path prefix of files at
-            another place, or integers [ranges, 3] as `write_loss_ranges` takes them.
+        ranges: The ranges. None: those that `write_loss_ranges` wrote beside each token file. For a
+            single token file, also the path prefix of ranges at another place, or integers
+            [ranges, 3] as `write_loss_ranges` takes them.
         only: Whether to train on nothing but the ranges.
-
-    Attributes:
-        dataset: The dataset.
 
     Raises:
         ConfigError: Ranges that are not sorted, overlap, or lie outside their sequence; or one set
@@ -118,14 +112,12 @@ class LossRanges:
         self._ranges = [found[store.prefix] for store in stores]  # of each source of parts
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:
-        starts, sequences, offsets = batch.part_starts, batch.part_sequence, batch.part_offset
-        if starts is None or sequences is None or offsets is None or np.any(sequences < 0):
+        sequences, offsets = batch.part_sequence, batch.part_offset
+        if sequences is None or offsets is None or np.any(sequences < 0):
             raise ConfigError("the samples name no sequences: ranges need an order of sequences")
-        counts, sources = batch.part_counts, batch.part_source
-        if sources is None:
-            sources = np.zeros(len(counts), np.int32)
+        counts = batch.part_counts
+        sources = np.zeros_like(sequences) if batch.part_source is None else batch.part_source
         marks = np.zeros(len(batch.tokens), np.bool_)
-        source_of_token = np.repeat(sources, counts)
         for source in np.unique(sources).tolist():
             ranges, here = self._ranges[source], sources == source
             try:
@@ -134,12 +126,11 @@ class LossRanges:
                 )
             except DataError as error:  # a page of the mapped file is gone
                 raise DataError(f"{ranges.path}: {error}") from None
-            marks[source_of_token == source] = flags.view(np.bool_)
+            marks[np.repeat(here, counts)] = flags.view(np.bool_)
         return None, batch.untrained(~marks if self.only else marks)
 
     def fingerprint(self) -> dict[str, Any]:
-        checksums = [ranges.checksum for ranges in self._ranges]
-        return {"kind": _KIND, "only": self.only, "ranges": checksums}
+        return {"kind": _KIND, "only": self.only, "ranges": [one.checksum for one in self._ranges]}
 
 
 class _Ranges(NamedTuple):
@@ -151,19 +142,19 @@ class _Ranges(NamedTuple):
 
 
 def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
-    """Ranges in memory, or those published at a path prefix, which must be of the token file."""
+    """Ranges in memory, or those at a path prefix, which must be of the token file."""
     if ranges is not None and not isinstance(ranges, (str, bytes, os.PathLike)):
         rows = _checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[union-attr]
         return _Ranges({_ARRAY: rows}, _checksum(rows))
     folder, name = _place(stored.prefix if ranges is None else check_path("ranges", ranges))
     array_set = arrays.load(folder, name)
     path = os.path.join(folder, name + arrays.JSON)
-    key = None if array_set is None else array_set.key
+    key = getattr(array_set, "key", None)
     if array_set is None or not isinstance(key, dict) or key.get("kind") != _KIND:
         remedy = "use write_loss_ranges, with an empty list if it has none"
         raise DataError(f"{path} is missing, damaged or of another version: {remedy}")
     data = stored.fingerprint()
-    if (key["content"], key["lengths"]) != (data["content"], data["lengths"]):
+    if any(key[name] != data[name] for name in ("content", "lengths")):
         what = f"{path} holds ranges of other data than {stored.prefix}"
         raise DataError(f"{what}: write them again with write_loss_ranges")
     array_set[_ARRAY]  # maps it: damage shows now, not in mid-training
@@ -171,7 +162,6 @@ def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
 
 
 def _place(prefix: str) -> tuple[str, str]:
-    """Folder and name of the set of arrays."""
     folder, name = os.path.split(f"{prefix}.loss")
     return folder or ".", name
 
@@ -181,12 +171,12 @@ def _checksum(rows: NDArray[np.int32]) -> str:
 
 
 def _checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The ranges as int32 [ranges, 3]; a ConfigError for those that do not fit the sequences."""
+    """The ranges as int32 [ranges, 3]; ConfigError if they do not fit the sequences."""
     try:
         table = np.asarray(ranges)
     except (TypeError, ValueError):  # rows of several lengths
         table = np.empty(1)
-    if table.size > 0 and (table.ndim != 2 or table.shape[1] != 3 or table.dtype.kind not in "iuO"):
+    if table.size > 0 and (table.shape[1:] != (3,) or table.dtype.kind not in "iuO"):
         kind = f"{table.dtype} of shape {list(table.shape)}"
         raise ConfigError(f"the ranges are {kind}; rows of three integers are needed")
     rows = check_ints("the ranges", table.reshape(-1)).reshape(-1, 3)

@@ -25,9 +25,9 @@ def rows(
     """The arrays of a batch.
 
     Args:
-        tokens: The tokens of its samples.
+        tokens: Tokens of the samples.
         options: What a sample looks like; or one for each sample, with one length of rows.
-        form: Which arrays the batch has. None: tokens, labels, loss_mask and position_ids.
+        form: Which arrays the batch has. None: FIELDS.
 
     Raises:
         ConfigError: A field that the token batch does not give.
@@ -57,7 +57,7 @@ def rows(
 
 
 def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
-    """The batch with its parts; if they are not known, EOD tells documents apart."""
+    """The batch with its parts; if they are not known, those that EOD ends."""
     if tokens.part_starts is not None:
         return tokens
     if options.eod_token is None or options.boundaries == "documents":
@@ -68,29 +68,24 @@ def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
     return split_at_eod(tokens, options.eod_token)
 
 
-# ---- tokens, labels, loss masks and position ids ----
-
-
 def _core_fields(tokens: TokenBatch, options: SampleOptions, form: BatchForm | None) -> list[Any]:
     """FIELDS; None where an array is not asked for."""
     is_by_documents = options.boundaries == "documents"
-    core_form = form
-    if form is not None and is_by_documents:
-        # A label behind a document's end is 0, and the token there is not: no view of the other.
-        core_form = replace(form, share_labels=False)
+    # A label behind a document's end is 0, the token is not: labels cannot be a view of tokens.
+    core_form = replace(form, share_labels=False) if form and is_by_documents else form
     with core_errors():
         arrays = list(_native.fill_rows(tokens.tokens, tokens.ends, options, row_form(core_form)))
     names = FIELDS if form is None else form.fields
     if is_by_documents:
         _cut_at_parts(arrays, _with_parts(tokens, options), options, names)
-    if tokens.trained is not None and "loss_mask" in names:
+    if "loss_mask" in names:
         arrays[2] = mask_losses(arrays[2], tokens)
     return arrays
 
 
 @contextmanager
 def core_errors(message: str = "{}") -> Iterator[None]:
-    """Turns the core's ValueErrors, of what only reading shows, into DataErrors."""
+    """Turns the core's ValueErrors into DataErrors."""
     try:
         yield
     except MillraceError:
@@ -100,7 +95,7 @@ def core_errors(message: str = "{}") -> Iterator[None]:
 
 
 def mask_losses(loss_mask: NDArray[np.float32], tokens: TokenBatch) -> NDArray[np.float32]:
-    """A loss mask with 0 where the label is a token that is not trained on; [batch, length]."""
+    """A loss mask [batch, length], with 0 where the label is not trained on."""
     if tokens.trained is None or tokens.trained.all():
         return loss_mask
     with core_errors():
@@ -110,7 +105,7 @@ def mask_losses(loss_mask: NDArray[np.float32], tokens: TokenBatch) -> NDArray[n
 def _cut_at_parts(
     arrays: list[Any], tokens: TokenBatch, options: SampleOptions, names: Sequence[str]
 ) -> None:
-    """Ends labels, losses and position ids of rows with the parts, in place."""
+    """Ends labels, losses and position ids with the parts."""
     num_rows, length = len(tokens), options.sequence_length
     row_of_part, _ = spread(np.diff(tokens.part_bounds))
     assert tokens.part_starts is not None
@@ -133,7 +128,7 @@ def _of_several_views(
     """FIELDS of samples with several options."""
     merged: list[Any] = [None] * len(FIELDS)
     for view in dict.fromkeys(views):
-        here = np.array([place for place, one in enumerate(views) if one == view])
+        here = np.flatnonzero([one == view for one in views])
         for column, array in enumerate(_core_fields(tokens.select(here), view, form)):
             if array is not None:
                 if merged[column] is None:
@@ -142,11 +137,8 @@ def _of_several_views(
     return merged
 
 
-# ---- other fields ----
-
-
 class Parts(NamedTuple):
-    """The parts of the rows of a batch; sample i has the parts bounds[i] up to bounds[i + 1]."""
+    """The parts of rows; sample i has the parts bounds[i] up to bounds[i + 1]."""
 
     starts: Numbers  # in the flattened batch
     bounds: Numbers
@@ -156,10 +148,10 @@ class Parts(NamedTuple):
 def find_parts(
     counts: Numbers, bounds: Numbers, options: SampleOptions, extras: Any = None
 ) -> Parts:
-    """The parts of rows, of the parts of their tokens.
+    """The parts of rows, from those of their tokens.
 
-    Sample i has the parts bounds[i] up to bounds[i + 1], of so many tokens (counts: int64 [parts]),
-    the extra token included; extras: whether each sample has one. None: as the options say.
+    `counts` are the tokens of each part, the extra token included: int64 [parts]. `extras` says
+    whether each sample has an extra token; None: as the options say.
     """
     num_rows, length = len(bounds) - 1, options.sequence_length
     extras = options.add_extra_token if extras is None else extras
@@ -174,22 +166,21 @@ def find_parts(
         # A last part that is the extra token alone does not count, nor does padding.
         is_part = (starts == 0) | (starts < (sizes - extras)[rows])
         padded = np.flatnonzero(sizes == 0)
-    rows, starts, places = rows[is_part], starts[is_part], places[is_part]
+    table = np.array((rows, starts, places))[:, is_part]
     if padded.size > 0:
-        rows = np.concatenate((rows, padded))
-        starts = np.concatenate((starts, sizes[padded]))
-        places = np.concatenate((places, np.full(len(padded), -1)))
-        order = np.argsort(rows * length + starts)
-        rows, starts, places = rows[order], starts[order], places[order]
+        padding = np.array((padded, sizes[padded], np.full(len(padded), -1)))
+        table = np.concatenate((table, padding), axis=1)
+        table = table[:, np.argsort(table[0] * length + table[1])]
+    rows, starts, places = table
     return Parts(rows * length + starts, np.searchsorted(rows, np.arange(num_rows + 1)), places)
 
 
 def finish(
     form: BatchForm, arrays: Sequence[Any], shape: tuple[int, int], parts: Parts | None, own: Batch
 ) -> Batch:
-    """The fields of a form, of FIELDS as the core wrote them and of other arrays by name.
+    """The fields of a form, of FIELDS as the core wrote them, and of other arrays by name.
 
-    `shape` is that of tokens: [batch, sequence_length].
+    `shape` is [batch, sequence_length].
     """
     batch = {name: one for name, one in zip(FIELDS, arrays, strict=True) if name in form.fields}
     if len(batch) < len(form.fields):
@@ -209,7 +200,7 @@ def finish(
 
 
 def _rows_of(tokens: TokenBatch, array: NDArray[Any], length: int) -> NDArray[Any]:
-    """An array by token as rows, with 0 in the padding: [batch, length]."""
+    """An array by token as rows [batch, length], with 0 in the padding."""
     out = np.zeros((len(tokens), length, *array.shape[1:]), array.dtype)
     rows, places = spread(tokens.sizes)
     is_in_row = places < length
@@ -218,7 +209,7 @@ def _rows_of(tokens: TokenBatch, array: NDArray[Any], length: int) -> NDArray[An
 
 
 def of_parts(array: NDArray[Any], parts: Parts) -> NDArray[Any]:
-    """An array by part; where a part is padding alone, -1, or 0 if that does not fit."""
+    """An array by part; for padding alone -1, or 0 if that does not fit."""
     padding = np.full((1, *array.shape[1:]), -1 if array.dtype.kind == "i" else 0)
     return np.concatenate((array, padding.astype(array.dtype)))[parts.places]
 

@@ -1,4 +1,4 @@
-"""Stored tokens in an order: the source of most samples, and its path through the core."""
+"""Stored tokens in an order, and their path through the core."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ TokenStore = IndexedDataset | RawTokens | Shards
 class StoredTokens:
     """The tokens of a store in an order, as a source of token batches.
 
-    The store may be a token file, which is opened for the first sample at the latest.
+    A `TokenFile` is opened for the first sample at the latest.
     """
 
     def __init__(self, store: TokenStore | TokenFile, order: Order | _native.Order) -> None:
@@ -48,7 +48,6 @@ class StoredTokens:
 
     @property
     def store(self) -> TokenStore:
-        """The store, opened."""
         return self._file.dataset if isinstance(self._file, TokenFile) else self._file
 
     @cached_property
@@ -71,13 +70,12 @@ class StoredTokens:
         return _token_batch(tokens, ends, *spans[:3])
 
     def leaves(self, sample_numbers: Numbers) -> "Leaves | None":
-        """The samples for a call of the core; None if it cannot read them."""
+        """See `TokenDataset.leaves`."""
         if not self.core[2]:
             return None
         return Leaves([self], np.zeros(len(sample_numbers), np.int64), sample_numbers)
 
     def spans(self, sample_numbers: Numbers) -> Spans:
-        """Which tokens of which sequences the samples are made of."""
         core = self.core[1]
         with core_errors(_OUTSIDE):
             if core is None:
@@ -85,8 +83,7 @@ class StoredTokens:
             return Spans(*_native.spans(core, sample_numbers))
 
     def _bytes_of(self, spans: Spans) -> tuple[Numbers, Numbers]:
-        """Byte offsets and byte counts of spans."""
-        sequences, offsets, counts = spans[:3]
+        sequences, offsets, counts, _ = spans
         if sequences is not None:
             return _native.locate_spans(self.core[0], sequences, offsets, counts)
         size = self.store.dtype.itemsize
@@ -100,7 +97,7 @@ class StoredTokens:
 
     @property
     def is_remote(self) -> bool:
-        """Whether a reader that prefetches brings the bytes from elsewhere than a local file."""
+        """See `TokenDataset.is_remote`."""
         if isinstance(self._file, TokenFile):
             # To open thousands of files would delay the first batch.
             return storage_of(self._file.prefix) is not LOCAL
@@ -132,7 +129,6 @@ class Leaves(NamedTuple):
 
     @property
     def core(self) -> tuple[Any, Any, Numbers, Numbers]:
-        """The samples as the core takes them."""
         token_sources, orders, _ = zip(*(source.core for source in self.sources), strict=True)
         return token_sources, orders, self.places, self.numbers
 
@@ -143,15 +139,9 @@ def gather(
     form: BatchForm | None = None,
     sample_numbers: Numbers | None = None,
 ) -> Batch:
-    """The arrays of a batch, in one call of the core.
+    """The arrays of a batch, in one call of the core: `rows` of the tokens, with boundaries "eod".
 
-    The result equals `rows` of the sources' tokens, for options whose boundaries are "eod".
-
-    Args:
-        leaves: The samples.
-        options: What a sample looks like.
-        form: Which arrays the batch has. None: tokens, labels, loss_mask and position_ids.
-        sample_numbers: The samples' numbers in the dataset, for a form: int64 [batch].
+    A form needs `sample_numbers`, those of the dataset: int64 [batch].
 
     Raises:
         DataError: An index that points outside a store, or a token id that does not fit.
@@ -173,12 +163,14 @@ def gather(
             places = np.repeat(leaves.places, np.diff(bounds))
             documents = documents_of(leaves.sources, places, sequences)
             own["document_numbers"] = of_parts(documents, parts)
-    shape = len(leaves.numbers), options.sequence_length
-    return finish(form, arrays[:4], shape, parts, own)
+    return finish(form, arrays[:4], (len(leaves.numbers), options.sequence_length), parts, own)
 
 
-def documents_of(stores: Sequence[Any], sources: NDArray[Any], sequences: Numbers) -> Numbers:
-    """The document in its token file of each part: int64 [parts], -1 if it is of none."""
+def documents_of(stores: Sequence[Any], sources: Any, sequences: Numbers) -> Numbers:
+    """The document in its token file of each part: int64 [parts], -1 if it is of none.
+
+    `sources` are the places of their stores: integers [parts], or one for all.
+    """
     documents = np.full(len(sequences), -1, np.int64)
     for number in np.unique(sources).tolist():
         if stores[number] is not None:
@@ -188,7 +180,7 @@ def documents_of(stores: Sequence[Any], sources: NDArray[Any], sequences: Number
 
 
 def gather_tokens(leaves: Leaves) -> TokenBatch:
-    """The tokens of samples, in one call of the core; errors are those of `gather`."""
+    """The tokens of samples, in one call of the core; DataError as `gather`."""
     with core_errors(_OUTSIDE):
         batch = _token_batch(*_native.gather_tokens(*leaves.core))
     if leaves.dataset_numbers is None:
@@ -200,7 +192,7 @@ def gather_tokens(leaves: Leaves) -> TokenBatch:
 def _token_batch(
     tokens: Any, ends: Numbers, sequences: Numbers | None, offsets: Numbers, counts: Numbers
 ) -> TokenBatch:
-    """The batch whose parts are spans; those without tokens are left out."""
+    """The batch whose parts are the spans that have tokens."""
     starts = np.cumsum(counts) - counts
     if not counts.all():
         has_tokens = counts > 0

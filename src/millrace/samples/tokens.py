@@ -1,7 +1,4 @@
-"""The token batch, and where token batches come from.
-
-source.tokens(sample_numbers)  ->  transforms  ->  rows(batch, options, form)
-"""
+"""The token batch, and where token batches come from."""
 
 from __future__ import annotations
 
@@ -22,9 +19,13 @@ Numbers = NDArray[np.int64]
 Field = tuple[str, NDArray[Any]]
 """What an array is by ("token", "part" or "sample"), and the array."""
 
-_PART_ARRAYS = {"part_source": np.int32, "part_sequence": np.int64, "part_offset": np.int64}
+_COLUMNS: dict[str, tuple[str, Any]] = {
+    "trained": ("token", np.bool_),
+    "part_source": ("part", np.int32),
+    "part_sequence": ("part", np.int64),
+    "part_offset": ("part", np.int64),
+}
 _TOKEN_DTYPES = ("uint8", "int8", "uint16", "int16", "int32", "int64")  # that the core reads
-_KINDS = {"iu": "integers", "b": "bools"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,17 +36,17 @@ class TokenBatch:
 
     Args:
         tokens: Tokens of all samples, the last labels included: [n] of an integer dtype.
-        ends: Where each sample ends among them: int64 [batch].
+        ends: Where each sample ends among the tokens: int64 [batch].
         trained: Whether each token has a loss where it is the label: bool [n]. None: all have.
         part_starts: Where each part starts among the tokens: int64 [parts], ascending. A sample
             with tokens starts a part. None: the parts are not known.
-        part_source: Source that each part is from (of the datasets of a blend): int32 [parts].
-        part_sequence: Sequence, or row, of its source that each part is from: int64 [parts], -1
-            where that is not known.
-        part_offset: First token of the part in that sequence, or without sequences in the stored
+        part_source: Source of each part, among the datasets of a blend: int32 [parts].
+        part_sequence: Sequence, or row, of each part in its source: int64 [parts], -1 where that is
+            not known.
+        part_offset: First token of each part in its sequence, or without sequences in the stored
             token stream: int64 [parts].
-        fields: The source's own arrays by name: (kind, array). An array has an entry for each
-            "token", "part" or "sample".
+        fields: The source's own arrays by name: (kind, array), with an entry for each "token",
+            "part" or "sample".
 
     Raises:
         ConfigError: Arrays that do not fit each other.
@@ -66,18 +67,16 @@ class TokenBatch:
     fields: Mapping[str, Field] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        count = len(self._set("tokens", "iu"))
-        bounds = np.append(0, self._set("ends", "iu", np.int64))
+        count = len(self._set("tokens"))
+        bounds = np.append(0, self._set("ends", np.int64))
         if bounds[-1] != count or np.any(np.diff(bounds) < 0):
             raise ConfigError(
                 f"ends are {shown(self.ends.tolist())} for {count} tokens; they must not go "
                 "backwards, and the last one must be the number of tokens"
             )
-        if self.trained is not None:
-            self._set("trained", "b", np.bool_, count)
         num_parts = 0
         if self.part_starts is not None:
-            starts = self._set("part_starts", "iu", np.int64)
+            starts = self._set("part_starts", np.int64)
             num_parts = len(starts)
             firsts = bounds[:-1][np.diff(bounds) > 0]
             is_ascending = np.all(np.diff(starts, prepend=-1, append=count) > 0)
@@ -86,22 +85,23 @@ class TokenBatch:
                     f"part_starts are {shown(starts.tolist())}; they must ascend below {count}, "
                     f"and a part must start with each sample: at {shown(firsts.tolist())}"
                 )
-        for name, dtype in _PART_ARRAYS.items():
-            if getattr(self, name) is not None:
-                self._set(name, "iu", dtype, num_parts)
         sizes = {"token": count, "part": num_parts, "sample": len(self.ends)}
+        for name, (kind, dtype) in _COLUMNS.items():
+            if getattr(self, name) is not None:
+                self._set(name, dtype, sizes[kind])
         for name, (kind, array) in self.fields.items():
             check_choice(f"the field {name!r}", kind, tuple(sizes))
             if len(array) != (size := sizes[kind]):
                 what = f"the field {name!r} has {len(array)} entries"
                 raise ConfigError(f"{what}; it must have {size}, one for each {kind}")
 
-    def _set(self, name: str, kinds: str, dtype: Any = None, size: Any = None) -> NDArray[Any]:
-        """Keeps a vector as an array of a dtype; a ConfigError for what is not one."""
+    def _set(self, name: str, dtype: Any = None, size: Any = None) -> NDArray[Any]:
+        """Keeps a vector as an array of a dtype."""
         array = np.asarray(getattr(self, name))
+        kinds, needed = ("b", "bools") if dtype is np.bool_ else ("iu", "integers")
         is_ok = array.ndim == 1 and (array.dtype.kind in kinds or array.size == 0)
         if not is_ok or (size is not None and len(array) != size):
-            needed = f"{_KINDS[kinds]} [{'n' if size is None else size}]"
+            needed += f" [{'n' if size is None else size}]"
             raise ConfigError(f"{name} must be {needed}, not {array.dtype} {list(array.shape)}")
         if dtype is None:
             dtype = array.dtype if array.dtype.name in _TOKEN_DTYPES else np.int64
@@ -140,7 +140,7 @@ class TokenBatch:
     def with_arrays(self, **arrays: Any) -> TokenBatch:
         """The same batch with other arrays, of the dtypes and sizes that they must have.
 
-        They are not checked, which takes longer than most that is done with a batch.
+        They are not checked: that would take longer than most uses of a batch.
         """
         batch = object.__new__(TokenBatch)
         batch.__dict__.update(self.__dict__, **arrays)
@@ -175,9 +175,9 @@ class TokenBatch:
 
         Args:
             take: Old place of each new token: int64 [n], -1 for an inserted one.
-            new: The new tokens and their samples' ends. Its `trained` and its fields of tokens
-                count for inserted tokens alone, which are else trained on, and 0 in fields. It
-                brings fields that this batch does not have.
+            new: The new tokens and their samples' ends, with fields that this batch does not have.
+                Its `trained` and its fields of tokens count for inserted tokens alone; without
+                them, these are trained on, and 0 in fields.
         """
         if take.shape != new.tokens.shape or np.any((take < -1) | (take >= len(self.tokens))):
             limits = f"{len(new.tokens)} entries between -1 and {len(self.tokens) - 1}"
@@ -205,28 +205,25 @@ class TokenBatch:
     def _columns(self) -> dict[str, Field]:
         """All that is known of tokens, parts and samples, by name."""
         columns: dict[str, Field] = dict(self.fields)
-        if self.trained is not None:
-            columns["trained"] = "token", self.trained
-        for name in _PART_ARRAYS:
+        for name, (kind, _) in _COLUMNS.items():
             if (array := getattr(self, name)) is not None:
-                columns[name] = "part", array
+                columns[name] = kind, array
         return columns
 
 
 def _from_columns(
     tokens: NDArray[Any], ends: Numbers, starts: Numbers | None, columns: dict[str, Field]
 ) -> TokenBatch:
-    """A batch of all that is known; without parts, that of parts is left out."""
+    """A batch of all that is known: nothing of parts without their starts."""
     if starts is None:
         columns = {name: entry for name, entry in columns.items() if entry[0] != "part"}
-    own = {name: columns.pop(name, (None, None))[1] for name in ("trained", *_PART_ARRAYS)}
+    own = {name: columns.pop(name, (None, None))[1] for name in _COLUMNS}
     batch = object.__new__(TokenBatch)
     return batch.with_arrays(tokens=tokens, ends=ends, part_starts=starts, fields=columns, **own)
 
 
 def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
-    """For each token the nearest one that is not inserted: itself, the next of its sample, or the
-    last before it."""
+    """For each token itself; for an inserted one the next old one of its sample, or the last."""
     numbers = np.arange(len(is_inserted))
     following = np.minimum.accumulate(np.where(is_inserted, len(numbers), numbers)[::-1])[::-1]
     preceding = np.maximum.accumulate(np.where(is_inserted, 0, numbers))
@@ -234,7 +231,6 @@ def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
 
 
 def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
-    """The numbers of some ranges, one range after the other."""
     rows, places = spread(counts)
     return starts[rows] + places
 
@@ -253,11 +249,10 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
     known = [batch._columns() for batch in batches]
     names = dict.fromkeys(name for columns in known for name in columns)
     for batch, columns in zip(batches, known, strict=True):
-        if "trained" in names:
-            columns.setdefault("trained", ("token", np.ones(len(batch.tokens), np.bool_)))
-        for name in _PART_ARRAYS.keys() & names:
-            count = 0 if starts is None else len(batch._starts)
-            columns.setdefault(name, ("part", np.full(count, -1, _PART_ARRAYS[name])))
+        sizes = {"token": len(batch.tokens), "part": 0 if starts is None else len(batch._starts)}
+        for name in _COLUMNS.keys() & names:
+            kind, dtype = _COLUMNS[name]
+            columns.setdefault(name, (kind, np.full(sizes[kind], -1, dtype)))  # -1 is True, too
     merged = {
         name: (known[0][name][0], np.concatenate([columns[name][1] for columns in known]))
         for name in names
@@ -269,7 +264,6 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
 
 
 def without_parts(batch: TokenBatch) -> TokenBatch:
-    """The batch without what is known of its parts."""
     return _from_columns(batch.tokens, batch.ends, None, batch._columns())
 
 
@@ -312,8 +306,8 @@ class TokenStream(Protocol):
         """The next samples after a state, and the state behind them.
 
         Args:
-            state: A state that `read` has returned: small plain values. None: the beginning.
-            count: Number of samples; fewer are returned where the stream ends.
+            state: State that `read` has returned: small plain values. None: the beginning.
+            count: Number of samples; the stream returns fewer where it ends.
         """
 
     def fingerprint(self, consumed_samples: int | None = None) -> Mapping[str, Any]:
@@ -338,7 +332,7 @@ def _takes_count(method: Any) -> bool:
 
 
 def check_tokens(name: str, batch: Any, num_samples: int) -> TokenBatch:
-    """What a source or a transform returned, if it is a token batch of so many samples."""
+    """The answer of a source or a transform, if it is a token batch of so many samples."""
     if not isinstance(batch, TokenBatch):
         raise ConfigError(f"{name} returned {shown(batch)}; a TokenBatch is needed")
     if len(batch) != num_samples:

@@ -1,18 +1,27 @@
 """Transforms: functions of the token batch.
 
-A transform says for each token where it was, and whether the model is trained to predict it. It is
-a pure function of tokens and sample numbers, so a sample is the same whatever the batch, rank or
-thread that reads it, and after a resume.
+A transform says for each token where it was, and whether it is trained on. It is a pure function of
+tokens and sample numbers, so a sample is the same whatever the batch, rank or thread that reads it,
+and after a resume.
 """
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _native, checks
+from millrace import _native
+from millrace.checks import (
+    MAX_INT32,
+    MAX_INT64,
+    check_bool,
+    check_float,
+    check_int,
+    check_token,
+    shown,
+)
 from millrace.errors import ConfigError
 from millrace.samples.tokens import Numbers, TokenBatch, check_tokens
 
@@ -20,8 +29,8 @@ from millrace.samples.tokens import Numbers, TokenBatch, check_tokens
 class Transform(Protocol):
     """A function from token batches to token batches.
 
-    It may have an attribute `dataset`, the only one that it works for, as it looks up positions in
-    its token files. Then it comes before transforms that change tokens.
+    One that looks up positions in token files has an attribute `dataset`, the only one that it
+    works for, and comes before transforms that change tokens.
     """
 
     changes_tokens: bool
@@ -31,13 +40,13 @@ class Transform(Protocol):
         """The transformed tokens of some samples, each by its old ones and its number alone.
 
         Args:
-            batch: The tokens. Their arrays are not written to.
-            sample_numbers: Sample number of each sample: int64 [batch].
+            batch: The tokens, in arrays that are not written to.
+            sample_numbers: Number of each sample: int64 [batch].
 
         Returns:
             The old place in the batch of each new token, int64 [n], -1 for an inserted one; None if
-            no token has moved. The new batch: what is known of a token follows it by itself (see
-            `TokenBatch.moved`), so that a batch of tokens and ends is enough.
+            no token has moved. The new batch, of which tokens and ends are enough: what is known of
+            a token follows it (see `TokenBatch.moved`).
         """
 
     def fingerprint(self) -> dict[str, Any]:
@@ -53,7 +62,7 @@ class MaskedTokens(NamedTuple):
 
 
 def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> TokenBatch:
-    """The batch that a transform makes of a batch, with all that follows its tokens."""
+    """The batch that a transform makes of a batch."""
     name = type(transform).__name__
     if hasattr(transform, "apply"):
         return _applied(name, transform, batch, sample_numbers)
@@ -66,7 +75,7 @@ def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> T
 
 
 def _applied(name: str, transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> TokenBatch:
-    """The same for a transform of masked tokens, which does not say where its tokens were."""
+    """The same for a method `apply`, which does not say where tokens were."""
     trained = np.ones(len(batch.tokens), np.bool_) if batch.trained is None else batch.trained
     old = MaskedTokens(batch.tokens.astype(np.int64, copy=False), batch.ends, trained)
     answer = transform.apply(old, sample_numbers)
@@ -78,16 +87,14 @@ def _applied(name: str, transform: Any, batch: TokenBatch, sample_numbers: Numbe
     check_tokens(name, new, len(batch))
     if transform.changes_tokens:  # what was known of the old tokens is lost
         own = {name: entry for name, entry in batch.fields.items() if entry[0] == "sample"}
-        return replace(new, fields=own)
+        return new.with_arrays(fields=own)
     _check_ends(name, batch, new)
-    return replace(batch, tokens=new.tokens, trained=new.trained)
+    return batch.with_arrays(tokens=new.tokens, trained=new.trained)
 
 
 def _check_tuple(name: str, answer: Any, *entries: str) -> None:
     if not isinstance(answer, tuple) or len(answer) != len(entries):
-        raise ConfigError(
-            f"{name} returned {checks.shown(answer)}; ({', '.join(entries)}) is needed"
-        )
+        raise ConfigError(f"{name} returned {shown(answer)}; ({', '.join(entries)}) is needed")
 
 
 def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
@@ -98,7 +105,7 @@ def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
 def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
     """The transforms as a list; a ConfigError if they cannot work."""
     if not isinstance(transforms, Iterable):
-        raise ConfigError(f"transforms is {checks.shown(transforms)}; give a list of transforms")
+        raise ConfigError(f"transforms is {shown(transforms)}; give a list of transforms")
     transforms = list(transforms)
     has_moved = False
     for place, transform in enumerate(transforms):
@@ -109,9 +116,7 @@ def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
         call = "apply" if hasattr(transform, "apply") else "__call__"
         for name in ("fingerprint", "changes_tokens", call):
             if not hasattr(transform, name):
-                raise ConfigError(
-                    f"transform {place} is {checks.shown(transform)}, which has no {name!r}"
-                )
+                raise ConfigError(f"transform {place} is {shown(transform)}, which has no {name!r}")
         own = getattr(transform, "dataset", None)
         if own is not None and own is not source:
             raise ConfigError(f"transform {place}, {kind}, was made for another dataset")
@@ -128,35 +133,35 @@ def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
 class FillInMiddle:
     """Permutes documents so that the model learns to fill in their middle.
 
-    A sample is split into documents at each EOD, or is one document without `eod_token`. Each
-    document is permuted with probability `rate`: two cuts split its tokens into prefix, middle and
-    suffix, any of which may be empty, and they are written as one of
+    A sample is split into documents at each EOD, or is one document without `eod_token`. A document
+    is permuted with probability `rate`: two cuts split its tokens into prefix, middle and suffix,
+    any of which may be empty, and they are written as one of
 
         PSM:  prefix_token, prefix, suffix_token, suffix, middle_token, middle
         SPM:  prefix_token, suffix_token, suffix, middle_token, prefix, middle
 
-    The sample keeps its length: the inserted tokens push out its last tokens. The
-    document that does not fit any more is cut first and permuted then, so that a permuted document
-    has all of its three inserted tokens. A document of which fewer than 3 tokens would remain is
-    not permuted. An EOD stays behind its document.
+    The sample keeps its length: the inserted tokens push out its last tokens. The document that
+    does not fit any more is cut and then permuted, so that a permuted document has all three
+    inserted tokens. A document of which fewer than 3 tokens would remain is not permuted. An EOD
+    stays behind its document.
 
     The cuts are places between tokens, not characters: there is no tokenizer at training time.
 
-    The draws of document d (0, 1, ...) of sample k are the four words of a counter-based generator,
+    The draws of document d (0, 1, ...) of sample k are the four words of
     `np.random.Philox(key=seed, counter=[d, k, 0, 0]).random_raw(4)`: whether it is permuted,
     whether as SPM, and the two cuts, each uniform over all places.
 
     Args:
         rate: Probability that a document is permuted, 0 to 1.
         spm_rate: Probability that a permuted document is written as SPM, 0 to 1.
-        prefix_token, middle_token, suffix_token: Token ids of the three inserted tokens.
+        prefix_token, middle_token, suffix_token: Ids of the three inserted tokens.
         eod_token: End-of-document token; None: a sample is one document.
         pad_token: Padding token. Padding at the end of a sample makes room for inserted tokens, and
-            belongs to no document. None: the samples are not padded.
+            belongs to no document. None: no padding.
         seed: Seed of the draws, 0 to 2**63 - 1.
 
     Raises:
-        ConfigError: A rate outside [0, 1], or a token that is not a token id or equals another one.
+        ConfigError: A rate outside [0, 1], or a token that is not an id or equals another one.
 
     Example:
         >>> fill = FillInMiddle(
@@ -181,16 +186,16 @@ class FillInMiddle:
     changes_tokens = True
 
     def __post_init__(self) -> None:
-        plain: dict[str, Any] = {"seed": checks.check_int("seed", self.seed, 0, checks.MAX_INT64)}
+        plain: dict[str, Any] = {}
+        inserted = ("prefix_token", "middle_token", "suffix_token")
+        for name in ("seed", *inserted):
+            plain[name] = check_int(name, getattr(self, name), 0, MAX_INT64)
         for name in ("rate", "spm_rate"):
-            plain[name] = checks.check_float(name, getattr(self, name))
+            plain[name] = check_float(name, getattr(self, name))
             if not 0 <= plain[name] <= 1:  # NaN too
                 raise ConfigError(f"{name} is {plain[name]}; 0 to 1 is possible")
-        inserted = ("prefix_token", "middle_token", "suffix_token")
-        for name in inserted:
-            plain[name] = checks.check_int(name, getattr(self, name), 0, checks.MAX_INT64)
         for name in ("eod_token", "pad_token"):
-            plain[name] = checks.check_token(name, getattr(self, name))
+            plain[name] = check_token(name, getattr(self, name))
         names: dict[int, str] = {}
         for name in (*inserted, "eod_token", "pad_token"):
             other = names.setdefault(plain[name], name)
@@ -214,9 +219,9 @@ class FillInMiddle:
 class RepeatGuard:
     """Takes the loss from runs in which the same few tokens repeat over and over.
 
-    A run of period p is a longest stretch of a sample in which each token equals the one p places
-    later, the last p tokens excepted. Where a run has at least p * min_repeats tokens, and p is at
-    most `max_period`, none of its tokens is trained on, the first repetition included.
+    A run of period p is a longest stretch of a sample in which each token but the last p equals the
+    one p places later. In a run of at least p * min_repeats tokens, with p at most `max_period`, no
+    token is trained on, not even in the first repetition.
 
     Args:
         max_period: Largest number of tokens that are repeated, 1 to 2**31 - 1.
@@ -235,9 +240,9 @@ class RepeatGuard:
 
     def __post_init__(self) -> None:
         vars(self).update(
-            max_period=checks.check_int("max_period", self.max_period, 1, checks.MAX_INT32),
-            min_repeats=checks.check_int("min_repeats", self.min_repeats, 2, checks.MAX_INT32),
-            whole_sample=checks.check_bool("whole_sample", self.whole_sample),
+            max_period=check_int("max_period", self.max_period, 1, MAX_INT32),
+            min_repeats=check_int("min_repeats", self.min_repeats, 2, MAX_INT32),
+            whole_sample=check_bool("whole_sample", self.whole_sample),
         )
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[None, TokenBatch]:

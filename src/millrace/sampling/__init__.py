@@ -1,7 +1,7 @@
 """Which sample numbers a data-parallel rank takes at each step.
 
-All answers of a sampler are pure functions of `consumed_samples`, the number of samples that all
-ranks have consumed before the step.
+A sampler's answers are pure functions of `consumed_samples`, the number of samples that all ranks
+have consumed before the step.
 """
 
 from millrace.sampling.protocols import Sampler

@@ -1,4 +1,4 @@
-"""Samplers in the order of the sample numbers, and a cyclic one that shuffles each epoch anew."""
+"""Samplers in the order of the sample numbers, and one that shuffles each epoch anew."""
 
 import math
 import threading
@@ -17,7 +17,7 @@ from millrace.sampling.schedules import BatchSizeSchedule
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RankSampler:
-    """A rank's share of a dataset; `block_size` is the samples of all ranks' micro batches."""
+    """A rank's share of a dataset; `block_size`: samples of all ranks' micro batches."""
 
     num_samples: int = field(kw_only=False)
     micro_batch_size: int
@@ -44,34 +44,27 @@ class RankSampler:
 class GlobalBatchSampler(RankSampler):
     """A rank's part of each whole global batch at once.
 
-    The step that starts at sample number c takes the global batch [c, c + global_batch_size). It
-    consists of blocks of micro_batch_size * data_parallel_size samples; of each block, rank r has
-    the r-th slice of micro_batch_size numbers. So the rank's numbers are those of its micro batches
-    under a `SequentialSampler`, one after the other, as in Megatron-LM's
-    `HybridCPMegatronPretrainingSampler`.
+    The step that starts at sample number c takes the global batch [c, c + global_batch_size). Of
+    each of its blocks of micro_batch_size * data_parallel_size samples, rank r has the r-th slice
+    of micro_batch_size numbers: those of its micro batches under a `SequentialSampler`, one after
+    the other, as in Megatron-LM's `HybridCPMegatronPretrainingSampler`.
 
     Args:
         num_samples: Number of samples in the dataset.
-        global_batch_size: Number of samples for all ranks at one step, or a `RampUp` or another
-            `BatchSizeSchedule`. Each size must be a multiple of micro_batch_size *
-            data_parallel_size.
+        global_batch_size: Number of samples for all ranks at one step, or a `BatchSizeSchedule`,
+            such as `RampUp`. Each size must be a multiple of micro_batch_size * data_parallel_size.
         micro_batch_size: Number of samples in a slice.
         data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
         data_parallel_size: Number of ranks.
-        drop_last: Whether to leave out an incomplete last global batch; else its slices are handed
-            out as they are (shorter or empty for the last ranks).
+        drop_last: Whether to leave out an incomplete last global batch; else the last ranks have
+            shorter or empty slices.
 
     Raises:
-        ConfigError: A number outside its limits, or a global batch size that is not a multiple.
+        ConfigError: A number outside its limits, or a size that is not a multiple.
 
     Example:
-        >>> sampler = GlobalBatchSampler(
-        ...     100,
-        ...     global_batch_size=8,
-        ...     micro_batch_size=2,
-        ...     data_parallel_rank=1,
-        ...     data_parallel_size=2,
-        ... )
+        >>> ranks = {"data_parallel_rank": 1, "data_parallel_size": 2}
+        >>> sampler = GlobalBatchSampler(100, global_batch_size=8, micro_batch_size=2, **ranks)
         >>> sampler.sample_numbers(16).tolist()
         [18, 19, 22, 23]
     """
@@ -85,12 +78,9 @@ class GlobalBatchSampler(RankSampler):
         # The classes below have no such argument: their steps take one block.
         size = getattr(self, "global_batch_size", self.block_size)
         if not isinstance(size, BatchSizeSchedule):
-            size = check_int("global_batch_size", size, 1, MAX_INT64)
-            size = BatchSizeSchedule([(0, size)])
+            size = BatchSizeSchedule([(0, check_int("global_batch_size", size, 1, MAX_INT64))])
         self.schedule = size
-        self.schedule.check_micro_batches(
-            self.num_samples, self.micro_batch_size, self.data_parallel_size
-        )
+        size.check_micro_batches(self.num_samples, self.micro_batch_size, self.data_parallel_size)
 
     def has_step(self, consumed_samples: int) -> bool:
         start, end = self._bounds(consumed_samples)
@@ -101,8 +91,10 @@ class GlobalBatchSampler(RankSampler):
         first = start + self.data_parallel_rank * self.micro_batch_size
         if first >= (end := min(end, self.num_samples)):
             return np.empty(0, np.int64)
-        starts = np.arange(first, end, min(self.block_size, end), dtype=np.int64)
         places = np.arange(min(self.micro_batch_size, end - first), dtype=np.int64)
+        if end - start <= self.block_size:
+            return places + first
+        starts = np.arange(first, end, self.block_size, dtype=np.int64)
         numbers = (starts[:, None] + places).ravel()
         return numbers[(numbers >= first) & (numbers < end)]  # a sum may overflow
 
@@ -150,8 +142,8 @@ class SequentialSampler(GlobalBatchSampler):
         micro_batch_size: Number of samples for one rank at one step.
         data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
         data_parallel_size: Number of ranks.
-        drop_last: Whether to leave out an incomplete last block; else its slices are handed out as
-            they are (shorter or empty for the last ranks).
+        drop_last: Whether to leave out an incomplete last block; else the last ranks have shorter
+            or empty slices.
 
     Raises:
         ConfigError: A number outside its limits.
@@ -164,13 +156,11 @@ class SequentialSampler(GlobalBatchSampler):
 class FullValidationSampler(GlobalBatchSampler):
     """Every sample once, with the same number of steps on every rank.
 
-    The step that starts at sample number c takes the block [c, c + micro_batch_size *
-    data_parallel_size), of which rank r has the r-th slice; the last block may be incomplete. With
-    one sample per rank and step, the sample numbers of each rank are Megatron-LM's
-    (`MegatronFullValidationSampler`).
+    Steps are those of a `SequentialSampler`; the last block may be incomplete. With one sample per
+    rank and step, the numbers are Megatron-LM's (`MegatronFullValidationSampler`).
 
     At an incomplete last step, ranks without enough samples have shorter batches, down to an empty
-    one (int64 [0]), or with `pad` full batches: the missing places take the rank's samples of the
+    one (int64 [0]). With `pad` all are full: the missing places take the rank's samples of the
     first step again, as Megatron-LM's evaluation does, and `is_padding` tells which they are.
 
     Args:
@@ -178,7 +168,7 @@ class FullValidationSampler(GlobalBatchSampler):
         micro_batch_size: Number of samples for one rank at one step.
         data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
         data_parallel_size: Number of ranks.
-        pad: Whether to fill up the last batches, so that all have micro_batch_size samples.
+        pad: Whether to fill up the last batches to micro_batch_size samples.
 
     Raises:
         ConfigError: A number outside its limits.
@@ -202,11 +192,11 @@ class FullValidationSampler(GlobalBatchSampler):
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
         numbers = super().sample_numbers(consumed_samples)
-        if not self.pad or len(numbers) == self.micro_batch_size:
+        if not self.pad:
             return numbers
         first = self.data_parallel_rank * self.micro_batch_size
         places = np.arange(first + len(numbers), first + self.micro_batch_size, dtype=np.int64)
-        return np.concatenate([numbers, places % self.num_samples])
+        return np.append(numbers, places % self.num_samples)
 
     def is_padding(self, consumed_samples: int) -> NDArray[np.bool_]:
         """Which samples of the step that starts there are padding: bool [batch]."""
@@ -218,20 +208,20 @@ class FullValidationSampler(GlobalBatchSampler):
 class CyclicSampler(Renewed, RankSampler):
     """Epoch after epoch without end, each shuffled anew (Megatron-LM's `cyclic`).
 
-    The permutation of an epoch is `torch.randperm` with the number of the epoch as its seed. An
-    epoch ends after the same number of steps on every rank; samples that do not fill a step of all
-    ranks are left out. `consumed_samples` goes beyond the number of samples in the dataset.
+    The permutation of an epoch is `torch.randperm` with its number as the seed. An epoch has the
+    same number of steps on every rank; samples that do not fill a step of all ranks are left out.
+    `consumed_samples` goes beyond the number of samples in the dataset.
 
     Sharded, each rank shuffles a contiguous part of the dataset, its shard, and takes
     micro_batch_size samples of it at each step. Else all ranks shuffle the whole dataset, and a
-    step takes micro_batch_size * data_parallel_size samples of it, dealt out to the ranks in turn.
+    step takes micro_batch_size * data_parallel_size samples, dealt out to the ranks in turn.
 
     The permutations of up to two epochs stay in memory: 4 bytes for each sample that the rank
-    shuffles (8 bytes from 2**32 samples on).
+    shuffles (8 from 2**32 samples on).
 
-    Resuming with another number of ranks or micro batch is possible where the order of the samples
-    stays the same: if they are not sharded, and an epoch has the same length and holds a whole
-    number of steps from the saved position on. Else the loader refuses the state.
+    Resuming with another number of ranks or micro batch is possible if the order stays the same: if
+    samples are not sharded, and an epoch has the same length and holds a whole number of steps from
+    the saved position on. Else the loader refuses the state.
 
     Args:
         num_samples: Number of samples in the dataset.
@@ -323,9 +313,9 @@ class CyclicSampler(Renewed, RankSampler):
         return start
 
     def _permutation(self, epoch: int) -> NDArray[Any]:
-        """Keeps two: prefetching threads ask for the end of one epoch and the start of the next."""
+        """Keeps two: prefetching asks for the end of one epoch and the start of the next."""
         if epoch not in (kept := self._permutations):
-            with self._drawing:  # so that threads do not draw the same permutation several times
+            with self._drawing:  # else several threads draw the same one
                 if epoch not in (kept := self._permutations):
                     dtype = np.uint32 if self._num_shuffled <= 2**32 else np.int64
                     drawn = _native.torch_randperm(self._num_shuffled, epoch, dtype=dtype)

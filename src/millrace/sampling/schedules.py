@@ -15,12 +15,11 @@ _MAX_INCREMENTS = 1_000_000
 class BatchSizeSchedule:
     """Global batch sizes, each from a number of consumed samples on.
 
-    A step takes the size that belongs to the samples consumed before it. A step that begins before
-    a change keeps its size, also where it ends after the change.
+    A step has the size that is valid at its start, also if it ends after a change.
 
     Args:
-        changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start
-            there or later, up to the next pair. The first pair is for 0 consumed samples.
+        changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start there
+            or later, up to the next pair. The first pair is for 0 samples.
 
     Attributes:
         changes: The pairs.
@@ -44,7 +43,7 @@ class BatchSizeSchedule:
         self._runs = [(0, 0, self.changes[0][1])]
         for change, size in self.changes[1:]:
             step, start, last_size = self._runs[-1]
-            # Number of steps of the run before the change; 0 if its first step begins after it.
+            # Steps of the run before the change; 0 if the first one begins after it.
             steps = max(0, -(-(change - start) // last_size))
             if steps == 0 or size == last_size:
                 self._runs[-1] = step, start, size
@@ -52,14 +51,14 @@ class BatchSizeSchedule:
                 self._runs.append((step + steps, start + steps * last_size, size))
 
     def batch_size(self, consumed_samples: int) -> int:
-        """Number of samples, on all ranks, of the step that starts after that many samples."""
+        """Number of all ranks' samples in the step that starts after that many samples."""
         consumed_samples = check_int("consumed_samples", consumed_samples, 0)
         return self.changes[bisect_right(self.changes, consumed_samples, key=_first) - 1][1]
 
     def num_micro_batches(
         self, consumed_samples: int, micro_batch_size: int, data_parallel_size: int
     ) -> int:
-        """Number of micro batches of one rank in the step that starts after that many samples.
+        """Number of a rank's micro batches in the step that starts after that many samples.
 
         Raises:
             ConfigError: A batch that the ranks cannot share out in whole micro batches.
@@ -82,10 +81,10 @@ class BatchSizeSchedule:
             self.num_micro_batches(start, micro_batch_size, data_parallel_size)
 
     def step_at(self, consumed_samples: int) -> int:
-        """The number of the step that starts after that many samples; step 0 starts at sample 0.
+        """Number of the step that starts after that many samples; step 0 starts at sample 0.
 
         Raises:
-            ConfigError: A number of samples inside a step; the message names the step's ends.
+            ConfigError: A number of samples inside a step, with the step's ends.
         """
         consumed_samples = check_int("consumed_samples", consumed_samples, 0, MAX_INT64)
         run = bisect_right(self._runs, consumed_samples, key=itemgetter(1)) - 1
@@ -107,7 +106,7 @@ class BatchSizeSchedule:
     def num_steps(
         self, num_samples: int, consumed_samples: int = 0, *, drop_last: bool = True
     ) -> int:
-        """Number of steps from a number of consumed samples up to the end of the samples.
+        """Number of steps up to the end of the samples.
 
         Args:
             num_samples: Number of samples in the dataset.
@@ -128,8 +127,8 @@ class BatchSizeSchedule:
 class RampUp(BatchSizeSchedule):
     """A global batch size that grows in equal increments, as by `--rampup-batch-size`.
 
-    The sizes are those of Megatron-LM's calculator for every number of consumed samples. It shares
-    the samples out in 64-bit floats, so a change can come one sample later than the exact quotient.
+    All sizes are those of Megatron-LM's calculator, which shares samples out in 64-bit floats: a
+    change can come one sample later than the exact quotient.
 
     Args:
         start: Global batch size of the first step.
@@ -189,7 +188,7 @@ def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
     if not pairs:
         raise ConfigError("there are no changes; give at least (0, global_batch_size)")
     checked: list[tuple[int, int]] = []
-    least, most = 0, 0  # the first change is at 0, the others come after one another
+    least, most = 0, 0  # the first change is at 0, the others ascend
     for place, (start, size) in enumerate(pairs):
         start = check_int(f"consumed_samples of change {place}", start, least, most)
         size = check_int(f"global_batch_size of change {place}", size, 1, MAX_INT64)

@@ -1,9 +1,8 @@
 """The metadata of a folder of shards, `metadata.json`: what a global shuffle has written.
 
 A folder has the shards `shard_0000.bin`, `shard_0001.bin`, ... A shard of fixed-length sequences
-holds their tokens, one sequence after the other, so that a sequence is found without an index. A
-shard of whole documents is an indexed dataset. The metadata are written last: a folder without them
-is not whole.
+holds their tokens, one sequence after the other, without an index. A shard of whole documents is an
+indexed dataset. The metadata are written last: a folder without them is not whole.
 """
 
 import json
@@ -24,21 +23,22 @@ from millrace.storage import LOCAL, Storage, read_file, storage_of
 from millrace.store.layout import DTYPES
 
 METADATA = names.SHUFFLE_METADATA
-JOURNAL = names.SHUFFLE_JOURNAL  # beside the shards: what a shuffle has done until it has ended
+JOURNAL = names.SHUFFLE_JOURNAL  # beside the shards until the shuffle has ended
 VERSION = 2
 SEQUENCES = "global_permutation_fast"  # the shuffle type of sequences of one length
 DOCUMENTS = "global_permutation_documents"  # the shuffle type of whole documents
 
 TOKEN_DTYPES = (*(str(dtype) for dtype in DTYPES.values() if dtype.kind in "iu"), "uint32")
 _DTYPE = "uint32"  # of metadata without a dtype, which other tools write
+_RESTORE = "restore it, or shuffle again"
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsMetadata:
     """The content of `metadata.json`.
 
-    An *item* is a sequence, or a document. Other tools write the fields up to `shard_sizes` only;
-    the others then have their defaults.
+    An *item* is a sequence, or a document. Other tools write only the fields up to `shard_sizes`.
 
     Attributes:
         version: Version of the format, 2.
@@ -52,7 +52,7 @@ class ShardsMetadata:
         dtype: Dtype of the tokens.
         seed: Seed of the shuffle; None: unknown.
         permutation: Kind of the permutation, "numpy" or "keyed"; None: unknown.
-        carry: Whether the remainder of a file is continued in the next file of its domain.
+        carry: Whether the rest of a file is continued in the next file of its domain.
         eod: Token that was put after each document; None: none was added.
         inputs: The input files: domain, path, size, mtime_ns, num_items and num_tokens of each.
         checksums: XXH3-64 of each file, by its name; empty: unknown.
@@ -91,7 +91,7 @@ class ShardsMetadata:
 
     @property
     def token_dtype(self) -> np.dtype[Any]:
-        """The dtype that tokens are read as: int32 for uint32, which token files do not know."""
+        """The dtype of the tokens as read: int32 for uint32, which token files do not know."""
         return np.dtype("int32" if self.dtype == "uint32" else self.dtype)
 
     @property
@@ -101,7 +101,7 @@ class ShardsMetadata:
 
 
 def shard_prefix(folder: str | os.PathLike[str], number: int) -> str:
-    """The path prefix of a shard: `FOLDER/shard_0000`."""
+    """The path prefix `FOLDER/shard_0000`."""
     return os.path.join(check_path("folder", folder), f"shard_{number:04}")
 
 
@@ -134,8 +134,8 @@ def read_metadata(
 
     Raises:
         DataError: Metadata that are missing, damaged or of another version, counts that do not
-            agree with each other, or a shard that is missing or has another size.
-        ConfigError: A dtype that token files cannot have, or another one than the metadata say.
+            agree, or a shard that is missing or has another size.
+        ConfigError: A dtype that token files cannot have, or another one than the metadata's.
     """
     folder = check_path("folder", folder)
     storage = storage_of(folder, storage)
@@ -167,7 +167,7 @@ def parse_metadata(
 
 
 def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> None:
-    """Writes the metadata of a folder, whole or not at all, with a checksum of themselves."""
+    """Writes the metadata, whole or not at all, with a checksum of themselves."""
     unused = "total_sequences" if metadata.has_documents else "total_documents"
     lines = [
         f'  "{one.name}": {json.dumps(getattr(metadata, one.name))}'
@@ -180,7 +180,7 @@ def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> 
 
 
 def metadata_problem(folder: str, metadata: ShardsMetadata) -> str | None:
-    """A sentence if the checksum in `metadata.json` shows a change of it."""
+    """A sentence if the checksum of `metadata.json` shows a change."""
     if metadata.is_of_another_tool:
         return None
     path = metadata_path(folder)
@@ -188,7 +188,7 @@ def metadata_problem(folder: str, metadata: ShardsMetadata) -> str | None:
     text = content[: -len(_last_lines(b""))]
     if content == text + _last_lines(text):
         return None
-    return f"{path} was changed since it was written: restore it, or shuffle again"
+    return f"{path} was changed since it was written: {_RESTORE}"
 
 
 def _last_lines(text: bytes) -> bytes:
@@ -206,12 +206,12 @@ def check_sizes(folder: str, metadata: ShardsMetadata, size_of: Callable[[str], 
 def shard_problem(
     folder: str, metadata: ShardsMetadata, number: int, size_of: Callable[[str], int]
 ) -> str | None:
-    """A sentence if a shard's `.bin` is missing or has another size, which `size_of` gives."""
+    """A sentence if a shard's `.bin` is missing, or has another size by `size_of`."""
     path = f"{shard_prefix(folder, number)}.bin"
     try:
         size = size_of(path)
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return f"{path} is missing: restore it, or shuffle again"
+    except _MISSING:
+        return f"{path} is missing: {_RESTORE}"
     expected = metadata.shard_sizes[number] * metadata.sequence_bytes
     if metadata.has_documents or size == expected:
         return None
@@ -219,7 +219,7 @@ def shard_problem(
         f"{path} has {size} bytes; {metadata.shard_sizes[number]} sequences of {metadata.seq_len} "
         f"tokens ({metadata.dtype}) take {expected}. It is "
         f"{'truncated' if size < expected else 'too long'}, or of another dtype, or belongs to "
-        "another shuffle: restore it, or shuffle again"
+        f"another shuffle: {_RESTORE}"
     )
 
 
@@ -227,7 +227,7 @@ def _read_document(folder: str, storage: Storage) -> dict[str, Any]:
     path = metadata_path(folder)
     try:
         document = json.loads(read_file(storage, path))
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except _MISSING:
         if storage is LOCAL and not os.path.isdir(folder):
             problem = "the folder does not exist: give the output folder of a shuffle"
         elif storage is LOCAL and os.path.exists(os.path.join(folder, JOURNAL)):
@@ -243,13 +243,11 @@ def _read_document(folder: str, storage: Storage) -> dict[str, Any]:
 
 
 def _damage(path: str, problem: str) -> DataError:
-    return DataError(
-        f"{path}: {problem}. It is damaged or of another program: restore it, or shuffle again"
-    )
+    return DataError(f"{path}: {problem}. It is damaged or of another program: {_RESTORE}")
 
 
 def _disagreements(metadata: ShardsMetadata) -> Iterator[str]:
-    """What is wrong with fields that are right one by one."""
+    """What is wrong among fields that are right one by one."""
     kind, has_documents = metadata.shuffle_type, metadata.has_documents
     if kind not in (SEQUENCES, DOCUMENTS):
         yield f"shuffle_type must be {SEQUENCES} or {DOCUMENTS}, not {shown(kind, 80)}"

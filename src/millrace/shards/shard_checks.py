@@ -1,8 +1,7 @@
 """Is a folder of shards whole and unchanged?
 
-The metadata are compared with the sizes of the shards, and each index file with what it must hold.
-Every byte is read and compared if the metadata have checksums. Files that do not belong to the
-folder are named.
+The metadata are compared with the sizes of the shards, each index file with what it must hold, and
+every byte with the checksums, if there are any. Files that do not belong to the folder are named.
 """
 
 import os
@@ -44,8 +43,7 @@ def verify_shards(
     Args:
         folder: Folder of the shards.
         dtype: Dtype of the tokens, for metadata that do not say it; None: uint32.
-        threads: Number of threads, each of which reads and hashes one file at a time; None: one for
-            each core.
+        threads: Number of threads, which read and hash one file each; None: one for each core.
         on_bytes: Called now and then with the number of bytes read since the last call, from any
             thread.
 
@@ -53,7 +51,7 @@ def verify_shards(
         The report; damage is reported, not raised.
 
     Raises:
-        ConfigError: If there is less than one thread, or a dtype that token files cannot have.
+        ConfigError: Less than one thread, or a dtype that token files cannot have.
     """
     folder = check_path("folder", folder)
     with make_pool(threads) as pool:
@@ -95,7 +93,7 @@ def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: 
 
 
 def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
-    """Compares the checksum of a file, given its name and the checksum."""
+    """Compares the checksum of a file, given as name and checksum."""
     name, expected = file
     path = os.path.join(folder, name)
     if os.path.basename(name) != name:
@@ -117,7 +115,7 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
 
 
 def _check_strays(folder: str, metadata: ShardsMetadata, report: Report) -> None:
-    """Names the files that do not belong to the folder; another shuffle's shards do harm."""
+    """Names files that do not belong to the folder; another shuffle's shards do harm."""
     names = {METADATA, SHUFFLE_RESULT, *metadata.checksums}
     for path in bin_paths("", metadata):
         names |= {path, f"{path.removesuffix('.bin')}.idx"}

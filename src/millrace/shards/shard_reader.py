@@ -23,9 +23,8 @@ _FINGERPRINT_BYTES = 4096  # of each of them, at most
 class Shards(OpenTokens):
     """The sequences of a folder of shards, by number. No index is read.
 
-    An open folder keeps showing the files that it opened when others are put in their places. It
-    can be forked, shared by threads, and pickled; a pickle can only be opened where the same data
-    are in the folder.
+    An open folder keeps showing the files that it opened if others take their places. It can be
+    forked, shared by threads, and pickled; a pickle opens only where the folder has the same data.
 
     Args:
         folder: Folder of the shards, with `metadata.json`.
@@ -36,7 +35,7 @@ class Shards(OpenTokens):
     Attributes:
         prefix: The folder, str.
         metadata: The metadata of the folder.
-        dtype: Dtype of the tokens as they are read: int32 for uint32.
+        dtype: Dtype of the tokens as read: int32 for uint32.
         reader: The bytes of all shards, one after the other.
 
     Raises:
@@ -62,7 +61,7 @@ class Shards(OpenTokens):
                 f"datasets: IndexedDataset({shard_prefix(self.prefix, 0)!r}), ..., for example as "
                 "a blend of GPT datasets"
             )
-        self._options: dict[str, Any] = {"access": access, "dtype": dtype, "storage": storage}
+        self._options = {"access": access, "dtype": dtype, "storage": storage}
         self.dtype = self.metadata.token_dtype
         readers: list[StoredFile] = []
 
@@ -74,8 +73,7 @@ class Shards(OpenTokens):
         self.reader: JoinedFiles = JoinedFiles(readers)
         self.is_mapped = self.reader.is_mapped
         identities = [reader.identity for reader in readers]
-        shape = self.metadata.shard_sizes, self.sequence_length, str(self.dtype)
-        self.files = (identities, *shape)
+        self.files = (identities, self.metadata.shard_sizes, self.sequence_length, str(self.dtype))
 
     def __len__(self) -> int:
         """The number of sequences."""
@@ -87,7 +85,7 @@ class Shards(OpenTokens):
 
     @property
     def sequence_lengths(self) -> NDArray[np.int32]:
-        """The lengths of all sequences in tokens: int32 [sequences], one number in memory."""
+        """The lengths in tokens: int32 [sequences], one number in memory."""
         return np.broadcast_to(np.int32(self.sequence_length), len(self))
 
     def __getitem__(self, number: int) -> NDArray[Any]:
@@ -109,7 +107,7 @@ class Shards(OpenTokens):
         return self.reader.source(self.dtype, self.metadata.shard_sizes, self.sequence_length)
 
     def documents_of(self, sequences: Numbers) -> Numbers:
-        """The documents that sequences belong to: each sequence is a document."""
+        """The documents of sequences: each sequence is one."""
         return sequences
 
     @cached_property
@@ -117,7 +115,7 @@ class Shards(OpenTokens):
         """A hash of the content, wherever the files are (32 hex digits).
 
         It covers the number of sequences, their length, their dtype and the first 4 KiB of 256 of
-        them, evenly spaced. The same sequences in another number of shards have the same one.
+        them, evenly spaced; the number of shards does not matter.
         """
         size, last = self.metadata.sequence_bytes, len(self) - 1
         digest = blake2b(f"{len(self)} {self.sequence_length} {self.dtype}".encode())
@@ -130,5 +128,5 @@ class Shards(OpenTokens):
 
     @property
     def lengths_checksum(self) -> str:
-        """A checksum (16 hex digits) of the sequence lengths: their number, and the length."""
+        """A checksum (16 hex digits) of the number of sequences, and their length."""
         return checksum([np.array([len(self), self.sequence_length], np.int64).data])

@@ -1,10 +1,10 @@
-"""How a shuffle spreads the domains over the output, beside what chance gives.
+"""How a shuffle spreads the domains over the output, against what chance gives.
 
-A fair shuffle deals items like cards, without putting any back. So the number of items of a domain
-in a part of the output (the head, a shard, a window) has a hypergeometric distribution. Its
-deviation from the expected number is told in standard deviations ("sigma"). Pearson's chi-square of
-the windows is about as large as its degrees of freedom; it is far larger if items stay together,
-and far smaller if they are dealt in turn.
+A fair shuffle deals items like cards, so the number of items of a domain in a part of the output
+(the head, a shard, a window) has a hypergeometric distribution. Deviations from the expected number
+are in standard deviations ("sigma"). Pearson's chi-square of the windows is about as large as its
+degrees of freedom; it is far larger if items stay together, and far smaller if they are dealt in
+turn.
 """
 
 import itertools
@@ -25,7 +25,7 @@ HEAD = 50_000  # places
 WINDOWS = 64
 _BLOCK = 1 << 18  # places that are counted at a time: 2 MiB for each array
 _MOST_COUNTS = 1 << 19  # counts of domains in shards: with their figures they take 20 MB
-_LEAST_EXPECTED = 5  # items of a class in a window: with fewer, chi-square is not exact enough
+_LEAST_EXPECTED = 5  # items of a class in a window: with fewer, chi-square is not exact
 # By Bernstein's inequality, fewer than one in 10**17 counts of a fair shuffle deviates by more than
 # 12 sigma where sigma is at least 5 items.
 _MOST_DEVIATION = 12
@@ -34,10 +34,7 @@ _LEAST_SIGMA = 5
 
 @dataclass(frozen=True)
 class Parts:
-    """Equal, or nearly equal, parts of the output.
-
-    No part is empty.
-    """
+    """Parts of the output, of nearly equal size; none is empty."""
 
     name: str  # of a part: "head", "shard", "shard group" or "window"
     domains: tuple[str, ...]
@@ -63,7 +60,7 @@ class Parts:
 
     @cached_property
     def deviations(self) -> NDArray[np.float64]:
-        """Deviation of each count in sigma, 0 without a choice: float64 [parts, domains]."""
+        """Deviation of each count in sigma; 0 without a choice: float64 [parts, domains]."""
         deviations = (self.counts - self.expected) / np.maximum(self.sigmas, 1e-300)
         return np.where(self.sigmas > 0, deviations, 0.0)
 
@@ -71,9 +68,9 @@ class Parts:
     def chi_square(self) -> tuple[float, int]:
         """Pearson's chi-square of parts that make up the output, and its degrees of freedom.
 
-        Each domain with at least 5 expected items in a part is a class. All others are one class
-        together, or part of the smallest one if they have fewer items than that. With fewer than
-        two classes there are 0 degrees of freedom.
+        A domain with at least 5 expected items in a part is a class. The others are one class
+        together, or part of the smallest one if they have fewer. With fewer than two classes there
+        are 0 degrees of freedom.
         """
         total, order = int(self.totals.sum()), np.argsort(-self.totals, kind="stable")
         expected = self.totals[order] * (self.sizes.min() / total)
@@ -86,7 +83,7 @@ class Parts:
         return square * (total - 1) / total, max(len(starts) - 1, 0) * (len(counts) - 1)
 
     def figures(self) -> dict[str, Any]:
-        """What a part is, the number of parts, the largest deviation; of windows the chi-square."""
+        """Kind and number of parts, and largest deviation; of windows the chi-square."""
         part, domain = divmod(int(np.abs(self.deviations).argmax()), len(self.domains))
         figures = {
             "part": self.name,
@@ -119,13 +116,12 @@ def measure_distribution(
 ) -> dict[str, Parts]:
     """Counts the items of each domain in the "head", the "shards" and the "windows" of the output.
 
-    The items of each domain, and the places of each shard, follow those of the one before. The head
-    is the first 50,000 places, as one part. If there are more than 2**19 counts of domains in
-    shards, which would take too much memory, groups of neighbours stand for shards. Windows are 64
-    equal parts of the output.
+    Items are numbered by domain. The head is the first 50,000 places, as one part. Groups of
+    neighbours stand for shards if more than 2**19 counts of domains in shards would take too much
+    memory. Windows are 64 equal parts.
     """
     total, counts = permutation.size, np.array([*domain_counts.values()], np.int64)
-    group = max(-(-len(shard_sizes) * len(counts) // _MOST_COUNTS), 1)  # shards in a group
+    group = -(-len(shard_sizes) * len(counts) // _MOST_COUNTS)  # shards in a group
     sizes = np.add.reduceat(shard_sizes, np.arange(0, len(shard_sizes), group))
     all_ends = {
         "head": np.array([min(HEAD, total), total]),
@@ -149,25 +145,22 @@ def measure_distribution(
 
 def distribution_json(distribution: Mapping[str, Parts]) -> dict[str, Any]:
     """The distribution as plain values; counts are [parts, domains]."""
-    head, windows = distribution["head"], distribution["windows"]
+    head, (square, degrees) = distribution["head"], distribution["windows"].chi_square
     figures = {"domains": list(head.domains), "domain_counts": head.totals.tolist()}
     for key, parts in distribution.items():
         figures[key] = {"sizes": parts.sizes.tolist(), "counts": parts.counts.tolist()}
-    figures["windows"] |= dict(zip(("chi_square", "degrees"), windows.chi_square, strict=True))
+    figures["windows"] |= {"chi_square": square, "degrees": degrees}
     return figures
 
 
 def format_figures(figures: dict[str, Any]) -> str:
-    """The figures of parts (see `Parts.figures`) as a line for people."""
-    name, count = figures["part"], figures["parts"]
-    label = f"{count:,} {name}{'s' if count != 1 else ''}"
-    test = ""
-    if figures.get("degrees"):
-        degrees = figures["degrees"]
-        test = f"; chi-square {figures['chi_square']:,.1f}, {degrees:,} degrees of freedom"
-    return (
-        f"{label}: largest deviation {figures['largest_deviation']:+.1f} sigma ({name} "
-        f"{figures['largest_deviation_part']}, {printable(figures['largest_deviation_domain'])}: "
-        f"{figures['largest_deviation_count']:,}, expected "
-        f"{figures['largest_deviation_expected']:,.1f}){test}"
+    """The figures of `Parts.figures` as a line for people."""
+    text = (
+        "{parts:,} {part}{plural}: largest deviation {largest_deviation:+.1f} sigma ({part} "
+        "{largest_deviation_part}, {domain}: {largest_deviation_count:,}, expected "
+        "{largest_deviation_expected:,.1f})"
     )
+    if figures.get("degrees"):
+        text += "; chi-square {chi_square:,.1f}, {degrees:,} degrees of freedom"
+    plural, domain = "s" * (figures["parts"] != 1), printable(figures["largest_deviation_domain"])
+    return text.format(plural=plural, domain=domain, **figures)

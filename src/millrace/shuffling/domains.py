@@ -1,4 +1,4 @@
-"""The input of a shuffle: the token files of each domain, sorted by domain and path."""
+"""The input of a shuffle: token files, sorted by domain and path."""
 
 import itertools
 import math
@@ -25,7 +25,7 @@ Inputs = str | Sequence[tuple[float, str | os.PathLike[str]]]
 
 
 class Domain(NamedTuple):
-    """A domain of the input: its files, sorted by path, and how often each item is taken."""
+    """A domain: its files, sorted by path, and how often each item is taken."""
 
     name: str
     weight: Fraction
@@ -34,7 +34,7 @@ class Domain(NamedTuple):
 
 @dataclass(frozen=True)
 class Input:
-    """The domains of a shuffle, sorted by name, and what a user should read about them."""
+    """The domains, sorted by name, and sentences that the user should read."""
 
     domains: Sequence[Domain]
     notices: Sequence[str]
@@ -50,24 +50,25 @@ class Input:
         return [slice(*pair) for pair in itertools.pairwise(bounds)]
 
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of all files that hold tokens; a ConfigError if there are two, or no tokens."""
+        """The dtype of all tokens; a ConfigError if there are two dtypes, or no tokens."""
         files = [file for file in self.files if file.num_tokens > 0]
         if not files:
             raise ConfigError(
                 f"the input has no tokens: {len(self.domains)} domains, {len(self.files)} token "
                 "files. Give a folder with a folder for each domain, which holds .bin or .npy files"
             )
+        first = files[0]
         for file in files:
-            if file.dtype != files[0].dtype:
+            if file.dtype != first.dtype:
                 raise ConfigError(
-                    f"{files[0].path} holds {files[0].dtype}, and {file.path} holds {file.dtype}; "
-                    "all files must have the same dtype: convert some of them with "
-                    "`millrace convert --dtype`, or correct --dtype if they are raw files"
+                    f"{first.path} holds {first.dtype}, and {file.path} holds {file.dtype}; all "
+                    "files must have the same dtype: convert some of them with `millrace convert "
+                    "--dtype`, or correct --dtype if they are raw files"
                 )
-        return files[0].dtype
+        return first.dtype
 
     def tokenizer(self) -> dict[str, Any] | None:
-        """The tokenizer that all files name; a ConfigError if two files name different ones."""
+        """The tokenizer that all files name; a ConfigError if two files differ."""
         records = [None if f.prefix is None else read_tokenizer(f.prefix) for f in self.files]
         if conflict := tokenizer_conflict(records):
             raise ConfigError(
@@ -80,20 +81,19 @@ class Input:
 def find_domains(inputs: Inputs, *, dtype: str, has_documents: bool = False) -> Input:
     """Finds the token files of an input.
 
-    In a folder, each folder is a domain, with all folders below it; the files of the folder are the
-    domain ".". A list has a domain for each path, a folder, a file or the path prefix of an indexed
+    In a folder, each folder is a domain, with all folders below it; its own files are the domain
+    ".". A list has a domain for each path, a folder, a file or the path prefix of an indexed
     dataset, whose last part is the domain's name. Token files are `.npy` arrays, indexed datasets,
     and raw `.bin` files without an `.idx`. Hidden files and other endings are ignored.
 
-    `dtype` is that of raw files. With `has_documents`, all files must be indexed datasets.
-
-    A ConfigError is about the folders and the list, a DataError about a file.
+    `dtype` is that of raw files. With `has_documents`, all files must be indexed datasets. A
+    ConfigError is about the folders and the list, a DataError about a file.
     """
     raw_dtype = np.dtype(dtype)
     domains: list[Domain] = []
     notices: list[str] = []
-    is_folder = isinstance(inputs, str)
-    for name, weight, paths in _domains_in(inputs) if is_folder else _domains_of(inputs):
+    entries = _domains_in(inputs) if isinstance(inputs, str) else _domains_of(inputs)
+    for name, weight, paths in entries:
         files = [open_token_file(p, raw_dtype, has_documents) for p in _token_paths(paths)]
         notices += _notices_of(files, raw_dtype)
         domains.append(Domain(name, weight, files))
@@ -104,7 +104,7 @@ def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
     """The domains that a file lists, one on each line: `WEIGHT PATH`.
 
     Blank lines and lines that begin with "#" are skipped. Relative paths count from the current
-    folder, as on the command line.
+    folder.
 
     Raises:
         ConfigError: A line without weight and path.
@@ -123,7 +123,7 @@ def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
     return entries
 
 
-def _domains_in(folder: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
+def _domains_in(folder: str) -> Iterator[tuple[str, Fraction, list[str]]]:
     if not os.path.isdir(folder):
         raise ConfigError(
             f"{shown(folder)} is not a folder; give one with a folder for each domain"
@@ -170,7 +170,7 @@ def _weight_and_path(entry: Any) -> tuple[Fraction, str]:
             f"an entry of the input list must be a weight and a path, not {shown(entry)}"
         )
     value = check_float(f"the weight of {path}", weight)
-    if not (math.isfinite(value) and value > 0):
+    if not 0 < value < math.inf:
         raise ConfigError(
             f"the weight of {path} must be above 0, not {value:g}; or leave the path out"
         )
@@ -178,7 +178,7 @@ def _weight_and_path(entry: Any) -> tuple[Fraction, str]:
 
 
 def _token_path(path: str, absolute: str) -> str:
-    """The file of a list's entry: a token file, or the `.bin` of an indexed dataset."""
+    """The token file of a list's entry; of an indexed dataset, the `.bin`."""
     if absolute.endswith((".npy", ".bin")) and os.path.lexists(absolute):
         return absolute
     prefix = absolute.removesuffix(".idx")
@@ -200,13 +200,13 @@ def _walk(folder: str) -> list[str]:
 
 
 def _token_paths(paths: Sequence[str]) -> list[str]:
-    indices = {path for path in paths if path.endswith(".idx")}
-    if missing := indices.difference(path[:-4] + ".idx" for path in paths if path[-4:] == ".bin"):
-        path = min(missing)
-        raise DataError(
-            f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
-            "remove the .idx"
-        )
+    existing = set(paths)
+    for path in paths:
+        if path.endswith(".idx") and path[:-4] + BIN not in existing:
+            raise DataError(
+                f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
+                "remove the .idx"
+            )
     return [path for path in paths if path.endswith((".bin", ".npy"))]
 
 

@@ -1,9 +1,8 @@
 """Items of a fixed length: the token streams of files, or of whole domains, cut into sequences.
 
-The sequences lie one after the other in a stream of tokens: sequence s is tokens
-[s * seq_len, (s + 1) * seq_len) of the stream. Each file has a part of the stream, from its first
-token on. What is left over at its end is cut off; with `carry`, only at the end of a domain. So
-the ends of the files' parts say where a sequence lies.
+Sequence s is tokens [s * seq_len, (s + 1) * seq_len) of a stream. Each file has a part of the
+stream, from its first token on. What is left over at its end is cut off; with `carry`, only at the
+end of a domain. So the ends of the files' parts say where a sequence lies.
 """
 
 from typing import Any
@@ -32,7 +31,7 @@ class SequenceItems(Items):
     def __init__(self, found: Input, seq_len: int, carry: bool) -> None:
         self.item_size = seq_len
         num_tokens = np.array([file.num_tokens for file in found.files], np.int64)
-        lengths = num_tokens // seq_len * seq_len  # tokens of each file that are in sequences
+        lengths = num_tokens // seq_len * seq_len  # tokens of each file in sequences
         for part in found.slices if carry else ():
             ends = np.cumsum(num_tokens[part])
             lengths[part] = np.diff(np.minimum(ends, ends[-1:] // seq_len * seq_len), prepend=0)
@@ -69,7 +68,7 @@ class SequenceItems(Items):
         return [prefix + IDX]
 
     def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        """Reads the sequences that start at these places of the stream, ascending, to targets."""
+        """Reads the sequences that start at these ascending places of the stream to targets."""
         first = np.searchsorted(self._ends, starts, side="right")
         last = np.searchsorted(self._ends, starts + self.item_size - 1, side="right")
         rows, steps = spread(last - first + 1)  # a piece for each file that a sequence is in
@@ -90,7 +89,7 @@ class SequenceItems(Items):
             raise self._large_id(starts, buffer, targets)
 
     def _large_id(self, starts: Numbers, buffer: NDArray[np.uint32], targets: Numbers) -> DataError:
-        """The error for a token of 2**31 or more, which is in one of these sequences."""
+        """The error for a token of 2**31 or more in one of these sequences."""
         sequences = [buffer[target : target + self.item_size] for target in targets.tolist()]
         row = next(row for row, tokens in enumerate(sequences) if tokens.max() > MAX_INT32)
         column = int(sequences[row].argmax())

@@ -1,7 +1,7 @@
 """How much memory a shuffle may take, how its workers share it, and which items fit a buffer.
 
-Memory is counted, not measured: `ITEM_OVERHEAD` for each item in a buffer, and a fixed number of
-bytes for each process.
+Memory is counted, not measured: `ITEM_OVERHEAD` for each item in a buffer, and a constant for each
+process.
 """
 
 import itertools
@@ -19,21 +19,21 @@ from millrace.shuffling.shuffle_items import Items, ItemsAt
 MB = 1_000_000
 
 ITEM_OVERHEAD = 128
-"""Bytes of memory per item in a buffer: its number, place, size and offsets, and copies of them.
+"""Bytes per item in a buffer: its number, place, size and offsets, and copies of them.
 
 It decides where runs and buckets end: change the version in `shuffle_options.identity` with it.
 """
 
 # Private memory of processes, measured and rounded up. The job's own process has 100 MB beside the
 # budget, which is enough without Arrow.
-_WORKER_MEMORY = 45 * MB  # Python, NumPy and this package in a worker process
+_WORKER_MEMORY = 45 * MB  # of a worker process: Python, NumPy and this package
 _ARROW_MEMORY = 90 * MB  # more in each process that copies the origins of documents
 _LEAST_BUFFER = 8 * MB  # of a worker
 _BLOCK = 1 << 16  # items whose sizes are looked up at a time
 
 
 class Budget(NamedTuple):
-    """Memory for the workers of a shuffle and their buffers, in bytes."""
+    """Memory of a shuffle in bytes."""
 
     total: int  # for all processes of the job
     own: int  # for the job's own process, if it copies the origins of documents
@@ -50,7 +50,7 @@ class Budget(NamedTuple):
 
 
 def budget_of(memory: int | None, items: Items) -> Budget:
-    """The budget of a job; without a limit half of the memory that is available."""
+    """The budget of a job; without a limit half of the available memory."""
     arrow = _ARROW_MEMORY if items.has_origins else 0
     total = available_memory() // 2 if memory is None else memory  # half is for the page cache
     return Budget(total, arrow, _WORKER_MEMORY + arrow)
@@ -58,7 +58,7 @@ def budget_of(memory: int | None, items: Items) -> Budget:
 
 @dataclass(frozen=True)
 class ItemSizes:
-    """The number of items, the bytes of all of them, and of the largest one."""
+    """Number of items, and bytes of all and of the largest one."""
 
     num_items: int
     num_bytes: int
@@ -83,7 +83,7 @@ def sizes_of(items: Items) -> ItemSizes:
 
 
 def check_memory(budget: Budget, sizes: ItemSizes) -> None:
-    """Raises a ConfigError if one worker's buffer and the largest item do not fit the memory."""
+    """Raises a ConfigError if a buffer or the largest item does not fit the memory."""
     least = budget.own + max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
     if budget.total >= least:
         return
@@ -105,8 +105,8 @@ def in_units(num_bytes: float) -> str:
 def group_bounds(items: Items, items_at: ItemsAt, starts: Numbers, buffer_size: int) -> Numbers:
     """Cuts places into groups whose items fit a buffer: buckets of the output, runs of the input.
 
-    A group begins at each of the starts, of which the last is the end. Returns the first place of
-    each group, and the end: int64 [groups + 1].
+    A group begins at each of the starts, of which the last is the end. Returns the starts of all
+    groups, and the end: int64 [groups + 1].
     """
     bounds = [np.zeros(1, np.int64)]
     for start, stop in itertools.pairwise(starts.tolist()):
@@ -123,12 +123,12 @@ def group_bounds(items: Items, items_at: ItemsAt, starts: Numbers, buffer_size: 
 def _ends_by_size(
     items: Items, items_at: ItemsAt, start: int, stop: int, buffer_size: int
 ) -> Iterator[int]:
-    """Ends of consecutive groups, each as large as the buffer allows, without the last one."""
-    used = 0  # bytes of the group that is not ended
+    """Ends of groups that are as large as the buffer allows, without the last one."""
+    used = 0  # bytes of the last group
     for block in range(start, stop, _BLOCK):
         sizes = items.sizes(items_at(block, min(block + _BLOCK, stop)))
         totals = np.cumsum(sizes * items.dtype.itemsize + ITEM_OVERHEAD)
-        before = -used  # the total before the first item of the group
+        before = -used  # total before the first item of the group
         while (index := np.searchsorted(totals, before + buffer_size, "right")) < len(totals):
             yield block + int(index)
             before = int(totals[index - 1]) if index > 0 else 0

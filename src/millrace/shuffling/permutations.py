@@ -1,7 +1,7 @@
-"""The permutation of a shuffle: where each input item goes, and what goes to each place.
+"""The permutation of a shuffle: the place of each input item, and the item at each place.
 
-`numpy` is `numpy.random.default_rng(seed).permutation(size)`, which anyone can check; it takes 16
-bytes per item on the disk. `keyed` is a `KeyedPermutation`, which takes none.
+`numpy` is `numpy.random.default_rng(seed).permutation(size)`, which takes 16 bytes per item on the
+disk. `keyed` is a `KeyedPermutation`, which takes none.
 """
 
 import contextlib
@@ -16,28 +16,28 @@ from millrace.ragged import Numbers
 from millrace.shuffling.memory_budget import in_units
 
 _MEMORY = 16  # bytes per item while "numpy" is made: for the permutation and its inverse
-_BLOCK = 1 << 20  # places that are worked on at a time
+_BLOCK = 1 << 20  # places that are inverted at a time
 
 
 @dataclass(frozen=True)
 class Permutation:
     """A permutation of 0 to size - 1. It pickles to a few bytes, so every task can carry it.
 
-    "keyed" computes each range that it returns, and "numpy" reads it from two files of int64. Reads
-    instead of maps: the pages of a map would count as memory of every process.
+    "keyed" computes each range, and "numpy" reads it from two files of int64. Maps of the files
+    would count as memory of every process.
     """
 
     name: str
     size: int
     seed: int
-    folder: str = ""  # of the files, by an absolute path
+    folder: str = ""  # of the files: an absolute path
 
     def places(self, start: int, stop: int) -> Numbers:
-        """The places of the input items `start` to `stop` - 1: int64 [stop - start]."""
+        """The places of input items [start, stop): int64 [stop - start]."""
         return self._range("places", start, stop)
 
     def sources(self, start: int, stop: int) -> Numbers:
-        """The input items at the places `start` to `stop` - 1: int64 [stop - start]."""
+        """The input items at places [start, stop): int64 [stop - start]."""
         return self._range("sources", start, stop)
 
     def _range(self, name: str, start: int, stop: int) -> Numbers:
@@ -56,9 +56,9 @@ class Permutation:
 
 
 def choose_permutation(name: str, size: int, memory: int, unit: str) -> str:
-    """The name of a permutation for `make_permutation`; a ConfigError if it takes too much memory.
+    """The name of a permutation; a ConfigError if it takes too much memory.
 
-    "auto" is "numpy" as long as it takes at most half of the memory while it is made.
+    "auto" is "numpy" if it takes at most half of the memory while it is made.
     """
     needed = _MEMORY * size
     if name == "auto":
@@ -73,7 +73,7 @@ def choose_permutation(name: str, size: int, memory: int, unit: str) -> str:
 
 
 def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutation:
-    """Makes a permutation; "numpy" writes two files into the folder, whose path is absolute."""
+    """Makes a permutation; "numpy" writes two files into the folder, an absolute path."""
     permutation = Permutation(name, size, seed, folder)
     if name == "keyed":
         return permutation

@@ -1,12 +1,12 @@
-"""The plans of a shuffle: ways to move the items, which all write the same bytes.
+"""The plans of a shuffle: ways to move the items that write the same bytes.
 
     gather   for each bucket of places, read its items from all over the input; write them in order
     scatter  sort each run of the input by place, and write it; for each bucket, read its section of
              every run; write it in order
 
-`gather` reads the data once, at random places, while it writes them. If a bucket holds all items,
-it reads them from the start to the end. `scatter` reads and writes the data twice, in large pieces.
-The rates of the disk, which are measured, decide between them.
+`gather` reads the data once, at random places, or from start to end if a bucket holds all items.
+`scatter` reads and writes the data twice, in large pieces. The measured rates of the disk decide
+between them.
 """
 
 import math
@@ -36,14 +36,14 @@ from millrace.shuffling.shard_work import Work
 from millrace.shuffling.shuffle_items import Items
 
 PLANS = "gather", "scatter"
-_LARGEST_BUFFER = 256 * MB  # of a worker; more makes nothing faster
+_LARGEST_BUFFER = 256 * MB  # of a worker; a larger one is not faster
 _GOOD_BUFFER = 16 * MB
 _GOOD_SECTION = 256 << 10  # bytes that pass 2 of `scatter` reads of a run at a time
 _LARGE_SECTION = 8 << 20
-_GOOD_WRITE_RATE = 1e9  # bytes per second, of a good disk: reads that keep up with it are fast
-_TRANSFERS = 3  # of `scatter` one after the other: it reads, reads again, and writes
+_GOOD_WRITE_RATE = 1e9  # bytes per second of a good disk: reads that keep up with it are fast
+_TRANSFERS = 3  # of `scatter`: it reads, reads again, and writes
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
-_LARGE_ITEM = 1 << 20  # bytes: a random read of this size is as fast as a sequential one
+_LARGE_ITEM = 1 << 20  # bytes: a random read of them is as fast as a sequential one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class ShufflePlan:
     name: str  # "gather" or "scatter"
     sizes: ItemSizes
     workers: int
-    buffer_size: int  # bytes for a group of items in a worker, with `ITEM_OVERHEAD` each
+    buffer_size: int  # bytes of a worker, with `ITEM_OVERHEAD` for each item
     reason: str = "it was asked for"
 
     @property
@@ -62,11 +62,11 @@ class ShufflePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the plan reads, and bytes that it writes."""
+        """Bytes that the plan reads; it writes as many."""
         return self.sizes.num_bytes * (2 if self.name == "scatter" else 1)
 
     def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
-        """What the tasks need to know; `starts` are those of the shards: int64 [shards + 1]."""
+        """What the tasks need to know; `starts` of the shards: int64 [shards + 1]."""
         whole, runs = starts[[0, -1]], None
         if self.name == "scatter":
             runs = group_bounds(items, np.arange, whole, self.buffer_size)
@@ -81,7 +81,7 @@ class ShufflePlan:
 
 
 def fit_plan(name: str, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
-    """The plan of that name with as many workers, and buffers as large, as the memory allows."""
+    """The plan with as many workers, and buffers as large, as the memory allows."""
     good, most, least = _GOOD_BUFFER, _LARGEST_BUFFER, sizes.largest + ITEM_OVERHEAD
     if name == "scatter":
         # With buffers of M bytes, pass 2 reads M * M / num_bytes of a run at a time.
@@ -105,19 +105,15 @@ def choose_plan(
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)
     plan = fit_plan(name, sizes, budget, workers)
-    if free < plan.num_bytes:
-        raise MillraceError(
-            f"No space left for the plan {name}: it writes {in_units(plan.num_bytes)}, and the "
-            f"disk of {output_dir} has {in_units(free)} free. Make room, give the plan gather, or "
-            "write elsewhere"
-        )
+    remedy = "give the plan gather, "
+    _check_free(f"plan {name}: it writes", plan.num_bytes, free, output_dir, remedy)
     return plan
 
 
 def resume_plan(
     content: dict[str, Any], items: Items, memory: int | None, workers: int
 ) -> ShufflePlan:
-    """The plan whose fields the journal has, with as many workers as the memory allows now.
+    """The plan in the journal, with as many workers as the memory allows now.
 
     Without a limit of the memory, one works in any case.
     """
@@ -138,7 +134,7 @@ def resume_plan(
 def _best_plan(
     items: Items, sizes: ItemSizes, budget: Budget, workers: int, free: int
 ) -> ShufflePlan:
-    """The fastest plan for this disk, which has `free` bytes left."""
+    """The fastest plan for a disk with `free` bytes left."""
     gather = fit_plan("gather", sizes, budget, workers)
     mean = sizes.num_bytes // sizes.num_items
     if gather.has_one_bucket:
@@ -165,30 +161,34 @@ def check_room(items: Items, num_bytes: int, output_dir: str) -> int:
     """Free bytes of the disk beside the indices of an output; a MillraceError without room."""
     status, index_size = os.statvfs(output_dir), _INDEX_ENTRY * items.num_items
     free = status.f_bavail * status.f_frsize
-    if free < num_bytes + index_size:
-        raise MillraceError(
-            f"No space left for the output: it has {in_units(num_bytes + index_size)}, and the "
-            f"disk of {output_dir} has {in_units(free)} free. Make room, or write elsewhere"
-        )
+    _check_free("output: it has", num_bytes + index_size, free, output_dir)
     return free - index_size
 
 
+def _check_free(text: str, needed: int, free: int, output_dir: str, remedy: str = "") -> None:
+    if free < needed:
+        raise MillraceError(
+            f"No space left for the {text} {in_units(needed)}, and the disk of {output_dir} has "
+            f"{in_units(free)} free. Make room, {remedy}or write elsewhere"
+        )
+
+
 _NUM_ITEMS = 256  # random items
-_NUM_GROUPS = 8  # of random items: their median, as another process may interrupt one of them
+_NUM_GROUPS = 8  # of random items, for a median: another process may interrupt one of them
 _MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
 
 
 def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
-    """Reads some items of `mean` bytes, about `size` bytes at a time.
+    """Bytes per second of reading random items, and consecutive ones.
 
-    Returns the bytes per second of reading random items, and of reading consecutive ones.
+    Reads items of `mean` bytes, about `size` bytes at a time.
     """
-    random = np.random.default_rng()  # other items in each run: those of the last one are cached
+    random = np.random.default_rng()  # other items in each run: the last ones are cached
     scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
     count = min(size // max(mean, 1) + 1, items.num_items, _MOST_ITEMS)
     consecutive = random.integers(0, items.num_items - count + 1) + np.arange(count)
     _rate(items, consecutive[:1], size)  # the first call opens files and loads code
-    # Once each: the disk reads ahead, so a second round would find part of its items in memory.
+    # Once each: the disk reads ahead, so a second round would find items in memory.
     groups = np.array_split(scattered, min(_NUM_GROUPS, len(scattered)))
     rate = statistics.median(_rate(items, group, size // _NUM_GROUPS) for group in groups)
     return rate, _rate(items, consecutive, size)

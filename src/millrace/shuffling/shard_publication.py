@@ -1,16 +1,16 @@
-"""Moves the shards of a shuffle into the output folder, and checks what is in that folder.
+"""Moves the shards of a shuffle into the output folder, and checks that folder.
 
     1. the shards in the journal are flushed to the disk
-    2. all that the next steps need is stored in the journal: names, metadata and result
+    2. the journal stores what the next steps need: names, metadata and result
     3. each file is renamed into the output folder, the .bin of a shard before its .idx
     4. metadata.json is written: the output is whole
     5. the result is kept beside it, and the journal is removed
 
-A job that is killed after step 2 is continued by steps 3 to 5 alone, which then compare each file
-with its checksum.
+A job that is killed after step 2 is continued by steps 3 to 5, which then compare each file with
+its checksum.
 
-`--restart` removes the shards, metadata.json, and then the journal. At each instant one of the last
-two is there, so the next job in this folder knows that the shards may go.
+`--restart` removes the shards, metadata.json, and then the journal. One of the last two is there at
+each instant, so the next job in this folder knows that the shards may go.
 """
 
 import contextlib
@@ -35,8 +35,8 @@ from millrace.shards.metadata import (
 )
 from millrace.shuffling.shard_work import SHARD
 
-Report = Callable[[int, int], None]  # of the number of files that are done, and of all
-JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)  # first part of the names of the job's files
+Report = Callable[[int, int], None]  # of the number of files done, and of all
+JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)  # first part of the job's file names
 _FLUSHES = 8  # files that are flushed at a time
 _OUTPUT = re.compile(
     r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)|metadata\.json(\.(.*\.)?tmp)?"
@@ -45,9 +45,9 @@ _OUTPUT = re.compile(
 
 @contextlib.contextmanager
 def output_folder(folder: str) -> Iterator[None]:
-    """Makes the output folder, or checks that it holds nothing but an output or a journal.
+    """Makes the output folder, or checks that it holds only an output or a journal.
 
-    A new one is removed again if the job leaves nothing in it.
+    A new folder that the job leaves empty is removed.
     """
     try:
         entries = sorted(os.listdir(folder))
@@ -100,7 +100,7 @@ def publication(done: Sequence[Done], metadata: dict[str, Any]) -> dict[str, Any
 
 
 def flush_shards(done: Sequence[Done], report: Report) -> None:
-    """Flushes the files of all shards, and the folders on the way to them, several at a time."""
+    """Flushes the files of all shards, and the folders on the way to them."""
 
     def flush(path: str) -> None:
         with naming(path), open(path, "rb") as file:
@@ -112,15 +112,15 @@ def flush_shards(done: Sequence[Done], report: Report) -> None:
             report(count, len(paths))
         list(pool.map(fsync_folder, [os.path.join(task.folder, "") for task in done]))
     path = done[0].folder
-    for _ in range(4):  # the folders of all files, of the run, of the journal, of the output
+    for _ in range(4):  # the folders of files, run, journal and output
         fsync_folder(path)
         path = os.path.dirname(path)
 
 
 def publish(source: str, folder: str, content: dict[str, Any], report: Report | None) -> None:
-    """Renames the shards and writes the metadata; an earlier run may have done a part of it.
+    """Renames the shards and writes the metadata, of which an earlier run may have done a part.
 
-    `source` is the journal's folder of the run, and `content` what `publication` has returned. With
+    `source` is the journal's folder of the run, and `content` the result of `publication`. With
     `report`, files are compared with their checksums; else this process has written them.
     """
     files, checksums = content["files"], content["metadata"]["checksums"]

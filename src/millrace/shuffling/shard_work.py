@@ -1,4 +1,4 @@
-"""The tasks of a shuffle: a worker writes a shard, or a run of the input sorted by place."""
+"""The tasks of a shuffle: to write a shard, or a run of the input sorted by place."""
 
 import contextlib
 import errno
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.engine import Done, Run, Task
 from millrace.errors import DataError
-from millrace.files import naming, sum_of, temporary_name, xxh3
-from millrace.ragged import Numbers
+from millrace.files import atomic_file, naming, sum_of, xxh3
+from millrace.ragged import Numbers, equal_runs
 from millrace.shuffling.memory_budget import in_units
 from millrace.shuffling.permutations import Permutation
 from millrace.shuffling.shuffle_items import Items
@@ -24,39 +24,31 @@ from millrace.shuffling.shuffle_items import Items
 Sums = dict[str, tuple[int, str]]  # size and XXH3-64 of each file, by its path
 Function = Callable[[Any, Task], tuple[dict[str, Any], Sums]]
 
-SHARD = "shard"  # path prefix of a shard in the folder of its task
+SHARD = "shard"  # path prefix in the folder of its task
 _RUN, _SECTIONS = "run.bin", "sections"
 _BLOCK = 4 << 20  # bytes that are hashed and written at a time
-_ALIGNMENT = 4096  # of memory, offsets and sizes of direct writes: the largest that disks ask for
+_ALIGNMENT = 4096  # of memory, offset and size of direct writes: the largest that disks need
 
 
 def write_hashed(path: str, parts: Iterable[NDArray[np.uint8]]) -> tuple[int, str]:
     """Writes a file of a task, which gets its name when it is whole; returns its size and XXH3-64.
 
-    Data go past the page cache where the file system can. A job writes more than the memory that it
-    may use, and reads none of it soon: pages of it would drive others out, and the memory for them
-    would have to be cleared first, which takes longer than the write.
+    Data go past the page cache where the file system can. A job writes more than its memory, and
+    reads none of it soon: the pages would drive others out, and clearing the memory for them would
+    take longer than the write.
     """
-    temporary, digest, size = temporary_name(path), xxh3(), 0
-    with naming(path):
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        _set_direct(descriptor, True)
+    digest, size = xxh3(), 0
+    with atomic_file(path, durable=False) as file:
+        _set_direct(file.fileno(), True)
         for block in _blocks(parts):
             digest.update(block)
             size += len(block)
-            with naming(path):
-                _write(descriptor, block)
-        os.rename(temporary, path)
-    finally:
-        os.close(descriptor)
-        with contextlib.suppress(OSError):  # it has its name, or is not whole
-            os.unlink(temporary)
+            _write(file.fileno(), block)
     return size, str(digest.hexdigest())
 
 
 def _blocks(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of all parts, in full blocks and a rest, each at the same page of memory."""
+    """The bytes of all parts, in full blocks and a rest, all in one piece of memory."""
     block = np.frombuffer(mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE), np.uint8)
     filled = 0
     for part in parts:
@@ -72,7 +64,7 @@ def _blocks(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
 
 def _write(descriptor: int, block: NDArray[np.uint8]) -> None:
     while len(block):
-        if len(block) % _ALIGNMENT:  # the end of the file, or of a disk that is nearly full
+        if len(block) % _ALIGNMENT:  # at the end of the file, or a nearly full disk
             _set_direct(descriptor, False)
         try:
             block = block[os.write(descriptor, block.data) :]
@@ -83,7 +75,7 @@ def _write(descriptor: int, block: NDArray[np.uint8]) -> None:
 
 
 def _set_direct(descriptor: int, is_direct: bool) -> bool:
-    """Asks for direct writes, which not every file system has, or not; whether that changed."""
+    """Turns direct writes on, if the file system has them, or off; whether that changed."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     with contextlib.suppress(OSError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT | os.O_DIRECT * is_direct)
@@ -91,22 +83,18 @@ def _set_direct(descriptor: int, is_direct: bool) -> bool:
 
 
 class Buffer:
-    """Memory that a worker keeps between tasks: the pages of new memory would have to be cleared.
-
-    It is never shared: each job has one in its own process, and each worker process another one.
-    """
+    """Memory that a process keeps between tasks: new memory would have to be cleared."""
 
     def __init__(self) -> None:
         self.drop()
 
     def drop(self) -> None:
-        """Frees the memory."""
         self.bytes = np.empty(0, np.uint8)
         self.bucket: int | None = None  # that is in the buffer
-        self.ends = np.empty(0, np.int64)  # of its items, in tokens
+        self.ends = np.empty(0, np.int64)  # of its items, in bytes
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """The first bytes of the buffer, with what the last task has left in them: uint8 [size]."""
+        """The first bytes of the buffer, with what the last task left there: uint8 [size]."""
         self.bucket = None
         if len(self.bytes) < size:
             self.drop()  # first: there is no room for both
@@ -130,11 +118,11 @@ class Work:
     starts: Numbers  # first place of each shard, and the end: int64 [shards + 1]
     buckets: Numbers  # first place of each bucket, and the end: int64 [buckets + 1]
     runs: Numbers | None = None  # first item of each run, and the end: int64 [runs + 1]
-    run_folders: tuple[str, ...] = ()  # of the files of each run, once they are written
+    run_folders: tuple[str, ...] = ()  # of each run, once it is written
     buffer: Buffer = field(default_factory=Buffer)
 
     def write(self, run: Run, workers: int) -> list[Done]:
-        """Writes the runs if there are any, then the shards; returns what each shard's task did."""
+        """Writes the runs if there are any, then the shards; returns the shards' tasks."""
         work = self
         if self.runs is not None:
             runs = self._map(run, "phase 3: sort runs", write_run, len(self.runs) - 1, workers)
@@ -144,7 +132,6 @@ class Work:
     def _map(
         self, run: Run, label: str, function: Function, count: int, workers: int
     ) -> list[Done]:
-        """Runs a function on the numbers of all runs or shards."""
         unit, num_bytes = "run" if function is write_run else "shard", 0
         results: list[Done] = []
 
@@ -154,16 +141,16 @@ class Work:
             return 1, f"{len(results):,} of {count:,} {unit}s  {in_units(num_bytes)}"
 
         tasks = [Task((unit == "shard", n), n, f"{unit} {n}") for n in range(count)]
-        options: Any = {"phase": label, "workers": workers, "report": report}
         try:
-            results.extend(run.map(function, tasks, self, **options))
+            results.extend(
+                run.map(function, tasks, self, phase=label, workers=workers, report=report)
+            )
         finally:
             self.buffer.drop()
         return results
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of the items at places [start, stop), a bucket's at a time."""
-        size = self.items.dtype.itemsize
+        """The bytes of the items at places [start, stop), by bucket."""
         bucket = int(np.searchsorted(self.buckets, start, side="right")) - 1
         while start < stop:
             first, end = self.buckets[bucket : bucket + 2].tolist()
@@ -171,37 +158,35 @@ class Work:
             end = min(end, stop)
             ends = self.buffer.ends
             low = int(ends[start - first - 1]) if start > first else 0
-            yield self.buffer.bytes[low * size : int(ends[end - first - 1]) * size]
+            yield self.buffer.bytes[low : int(ends[end - first - 1])]
             start, bucket = end, bucket + 1
 
     def _fill_buffer(self, bucket: int, start: int, stop: int) -> None:
-        """Reads the items of a bucket, unless the task before has left them in the buffer."""
+        """Reads the items of a bucket, unless they are in the buffer still."""
         if self.buffer.bucket == bucket:
             return
-        numbers = self.permutation.sources(start, stop)
-        sizes = self.items.sizes(numbers)
+        numbers, dtype = self.permutation.sources(start, stop), self.items.dtype
+        sizes = self.items.sizes(numbers) * dtype.itemsize
         ends = np.cumsum(sizes)
         targets = ends - sizes
-        data = self.buffer.take(int(ends[-1]) * self.items.dtype.itemsize)
+        data = self.buffer.take(int(ends[-1]))
         if self.runs is None:
             order = np.argsort(numbers)
-            self.items.read(numbers[order], data.view(self.items.dtype), targets[order])
+            self.items.read(numbers[order], data.view(dtype), targets[order] // dtype.itemsize)
         else:
             runs = np.searchsorted(self.runs, numbers, side="right") - 1
             order = np.argsort(runs, kind="stable")
-            bounds = np.searchsorted(runs[order], np.arange(len(self.runs)))
-            for run in np.flatnonzero(np.diff(bounds)).tolist():
-                part = order[bounds[run] : bounds[run + 1]]
-                self._read_section(run, bucket, sizes[part], targets[part], data)
+            for section in equal_runs(runs[order]):
+                rows = order[section]
+                self._read_section(int(runs[rows[0]]), bucket, sizes[rows], targets[rows], data)
         self.buffer.bucket, self.buffer.ends = bucket, ends
 
     def _read_section(
         self, run: int, bucket: int, sizes: Numbers, targets: Numbers, buffer: NDArray[np.uint8]
     ) -> None:
-        """Reads a bucket's section of a run, which has its items in the order of places."""
+        """Reads a bucket's section of a run, whose items are in the order of places."""
         sections, path = (os.path.join(self.run_folders[run], name) for name in (_SECTIONS, _RUN))
         start, stop = np.fromfile(sections, np.int64, 2, offset=8 * bucket).tolist()
-        sizes, targets = (counts * self.items.dtype.itemsize for counts in (sizes, targets))
         ends = start + np.cumsum(sizes)
         with naming(path), open(path, "rb", buffering=0) as file:
             try:
@@ -216,9 +201,9 @@ class Work:
 
 
 def write_run(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
-    """Writes run `task.payload` of the input, sorted by place; pass 1 of `scatter`.
+    """Writes run `task.payload` of the input, sorted by place: pass 1 of `scatter`.
 
-    `sections` has the byte at which each bucket begins in it, and the end: int64 [buckets + 1].
+    `sections` has the byte at which each bucket begins, and the end: int64 [buckets + 1].
     """
     assert work.runs is not None
     items = work.items
@@ -231,7 +216,7 @@ def write_run(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
     targets = np.empty_like(ends)
     targets[order] = ends - sizes[order]
     first_items = np.searchsorted(places[order], work.buckets)
-    sections = np.concatenate([np.zeros(1, np.int64), ends])[first_items] * items.dtype.itemsize
+    sections = np.append(0, ends)[first_items] * items.dtype.itemsize
     del places, order, sizes
     buffer = work.buffer.take(int(ends[-1]) * items.dtype.itemsize)
     items.read(numbers, buffer.view(items.dtype), targets)
@@ -251,5 +236,5 @@ def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
     num_bytes, _ = files[path]
     for path in work.items.write_index(prefix, work.permutation.sources, start, stop):
         files[path] = sum_of(path)
-    sums = {os.path.basename(path): list(sums) for path, sums in files.items()}
+    sums = {os.path.basename(path): sums for path, sums in files.items()}
     return {"bytes": num_bytes, "files": sums}, files

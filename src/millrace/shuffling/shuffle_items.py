@@ -1,4 +1,4 @@
-"""What a shuffle moves: items, which are fixed-length sequences or whole documents."""
+"""What a shuffle moves: items, either fixed-length sequences or whole documents."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _OF_FILE = "path", "size", "mtime_ns", "index_mtime_ns"  # entries of an input f
 
 
 class WeightedUnits:
-    """Items, which are the units of domains (sequences or documents) as often as weights say.
+    """Items: the units of domains (sequences or documents), as often as weights say.
 
     A domain of n units and weight 5/2 has 5n/2 items, rounded down: each unit, each unit again, and
     n/2 units at even distances. `num_items` are the items of each domain; a ConfigError if 64 bits
@@ -43,7 +43,7 @@ class WeightedUnits:
         self._first_items = starts_of(self.num_items)[:-1]
         num_items = np.array(self.num_items, np.int64)
         self._num_rest = num_items % np.maximum(self._num_units, 1)  # items of the last pass
-        self._num_whole = num_items - self._num_rest  # items of passes over all units
+        self._num_whole = num_items - self._num_rest  # items of whole passes
         is_large = max(num_units, default=0) ** 2 > MAX_INT64
         self._product_type: Any = object if is_large else np.int64  # of exact, slow integers
 
@@ -61,48 +61,47 @@ class WeightedUnits:
         return units + self._first_units[domains]
 
     def ascending_units(self, items: Numbers, targets: Numbers) -> tuple[Numbers, Numbers]:
-        """The units of ascending items, in ascending order, and the targets in the same order."""
+        """The units of ascending items, ascending, and the targets in the same order."""
         units = self.units(items)
         order = slice(None) if self._is_identity else np.argsort(units, kind="stable")
         return units[order], targets[order]
 
     def items_in(self, domain: int, start: int, stop: int) -> int:
-        """The number of items of units [start, stop), which are all of one domain."""
+        """The number of items of a domain's units [start, stop)."""
         count, rest = int(self._num_units[domain]), int(self._num_rest[domain])
         if count == 0:
             return 0
         start, stop = (number - int(self._first_units[domain]) for number in (start, stop))
-        # Unit j * count // rest is below `stop` exactly for j < stop * rest / count.
+        # Unit j * count // rest is below `stop` for j < stop * rest / count.
         in_rest = -(-stop * rest // count) - -(-start * rest // count)
         return int(self._num_whole[domain]) // count * (stop - start) + in_rest
 
 
 class DomainCounts(NamedTuple):
-    """The items of one domain, whose numbers follow those of the domain before."""
+    """Counts of one domain."""
 
     name: str
     num_files: int
     num_items: int  # one that a weight takes twice counts twice
     num_tokens: int
-    num_left: int  # tokens that are in no item: the remainders of the files
+    num_left: int  # tokens in no item: the remainders of the files
 
 
 class Items(ABC):
     """Items by number: by domain, then path, then place in the file.
 
-    Items can be pickled: they hold paths and tables of the domains and files. Tables that grow with
-    the number of documents are in files of the job's folder.
+    Items can be pickled: tables that grow with the number of documents are files of the job.
 
     `item_size` is the number of tokens of each item; None: they differ. With `has_origins`, the
-    shards get sidecars of their documents' origins, which takes Arrow. `inputs` are the files,
-    sorted by domain and path, as `metadata.json` lists them; its `num_items` begin in the file.
+    shards get sidecars of their documents' origins, which takes Arrow. `inputs` are the files as
+    `metadata.json` lists them; the `num_items` of a file begin in it.
 
     Args:
         found: The input.
         num_units: Number of units (sequences or documents) that begin in each file: int64 [files].
         num_used: Tokens of each file that are in a unit: int64 [files].
-        unit: What a unit is, for messages.
-        remedy: What to give instead of an input that has none.
+        unit: Name of a unit, for messages.
+        remedy: Remedy if the input has no units.
 
     Raises:
         ConfigError: No unit, or none that the weights take; two dtypes or tokenizers.
@@ -142,21 +141,17 @@ class Items(ABC):
                 )
             for file in domain.files:
                 start, stop = self.first_units[len(self.inputs) :][:2].tolist()
-                self.inputs.append(
-                    {
-                        "domain": domain.name,
-                        **{name: getattr(file, name) for name in _OF_FILE},
-                        "num_items": self.units.items_in(number, start, stop),
-                        "num_tokens": file.num_tokens,
-                    }
-                )
+                row: dict[str, Any] = {"domain": domain.name}
+                row |= {name: getattr(file, name) for name in _OF_FILE}
+                row["num_items"] = self.units.items_in(number, start, stop)
+                self.inputs.append({**row, "num_tokens": file.num_tokens})
 
     @property
     def domain_stats(self) -> dict[str, int]:
         return {domain.name: domain.num_items for domain in self.domains}
 
     def table(self, unit: str) -> str:
-        """A table of the domains, for people; `unit` is "sequences" or "documents"."""
+        """The domains as a table for people; `unit` is "sequences" or "documents"."""
         totals = map(sum, zip(*(domain[1:] for domain in self.domains), strict=True))
         rows: list[Any] = [*self.domains, ("total", *totals)]
         table = [["domain", "files", unit, "tokens", "tokens left out"]]
@@ -171,13 +166,13 @@ class Items(ABC):
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads items, whose numbers ascend, to any places of a buffer.
 
-        A DataError for a file that has changed since, or a uint32 token of 2**31 or more.
+        A DataError for a file that has changed, or a uint32 token of 2**31 or more.
         """
 
     @abstractmethod
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes the other files of a shard, whose `.bin` is there: the index, and sidecars.
+        """Writes the index and the sidecars of the shard with the places [start, stop).
 
-        The shard has the places [start, stop). Returns the paths of the files; each appears whole
-        or not at all. A DataError if the `.bin` does not have the size of these items.
+        Its `.bin` is there; a DataError if it does not have the size of these items. Returns the
+        paths of the files; each appears whole or not at all.
         """

@@ -1,4 +1,4 @@
-"""The shuffle job: numbers the items, permutes them, moves them, and publishes the shards."""
+"""The shuffle job: numbers, permutes and moves the items, and publishes the shards."""
 
 import os
 import time
@@ -37,11 +37,10 @@ class ShuffleResult:
         plan: "gather" or "scatter".
         reason: Reason for the plan.
         workers: Number of workers.
-        bytes_read, bytes_written: Bytes of items that the plan reads and writes.
-        num_tasks_done, num_tasks_kept: Number of tasks of this run, and of earlier runs that were
-            interrupted.
+        bytes_read, bytes_written: Bytes that the plan reads and writes.
+        num_tasks_done, num_tasks_kept: Number of tasks of this run, and of interrupted runs.
         seconds: Duration of this run.
-        notices: Sentences about the input that a user should read.
+        notices: Sentences about the input that the user should read.
     """
 
     output_dir: str
@@ -66,26 +65,25 @@ class ShuffleResult:
 def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> ShuffleResult:
     """Permutes the sequences, or documents, of many domains globally, and writes them as shards.
 
-    The items are numbered by domain, then path, then place in the file; `permutation[i]` is the
-    place of item i in the output. Each shard has total // num_shards items, and the first ones one
-    more. The output does not depend on the plan, the number of workers, the engine, or how often
-    the job was interrupted. It depends on the memory only if that decides the permutation.
+    Items are numbered by domain, then path, then place in the file; `permutation[i]` is the place
+    of item i in the output. Each shard has total // num_shards items, and the first ones one more.
+    The output does not depend on the plan, the number of workers, the engine, or interruptions. It
+    depends on the memory only if that decides the permutation.
 
     The job keeps finished tasks in the folder `shuffle.journal` of the output folder until all
     shards are published. A job that fails or is killed leaves it; the same call continues there. A
-    job that has finished, and is called again with the same inputs and options, returns its earlier
-    result.
+    finished job that is called again with the same inputs and options returns its earlier result.
 
     Args:
         input_dir: Folder with a folder for each domain; None with `input_list`.
-        output_dir: Folder for the shards. It is made, or must be empty.
-        options: The fields of `ShuffleOptions`. `input_list` is the weight and path of each domain:
+        output_dir: Folder for the shards, which is made or must be empty.
+        options: Fields of `ShuffleOptions`. `input_list` is the weight and path of each domain:
             with the weight 2.5 each item is taken twice, and every second one a third time.
 
     Raises:
         ConfigError: An option that cannot work, an output folder that is not empty, or an
             interrupted job with other options.
-        DataError: An input file that is damaged, or changes while the job runs.
+        DataError: An input file that is damaged, or changes meanwhile.
         MillraceError: Another process at work on the folder, too little room on the disk, a worker
             process that died repeatedly, or a shuffle that is not uniform.
         OSError: A journal or shard that cannot be written.
@@ -128,9 +126,8 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
 
 def _earlier(result: ShuffleResult) -> ShuffleResult:
     """The result of an earlier run, whose tasks this run keeps."""
-    return replace(
-        result, num_tasks_done=0, num_tasks_kept=result.num_tasks_kept + result.num_tasks_done
-    )
+    num_tasks = result.num_tasks_kept + result.num_tasks_done
+    return replace(result, num_tasks_done=0, num_tasks_kept=num_tasks)
 
 
 def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
@@ -152,9 +149,9 @@ def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
 
 
 def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
-    """Writes all shards into the journal; returns how they are published, as plain JSON."""
+    """Writes all shards into the journal; returns what publishes them, as plain JSON."""
     if run.stored("plan") is None:
-        # With large weights, it may be too large even for its permutation to be computed.
+        # With large weights, the output may be too large even to compute its permutation.
         num_tokens = items.num_items * (items.item_size or 0)
         check_room(items, num_tokens * items.dtype.itemsize, options.folder)
     permutation, distribution = _permute(run, options, items)
@@ -205,14 +202,10 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
 
 
 def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutation, dict[str, Any]]:
-    """The permutation, after a check that it spreads the domains evenly, and the counts of that."""
+    """The permutation, and the distribution, after a check that it is even."""
     label, size = "phase 2: permutation", items.num_items
-
-    def choose() -> str:
-        memory = budget_of(options.memory, items).buffers
-        return choose_permutation(options.permutation, size, memory, options.unit)
-
-    name = run.once("permutation", choose)
+    arguments = options.permutation, size, budget_of(options.memory, items).buffers, options.unit
+    name = run.once("permutation", lambda: choose_permutation(*arguments))
     with run.phase(label) as progress:
         progress.note(f"{label} {name} of {size:,} {options.unit}, seed {options.seed}")
         permutation = make_permutation(name, size, options.seed, run.scratch)

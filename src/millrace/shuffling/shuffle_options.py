@@ -18,9 +18,9 @@ from millrace.shuffling.plans import PLANS
 from millrace.shuffling.token_files import DTYPES
 
 
-def _entries(name: str, value: Any) -> Any:
-    if value is None or isinstance(value, (tuple, list)):
-        return None if value is None else tuple(value)
+def _entries(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, (tuple, list)):
+        return tuple(value)
     raise ConfigError(f"{name} must be a list of pairs (weight, path), not {shown(value)}")
 
 
@@ -39,71 +39,43 @@ _job = partial(option, group="job", identity="never")
 class ShuffleOptions:
     """The options of a shuffle; a ConfigError for one that cannot work."""
 
+    # fmt: off
     input_dir: StrPath | None = option(
-        "folder with a folder for each domain: .bin, .npy, or .bin with .idx",
-        None,
-        metavar="DIR",
-        identity="never",
-        group="input",
-    )
-    input_list: Any = option(
-        "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)",
-        None,
-        metavar="FILE",
-        check=_entries,
-        parse=read_input_list,
-        identity="never",
-        group="input",
-    )
+        "folder with a folder for each domain: .bin, .npy, or .bin with .idx", None,
+        metavar="DIR", identity="never", group="input")
+    input_list: Any | None = option(
+        "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)", None,
+        metavar="FILE", check=_entries, parse=read_input_list, identity="never",
+        group="input")
     dtype: Any = option(
-        "dtype of .bin files without .idx",
-        "uint32",
-        choices=tuple(dtype.name for dtype in DTYPES),
-        check=_raw_dtype,
-        group="input",
-    )
+        "dtype of .bin files without .idx", "uint32",
+        choices=tuple(dtype.name for dtype in DTYPES), check=_raw_dtype, group="input")
     seq_len: int = _input("tokens of a sequence", 4096, least=1, most=MAX_INT32, identity="never")
     carry: bool = _input("continue the remainder of a file in the next file of its domain", False)
     documents: bool = _input(
-        "shuffle whole documents of indexed datasets instead of sequences", False
-    )
+        "shuffle whole documents of indexed datasets instead of sequences", False)
     output_dir: StrPath = option(
         "folder for the shards: a new one, or an empty one",
-        metavar="DIR",
-        identity="never",
-        group="output",
-    )
+        metavar="DIR", identity="never", group="output")
     num_shards: int = _output("number of shards, at most that of the sequences", 64, least=1)
     seed: int = _output("seed of the permutation", 42, least=0, most=MAX_INT64)
     permutation: str = _output(
-        "numpy: numpy.random.default_rng(SEED).permutation(n); keyed: any n without memory",
-        "auto",
-        choices=("auto", "numpy", "keyed"),
-        default_text="numpy if it fits half of --memory",
-    )
+        "numpy: numpy.random.default_rng(SEED).permutation(n); keyed: any n without memory", "auto",
+        choices=("auto", "numpy", "keyed"), default_text="numpy if it fits half of --memory")
     plan: str = _job(
-        "gather: read each shard's sequences wherever they are; scatter: sort runs of the "
-        "input, then read each shard from them",
-        "auto",
-        choices=("auto", *PLANS),
-        default_text="the faster one",
-    )
+        "gather: read each shard's sequences wherever they are; scatter: sort runs of the input, "
+        "then read each shard from them", "auto",
+        choices=("auto", *PLANS), default_text="the faster one")
     engine: str = _job(
-        "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
-        "local",
-        choices=ENGINES,
-    )
+        "where it runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own", "local",
+        choices=ENGINES)
     workers: int = _job("largest number of worker processes", 4, flags="--num-workers", least=1)
     memory: int | None = _job(
-        "limit for all processes, beside 100 MB: 300M, 4G",
-        None,
-        least=1,
-        default_text="half of what is available",
-        parse=parse_size,
-        metavar="SIZE",
-    )
+        "limit for all processes, beside 100 MB: 300M, 4G", None,
+        least=1, default_text="half of what is available", parse=parse_size, metavar="SIZE")
     restart: bool = _job("discard what a job has done in the output folder", False)
-    show_progress: bool = _job("show the phases on stderr", False, flags=None, group="")
+    show_progress: bool = _job("show the phases on stderr", False, flags=None)
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -126,12 +98,11 @@ class ShuffleOptions:
 
     @property
     def unit(self) -> str:
-        """What is shuffled: "documents" or "sequences"."""
         return "documents" if self.documents else "sequences"
 
 
 def identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:
-    """All that decides the output, for the journal: a job that differs cannot continue with it."""
+    """What decides the output, for the journal: a job that differs cannot continue with it."""
     seq_len = None if options.documents else options.seq_len
     entries: dict[str, Any] = {"job": "shuffle 3", **identity_of(options), "seq_len": seq_len}
     entries["number of inputs"] = len(found.files)
@@ -150,12 +121,13 @@ def identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:
 
 
 def check_apart(options: ShuffleOptions) -> None:
-    """Raises a ConfigError if the output would lie among the input, or the reverse."""
+    """Raises a ConfigError if the output lies in the input, or the reverse."""
     inputs, folder = options.inputs, options.folder
-    for path in [inputs] if isinstance(inputs, str) else [path for _, path in inputs]:
-        source, target = (os.path.realpath(os.fsdecode(name)) for name in (path, folder))
-        if os.path.commonpath([source, target]) in (source, target):
+    for entry in [inputs] if isinstance(inputs, str) else [path for _, path in inputs]:
+        path = os.fsdecode(entry)
+        paths = [os.path.realpath(path), os.path.realpath(folder)]
+        if os.path.commonpath(paths) in paths:
             raise ConfigError(
-                f"the output folder {folder} lies in the input {os.fsdecode(path)}, or holds it; "
-                "give another output folder"
+                f"the output folder {folder} lies in the input {path}, or holds it; give another "
+                "output folder"
             )

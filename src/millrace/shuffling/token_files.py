@@ -1,4 +1,4 @@
-"""The token files of the input: opened and checked when they are found, then read by pieces."""
+"""The token files of the input: checked when they are found, then read by pieces."""
 
 import contextlib
 import os
@@ -24,14 +24,14 @@ DTYPES = np.dtype("<u2"), np.dtype("<u4"), np.dtype("<i4")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """A file that holds one array of tokens; counts and times are those when it was found."""
+    """A file that holds one array of tokens, as it was when it was found."""
 
     path: str  # of an indexed dataset, the `.bin`
     prefix: str | None = None  # of an indexed dataset
     dtype: np.dtype[Any]
     byte_offset: int = 0  # of the first token
     num_tokens: int
-    num_documents: int = 0  # of an indexed dataset, as the next three
+    num_documents: int = 0  # of an indexed dataset, like the next three
     num_sequences: int = 0
     has_modes: bool = False
     index_mtime_ns: int | None = None
@@ -41,7 +41,7 @@ class TokenFile:
 
 
 def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) -> TokenFile:
-    """Opens a `.bin` or `.npy` file, and checks it; see `find_domains`."""
+    """Opens and checks a `.bin` or `.npy` file; see `find_domains`."""
     with read_errors_of(path):
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -53,7 +53,7 @@ def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) ->
             f"{path} has no .idx, so millrace cannot tell where its documents end. --documents "
             "needs that: give indexed datasets (.bin and .idx), or leave --documents out"
         )
-    # A file that cannot be read is an error now, not in the middle of the job.
+    # It is opened so that an error comes now, not in the middle of the job.
     with read_errors_of(path), open(path, "rb"):
         place = _place(path, status.st_size, raw_dtype)
     return TokenFile(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns, **place)
@@ -73,7 +73,7 @@ def read_errors_of(path: str) -> Iterator[None]:
 
 
 def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
-    """The place and the dtype of the tokens in a raw or a NumPy file."""
+    """Place and dtype of the tokens in a raw or NumPy file."""
     if not path.endswith(".npy"):
         if size % raw_dtype.itemsize == 0:
             return {"dtype": raw_dtype, "num_tokens": size // raw_dtype.itemsize}
@@ -132,10 +132,10 @@ def _open_indexed(prefix: str) -> TokenFile:
 def _check_dtype(path: str, dtype: np.dtype[Any]) -> None:
     if dtype in DTYPES:
         return
-    if dtype.newbyteorder("<") in DTYPES:
+    if (little := dtype.newbyteorder("<")) in DTYPES:
         raise DataError(
             f"{path} holds big-endian {dtype.newbyteorder('=')}; save it again as little-endian: "
-            f"array.astype('{dtype.newbyteorder('<').str}')"
+            f"array.astype('{little.str}')"
         )
     ending = ".npy" if path.endswith(".npy") else ""
     raise DataError(
@@ -154,7 +154,7 @@ def read_files(
     *,
     or_words: bool = False,
 ) -> int:
-    """Reads pieces of files, whose numbers ascend, by `_native.read_pieces`, one after the other.
+    """Reads pieces of files, whose numbers ascend, by `_native.read_pieces`.
 
     A DataError is about a file that is gone, has changed, or cannot be read.
     """
@@ -169,7 +169,7 @@ def read_files(
 
 @contextlib.contextmanager
 def _unchanged(file: TokenFile) -> Iterator[int]:
-    """Opens a file; a DataError if it is not, before and after the block, as it was found."""
+    """Opens a file; a DataError if it has changed before or after the block."""
     with read_errors_of(file.path):
         # A named pipe in place of the file would wait for a writer.
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)

@@ -1,7 +1,7 @@
-"""Items that are whole documents of indexed datasets, with their sequences, modes and origins.
+"""Whole documents of indexed datasets as items, with their sequences, modes and origins.
 
-What belongs to a document is looked up in tables, which are files: only the rows that are needed
-take memory.
+What belongs to a document is looked up in tables, which are files: only the needed rows take
+memory.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from millrace.store import IndexedDataset
 from millrace.store.info import Info, write_info
 from millrace.store.writer import Entries, write_index
 
-_BLOCK = 1 << 13  # documents that are read, or whose entries are written, at a time
+_BLOCK = 1 << 13  # documents that are read or written at a time
 _ENTRIES = 1 << 18  # entries of an index that are copied at a time
-_MOST_SEQUENCES = 1 << 17  # sequences whose entries are written at a time, about
+_MOST_SEQUENCES = 1 << 17  # entries of an index that are written at a time, about
 _DOCUMENTS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar
 
 
 class DocumentItems(Items):
-    """Whole documents of indexed datasets. All workers can read the folder, which has their tables.
+    """Whole documents; all workers can read the folder, which has their tables.
 
-    A ConfigError for files with and without modes, or origins where pyarrow is not installed.
+    A ConfigError for files with and without modes, or origins without pyarrow.
     """
 
     def __init__(self, found: Input, folder: str) -> None:
@@ -48,11 +48,10 @@ class DocumentItems(Items):
         super().__init__(found, num_documents, num_tokens, unit="document", remedy=remedy)
         self._first_tokens = starts_of(num_tokens)
         self._tables = DocumentTables(files, folder)
-        self._origins = None
         missing = [f.path for f in files if f.num_documents and "origins" not in f.sidecars]
-        if not missing:
-            self._origins, self.has_origins = DocumentOrigins(files, folder), True
-        elif len(missing) < np.count_nonzero(num_documents):
+        self.has_origins = not missing
+        self._origins = DocumentOrigins(files, folder) if self.has_origins else None
+        if 0 < len(missing) < np.count_nonzero(num_documents):
             self.notices.append(
                 f"{len(missing)} of {len(files)} files have no origins of their documents "
                 f"({missing[0]} is the first), so the shards have none"
@@ -86,8 +85,8 @@ class DocumentItems(Items):
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
         """Writes the index, with the sequences and modes of the documents.
 
-        The sidecar of origins is written if all files have one; `.info.json` names the tokenizer,
-        if all files name the same one.
+        A sidecar of origins is written if all files have one, and an `.info.json` if all files name
+        the same tokenizer.
         """
 
         def documents() -> Iterator[Numbers]:
@@ -101,8 +100,7 @@ class DocumentItems(Items):
             self._origins.write(prefix, documents())
             paths.append(prefix + ORIGINS)
         if self.tokenizer is not None:
-            info = Info(provenance={"tokenizer": self.tokenizer})
-            write_info(prefix, info, durable=False)
+            write_info(prefix, Info(provenance={"tokenizer": self.tokenizer}), durable=False)
             paths.append(prefix + INFO)
         return paths
 
@@ -121,7 +119,7 @@ class Table:
             yield lambda rows: file.write(np.ascontiguousarray(rows, self.dtype).data)
 
     def ranges(self, starts: Numbers, counts: Numbers) -> NDArray[Any]:
-        """Rows [starts[i], starts[i] + counts[i]) for each i, one after the other."""
+        """Rows [starts[i], starts[i] + counts[i]) for each i."""
         ends = np.cumsum(counts)
         rows = np.empty(int(counts.sum()), self.dtype)
         size = rows.itemsize
@@ -132,14 +130,14 @@ class Table:
         return rows
 
     def rows(self, numbers: Numbers) -> NDArray[Any]:
-        """The rows of these numbers, an array of any shape."""
-        # Ascending, and each once: then neighbours are read together.
+        """The rows of these numbers, of any shape."""
+        # Ascending and unique: neighbours are read together.
         unique, places = np.unique(numbers, return_inverse=True)
         return self.ranges(unique, np.ones_like(unique))[places.reshape(numbers.shape)]
 
 
 class DocumentTables:
-    """The documents of files, by number. Documents, sequences and tokens are numbered over all.
+    """The documents of files. Documents, sequences and tokens are numbered over all files.
 
     starts     first token of each sequence, and the end of the last one
     documents  first sequence of each document, and the end of the last one; not read if each
@@ -176,16 +174,16 @@ class DocumentTables:
 
     def token_ranges(self, documents: Numbers) -> Numbers:
         """The first token of each document, and the end of its tokens: int64 [2, n]."""
-        ranges: Numbers = self._starts.rows(self._sequence_ranges(documents))
-        return ranges
+        return self._starts.rows(self._sequence_ranges(documents))
 
     def entries(self, documents: Numbers) -> Iterator[Entries]:
         """The entries of an index with these documents, some at a time."""
         firsts, ends = self._sequence_ranges(documents)
-        totals = np.cumsum(ends - firsts)
+        sizes = ends - firsts
+        totals = np.cumsum(sizes)
         cuts = np.searchsorted(totals, np.arange(_MOST_SEQUENCES, totals[-1], _MOST_SEQUENCES))
         for low, high in itertools.pairwise([0, *np.unique(cuts).tolist(), len(documents)]):
-            first, counts = firsts[low:high], (ends - firsts)[low:high]
+            first, counts = firsts[low:high], sizes[low:high]
             steps = np.diff(self._starts.ranges(first, counts + 1))
             lengths = np.delete(steps, np.cumsum(counts + 1)[:-1] - 1)  # not those between ranges
             modes = self._modes.ranges(first, counts) if self.has_modes else None
@@ -198,7 +196,7 @@ class DocumentTables:
 
 
 def _have_modes(files: Sequence[TokenFile]) -> bool:
-    """Whether the files have modes; a ConfigError if some have them and others do not."""
+    """Whether the files have modes; a ConfigError if only some have."""
     with_modes = [file for file in files if file.has_modes]
     without = [file for file in files if file.num_sequences > 0 and not file.has_modes]
     if with_modes and without:
@@ -210,7 +208,6 @@ def _have_modes(files: Sequence[TokenFile]) -> bool:
 
 
 def _open_index(file: TokenFile) -> IndexedDataset:
-    """Opens and checks a file; a DataError if it has changed since it was found."""
     assert file.prefix is not None
     dataset = IndexedDataset(file.prefix, access="file")
     data, index = dataset.files
@@ -226,7 +223,7 @@ def _open_index(file: TokenFile) -> IndexedDataset:
 
 _ORIGIN = np.dtype(
     [
-        ("source", "<i4"),  # place in the list of sources
+        ("source", "<i4"),  # number in the list of sources
         ("id_size", "<i4"),  # bytes; -1: no id
         ("line", "<i8"),
         ("byte_offset", "<i8"),
@@ -236,7 +233,7 @@ _ORIGIN = np.dtype(
 
 
 class DocumentOrigins:
-    """The origins of the documents of indexed datasets, by number, as tables in a folder."""
+    """The origins of all documents, as tables in a folder."""
 
     def __init__(self, files: Sequence[TokenFile], folder: str) -> None:
         self._table = Table(os.path.join(folder, "origins"), _ORIGIN)
@@ -260,7 +257,7 @@ class DocumentOrigins:
         self._sources = list(sources)
 
     def write(self, prefix: str, documents: Iterable[Numbers]) -> None:
-        """Writes the sidecar of a pair, which is there; `documents` are its own, some at a time."""
+        """Writes the sidecar of a pair, which is there; `documents` are its own, in order."""
         with OriginsWriter(prefix, durable=False) as writer:
             for numbers in documents:
                 writer.add(*self._read(numbers))
@@ -279,7 +276,6 @@ class DocumentOrigins:
 
 
 def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:
-    """The origins of all documents, some at a time."""
     for file in files:
         assert file.prefix is not None
         with IndexedDataset(file.prefix) as dataset:

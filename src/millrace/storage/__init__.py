@@ -1,9 +1,7 @@
 """Where bytes are: a file system, or anything that fits a protocol of three methods.
 
-A `Storage` tells the identity of a file (`stat`), opens it (`open`) and lists names (`list`); an
-open file is a `StoredFile`, which keeps showing what it was when it was opened. Token files, their
-sidecars and the metadata of shards are read through it. Files are written, locked and cached on a
-file system alone.
+Token files, their sidecars and the metadata of shards are read through a `Storage`. Files are
+written, locked and cached on a file system alone.
 """
 
 import contextlib
@@ -46,24 +44,24 @@ class Identity(NamedTuple):
 class BinReader(Protocol):
     """The bytes of one file.
 
-    A reader must not change once it is made, and may be used by several threads at once.
-    `gather_in_turn` is a `gather` for readers that have nothing better.
+    A reader must not change, and several threads may use it at once. `gather_in_turn` is a `gather`
+    for readers that have nothing better.
 
     A reader with the whole file in memory (mapped, or local pages of an object store) may also
     have an attribute `bytes`: uint8 [size], one contiguous array that starts at a multiple of 8.
-    Reads of sequences are then views of it, and samples are gathered straight from it.
+    Sequences are then views of it, and samples are gathered straight from it.
 
     A reader of slow storage may also have a method `prefetch(byte_offsets, byte_counts)`, with the
-    arguments of `gather`. It is a hint that these pieces will be read soon: it starts the transfers
-    and returns nothing, without waiting for them. One thread may call it while others read, and
-    announced pieces may never be read. Loaders announce everything that they will read, but for
-    readers with `is_local = True` only while reads go to the disk.
+    arguments of `gather`: a hint that these pieces will be read soon. It starts the transfers and
+    returns nothing, without waiting. One thread may call it while others read, and announced pieces
+    may never be read. Loaders announce all that they will read, but for readers with
+    `is_local = True` only while reads go to the disk.
 
     Attributes:
         size: Size in bytes.
     """
 
-    size: int  # bytes
+    size: int
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         """Bytes [byte_offset, byte_offset + num_bytes): uint8 [num_bytes], perhaps read-only."""
@@ -77,8 +75,8 @@ class BinReader(Protocol):
 class StoredFile(BinReader, Protocol):
     """A file of a storage, as it was when it was opened: a `BinReader` that knows its identity.
 
-    If another file takes the path, an open one gives its own bytes or raises DataError; it never
-    mixes the two. It is closed when the last reference to it is gone.
+    If another file takes the path, an open one gives its own bytes or raises DataError, and never
+    mixes the two. It is closed when its last reference is gone.
     """
 
     identity: Identity
@@ -87,13 +85,13 @@ class StoredFile(BinReader, Protocol):
 class Storage(Protocol):
     """A place for files, read by path. This is where object stores plug in.
 
-    Paths are texts; what they mean is the storage's own affair, but the files of a pair are its
-    prefix and an ending, and the files of a folder are the folder, a slash and a name. A storage
-    must be picklable if datasets are, and may be used by several threads at once.
+    Paths are texts, whose meaning is the storage's affair; but a file of a pair is the prefix and
+    an ending, and a file of a folder is the folder, a slash and a name. A storage must be picklable
+    if datasets are, and several threads may use it at once.
     """
 
     def stat(self, path: str) -> Identity:
-        """The identity of the file that is at a path now; FileNotFoundError: none is."""
+        """The identity of the file at a path now; FileNotFoundError: there is none."""
         ...
 
     def open(self, path: str, access: Access) -> StoredFile:
@@ -105,12 +103,12 @@ class Storage(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[str]:
-        """The paths that begin with a prefix and have no slash after it, in any order."""
+        """The paths that begin with a prefix, without a slash after it, in any order."""
         ...
 
 
 def storage_of(path: str, storage: Storage | None = None) -> Storage:
-    """The storage that a path or path prefix leads to: the user's, or the file system.
+    """The storage of a path or path prefix: the user's, or the file system.
 
     Raises:
         ConfigError: A path such as `s3://bucket/name` without a storage.
@@ -195,7 +193,7 @@ def gather_in_turn(
 
 
 def gather_range(reader: BinReader, start: int, stop: int) -> Bytes:
-    """Bytes [start, stop): of a map that was cut short an error, where a view is a bus error."""
+    """Bytes [start, stop): a map that was cut short is an error, where a view is a bus error."""
     return reader.gather(np.array([start]), np.array([stop - start]))
 
 
@@ -216,7 +214,7 @@ def copied(column: NDArray[Any]) -> NDArray[Any]:
 
 
 class LocalStorage:
-    """The files of this machine, and of the file systems that are mounted on it."""
+    """The files of this machine, also on mounted file systems."""
 
     def stat(self, path: str) -> Identity:
         return identity_of(os.stat(path))
@@ -238,7 +236,7 @@ LOCAL = LocalStorage()
 
 
 class MappedFile:
-    """A file's pages in the page cache, mapped: reads are views. No descriptor stays open."""
+    """A file that is mapped from the page cache: reads are views. No descriptor stays open."""
 
     is_local = True
 
@@ -261,8 +259,8 @@ class MappedFile:
 class PositionedFile:
     """Positioned reads into new arrays, for file systems where mapping hurts.
 
-    Of all such files of a process, those that were used last have an open descriptor, which threads
-    share without a lock; another one is opened again at its next use, if it is still the same file.
+    The files of a process that were used last keep an open descriptor, which threads share without
+    a lock; another is opened again at its next use, if it is still the same file.
     """
 
     is_local = True
@@ -293,7 +291,7 @@ class PositionedFile:
         _native.prefetch_file(self._open(), self.size, byte_offsets, byte_counts)
 
     def _open(self) -> "_Descriptor":
-        """An open descriptor, for as long as the caller holds it."""
+        """A descriptor, open as long as the caller holds it."""
         descriptor, identity = _recent.get(id(self)), self.identity
         with contextlib.suppress(FileNotFoundError):
             if descriptor is None:
@@ -308,7 +306,7 @@ class PositionedFile:
         )
 
     def _keep(self, descriptor: "_Descriptor") -> "_Descriptor":
-        """Keeps a descriptor, and closes those whose last use is the longest ago."""
+        """Keeps a descriptor, and closes the least recently used."""
         _recent[id(self)] = descriptor
         with contextlib.suppress(KeyError):  # another thread has just closed it
             _recent.move_to_end(id(self))
@@ -321,14 +319,14 @@ class PositionedFile:
 
 
 class _Descriptor(int):
-    """The number of an open file, which is closed when the last reference to it is gone."""
+    """The number of an open file, which closes with its last reference."""
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         close(self)  # at the end of Python, `os` may be gone before the last dataset
 
 
-# The descriptors of the files that were used last, by the `id` of their `PositionedFile`. Each step
-# is one operation of the dict: threads need no lock, which a forked child could inherit locked.
+# The descriptors that were used last, by the `id` of their `PositionedFile`. Each step is one
+# operation of the dict: threads need no lock, which a forked child could inherit locked.
 _recent: OrderedDict[int, _Descriptor] = OrderedDict()
 
 

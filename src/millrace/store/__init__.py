@@ -1,8 +1,8 @@
 """Token files: Megatron-LM's indexed datasets, read, written and published.
 
-An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of all sequences, one
-after the other; `PREFIX.idx` says how long each sequence is, where it starts and which sequences
-make a document (see `layout`). `publish` says how a pair appears whole or not at all.
+An indexed dataset lies at one *path prefix*: `PREFIX.bin` holds the tokens of all sequences, in
+order; `PREFIX.idx` says how long each sequence is, where it starts and which sequences make a
+document (see `layout`). `publish` says how a pair appears whole or not at all.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from millrace.store.layout import DTYPES
 from millrace.store.raw import RawTokens
 from millrace.store.reader import IndexedDataset
 
-_ABOVE = {  # public names that once were here: loaded from rooms above when they are asked for
+_ABOVE = {  # public names that once were here: loaded from rooms above at their use
     **dict.fromkeys(("Origin", "Origins", "OriginsWriter"), "millrace.provenance"),
     **dict.fromkeys(("ShardsMetadata", "read_metadata", "shard_prefix"), "millrace.shards"),
     "verify_shards": "millrace.shards",

@@ -4,7 +4,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -18,14 +17,13 @@ from millrace.forks import watch_forks
 from millrace.interrupts import interrupts_held
 from millrace.names import BIN
 from millrace.store.info import BlockHasher, Info
-from millrace.store.layout import dtype_code
+from millrace.store.layout import DTYPES, dtype_code
 from millrace.store.publish import building, check_prefix, publish
 from millrace.store.reader import IndexedDataset
 from millrace.store.writer import IndexColumns, Turns, blocks, copy_file
 
-_BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered before they are written
-_CHUNK = 1 << 19  # tokens of an array that are checked at a time
-_LAST_WAIT = 5.0  # seconds that the end of a process waits for a thread that adds something
+_BUFFER_SIZE = 1 << 20  # bytes of tokens that are gathered for a write
+_CHUNK = 1 << 19  # tokens that are checked at a time
 _ENTRIES = 1 << 16  # documents whose entries are made at a time: they stay in a core's cache
 
 
@@ -33,31 +31,31 @@ class IndexedDatasetBuilder:
     """Writes a `.bin`/`.idx` pair that is byte-identical to Megatron-LM's.
 
     The pair appears at `prefix` when it is finalised, whole or not at all; until then an old pair
-    stays as it was. Index entries spill to disk, so that memory stays bounded.
+    stays. Index entries spill to disk: memory is bounded.
 
-    Each call adds all of its arguments, or nothing. A call that fails in the middle of its work (a
-    full disk, Ctrl-C, a token that does not fit after half a million others were written) closes
-    the builder and discards what it wrote. Leaving a `with` block finalises; leaving it by an
-    error, or dropping the builder, discards. Threads may share a builder: their calls take turns. A
-    forked process cannot use it, and leaves its files alone.
+    Each call adds all of its arguments, or nothing. A call that fails halfway (a full disk, Ctrl-C,
+    a token that does not fit after half a million others) closes the builder and discards what it
+    wrote. Leaving a `with` block finalises; leaving it by an error, or dropping the builder,
+    discards. Threads that share a builder take turns. A forked process cannot use it, and leaves
+    its files alone.
 
     Args:
         prefix: Path of the pair, without `.bin` or `.idx`; its folder must exist.
-        dtype: The dtype of the tokens in the file, one of `DTYPES`.
+        dtype: Dtype of the tokens in the file, one of `DTYPES`.
         multimodal: Whether to store a mode (int8) for each sequence.
         checksums: Whether to write a sidecar with checksums of both files, for `verify`.
-        provenance: Origin of the tokens, for the sidecar: plain JSON values.
-        durable: Whether to bring the files to the disk before they appear. Without it, they may be
-            empty or cut short after a power cut: for data that can be made again.
+        provenance: Origin of the tokens for the sidecar, plain JSON values.
+        durable: Whether to bring the files to the disk before they appear. False is for data that
+            can be made again: a power cut may empty or shorten the files.
 
     Attributes:
-        num_documents, num_sequences, num_tokens: Numbers of what was added so far.
+        num_documents, num_sequences, num_tokens: Numbers of what was added.
 
     Raises:
         ConfigError: If the format does not have the dtype, the folder does not exist, the prefix
             ends in `.bin` or `.idx`, or the provenance is not plain JSON; in all additions, if a
             number does not fit the dtype or lengths do not add up.
-        MillraceError: If another process is building this prefix.
+        MillraceError: If another process is building the pair.
 
     Example:
         >>> import tempfile
@@ -80,14 +78,13 @@ class IndexedDatasetBuilder:
     ) -> None:
         self.prefix = check_path("prefix", prefix)
         check_prefix(self.prefix)
-        dtype_code(dtype)
-        self.dtype = np.dtype(dtype).newbyteorder("<")
+        self.dtype = DTYPES[dtype_code(dtype)]
         self.multimodal = check_bool("multimodal", multimodal)
         self._durable = check_bool("durable", durable)
-        self._provenance = _plain_json(provenance)
+        self._provenance: dict[str, Any] | None = _plain_json(provenance)
         self._hasher = BlockHasher() if check_bool("checksums", checksums) else None
-        self._num_bytes = 0  # bytes of tokens that were written, without those in the buffer
-        # Wherever the working directory is later.
+        self._num_bytes = 0  # bytes of tokens that left the buffer
+        # The working directory may change.
         folder = os.path.realpath(os.path.dirname(self.prefix) or ".")
         place = os.path.join(folder, os.path.basename(self.prefix))
         resources = contextlib.ExitStack()
@@ -103,7 +100,7 @@ class IndexedDatasetBuilder:
                     self.dtype.name, _BUFFER_SIZE, file.fileno(), self.multimodal
                 )
                 resources.callback(self._buffer.close)
-                weakref.finalize(self, self._turns.end_at_exit, _LAST_WAIT)
+                weakref.finalize(self, self._turns.end_at_exit)
         except BaseException:
             with interrupts_held():
                 resources.close()
@@ -123,7 +120,7 @@ class IndexedDatasetBuilder:
         return self._buffer.num_tokens
 
     def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8]]:
-        """Lengths, document entries and modes so far, read back; memory and time grow with them."""
+        """Lengths, document entries and modes, read back: memory and time grow with them."""
         with self._turn():
             self._columns.append(*self._buffer.take_entries())
             return self._columns.arrays()
@@ -138,7 +135,7 @@ class IndexedDatasetBuilder:
         self._add(tokens, None, [mode], ends_document=False)
 
     def end_document(self) -> None:
-        """Ends the current document: the sequences, if any, since the last one ended."""
+        """Ends the current document, which may have no sequences."""
         with self._turn():
             self._buffer.end_document()
             if self._buffer.is_full:
@@ -150,9 +147,9 @@ class IndexedDatasetBuilder:
         """Appends a whole document.
 
         Args:
-            tokens: Tokens of all its sequences, one after the other: [tokens].
-            lengths: Lengths of its sequences in tokens; their sum is the number of tokens. None:
-                one sequence. Empty: a document without sequences.
+            tokens: Tokens of all its sequences, in order: [tokens].
+            lengths: Length of each sequence: integers [sequences], which sum to the number of
+                tokens. None: one sequence; empty: none.
             modes: Modes of its sequences, in a multimodal file; None: 0.
         """
         self._add(tokens, lengths, modes, ends_document=True)
@@ -161,9 +158,8 @@ class IndexedDatasetBuilder:
         """Appends many documents of one sequence each; one without tokens gets no sequence.
 
         Args:
-            tokens: Tokens of all documents, one after the other: [tokens].
-            lengths: Lengths of the documents in tokens: integers [documents]; their sum is the
-                number of tokens.
+            tokens: Tokens of all documents, in order: [tokens].
+            lengths: Lengths of documents: integers [documents], which sum to the number of tokens.
         """
         values = _as_tokens(tokens, self.dtype)
         counts = _as_lengths(lengths, len(values))
@@ -175,14 +171,14 @@ class IndexedDatasetBuilder:
             self._flush()
 
     def add_provenance(self, entries: Mapping[str, Any]) -> None:
-        """Adds to the origin of the tokens that the sidecar tells, before the end.
+        """Adds to the origin of the tokens in the sidecar.
 
         Args:
             entries: Plain JSON values; an entry of the same name is replaced.
         """
-        plain = _plain_json(entries)
+        plain = _plain_json(entries) or {}
         with self._turn():
-            self._provenance = {**(self._provenance or {}), **(plain or {})}
+            self._provenance = (self._provenance or {}) | plain
 
     def add_index(
         self,
@@ -193,14 +189,14 @@ class IndexedDatasetBuilder:
     ) -> None:
         """Appends the documents of another indexed dataset (a merge), or some of them.
 
-        The bytes are copied in the kernel, or shared if the file system can. Origins of documents
-        are not copied: `millrace.jobs.merge` does that, by `millrace.provenance.copied_origins`.
+        The kernel copies the bytes, or shares them if the file system can. Origins of documents are
+        not copied: `millrace.jobs.merge` does that, by `millrace.provenance.copied_origins`.
 
         Args:
-            source: The path prefix of the other pair, or a dataset, which gives the files that it
-                opened, even if another pair is at its prefix by now.
-            documents: (start, stop), the range of documents to take; None: all.
-            change_dtype: Whether another dtype is converted; each token is checked.
+            source: Path prefix of the other pair, or a dataset; the files that it opened count,
+                even if another pair is at its prefix by now.
+            documents: Range (start, stop) of the documents to take; None: all.
+            change_dtype: Whether to convert another dtype; each token is checked.
 
         Raises:
             ConfigError: If the dtypes differ, only one of the two has modes, a token does not fit,
@@ -253,12 +249,12 @@ class IndexedDatasetBuilder:
 
         Raises:
             ConfigError: If there are sequences after the last document's end.
-            DataError: If the files are not what was added; nothing is published.
+            DataError: If the files are not what was added.
         """
         finalize_together([self])
 
     def abort(self) -> None:
-        """Discards what was written; an old pair at the prefix stays. May be called twice."""
+        """Discards what was written; an old pair stays. May be called twice."""
         self._turns.close("it was aborted")
 
     def __enter__(self) -> "IndexedDatasetBuilder":
@@ -275,8 +271,7 @@ class IndexedDatasetBuilder:
         self._turns.check_open()
         values = _as_tokens(tokens, self.dtype)  # outside a turn: a token may be any object
         counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
-        has_modes = self.multimodal and modes is not None
-        mode_array = _as_modes(modes, len(counts)) if has_modes else None
+        mode_array = None if modes is None or not self.multimodal else _as_modes(modes, len(counts))
         with self._turn():
             self._append(values)
             self._buffer.add_sequences(counts, mode_array, ends_document)
@@ -285,12 +280,12 @@ class IndexedDatasetBuilder:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Gives one thread the right to change the files and the data on their way to them."""
+        """One thread's turn to change the files and the data on their way to them."""
         with self._turns.take(), naming(self.prefix + BIN):
             yield
 
     def after_fork(self) -> None:
-        """In a forked process: the files and the lock are its parent's."""
+        """In a forked process: files and lock are its parent's."""
         if self._turns.closed_because is None:
             self._file.close()
         self._turns.leave_to_parent()
@@ -298,21 +293,21 @@ class IndexedDatasetBuilder:
     def _append(self, values: NDArray[Any]) -> None:
         """Buffers tokens; a chunk is checked while the last one is written.
 
-        A ConfigError for a token that does not fit the dtype: none of its chunk is buffered.
+        If a token does not fit the dtype (ConfigError), none of its chunk is buffered.
         """
         for start in range(0, len(values), _CHUNK):
             try:
                 self._buffer.append(values[start : start + _CHUNK])
             except ValueError as error:
                 problem = ConfigError(f"{error}; or write another dtype")
-                if start > 0:  # tokens before it are written: nothing can follow them
+                if start > 0:  # earlier tokens are written: nothing can follow them
                     self._turns.end(f"an addition failed: {problem}")
                 raise problem from None
             if start + _CHUNK < len(values):
                 self._flush()
 
     def _flush(self) -> None:
-        """Starts to write the buffer, while more can be added."""
+        """Starts to write the buffer; more can be added meanwhile."""
         self._columns.append(*self._buffer.take_entries())
         if self._hasher is not None:
             self._hasher.update(self._buffer.view())
@@ -332,9 +327,8 @@ class IndexedDatasetBuilder:
         self._num_bytes += stop - start
 
     def _write_files(self) -> None:
-        """Brings all files to the disk, and raises DataError if they are not what was added."""
-        files, info = self._pair[1], Info(provenance=dict(self._provenance or {}))
-        written = self._finish_bin()
+        """Brings all files to the disk; a DataError if they are not what was added."""
+        files, written = self._pair[1], self._finish_bin()
         hasher = None if self._hasher is None else BlockHasher()
         with open(files.idx, "wb", buffering=1 << 20) as index:
             for chunk in self._columns.chunks():
@@ -346,8 +340,11 @@ class IndexedDatasetBuilder:
             written = max(written, os.fstat(index.fileno()).st_mtime_ns)
             os.utime(index.fileno(), ns=(written, written))
             self._flush_to_disk(index)
-        if self._hasher is not None and hasher is not None:
-            info = replace(info, bin=self._hasher.finish(), idx=hasher.finish())
+        info = Info(
+            provenance=dict(self._provenance or {}),
+            bin=None if self._hasher is None else self._hasher.finish(),
+            idx=None if hasher is None else hasher.finish(),
+        )
         if info.bin is not None or self._provenance is not None:
             with open(files.info, "wb") as sidecar:
                 sidecar.write(info.to_json().encode())
@@ -377,8 +374,7 @@ class IndexedDatasetBuilder:
 def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
     """Finalises several builders: all files are on the disk before the first pair appears.
 
-    If one of them fails, none is published. It raises the errors of
-    `IndexedDatasetBuilder.finalize`.
+    If one fails, none is published. The errors are those of `IndexedDatasetBuilder.finalize`.
     """
     with contextlib.ExitStack() as stack:
         for one in builders:
@@ -404,15 +400,14 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
 # ---- arguments ----
 
 
-def _plain_json(provenance: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _plain_json(provenance: Any) -> Any:
     if provenance is not None and not isinstance(provenance, Mapping):
         raise ConfigError(f"provenance is {shown(provenance)}; a dict is needed")
-    plain: dict[str, Any] | None = plain_json(provenance)
-    return plain
+    return plain_json(provenance)
 
 
 def _as_tokens(tokens: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Tokens as an array that the core takes: contiguous, in native byte order."""
+    """Tokens as the core takes them: contiguous, in native byte order."""
     try:
         values = np.asarray(tokens)
     except (TypeError, ValueError) as error:
@@ -430,7 +425,7 @@ def _as_tokens(tokens: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def _as_lengths(lengths: ArrayLike, num_tokens: int) -> NDArray[np.int64]:
-    """The lengths of sequences, int64 [sequences], whose sum is the number of tokens."""
+    """Lengths of sequences, int64 [sequences], which sum to the number of tokens."""
     counts = check_ints("lengths", lengths)
     least, most = int(counts.min(initial=0)), int(counts.max(initial=0))
     if least < 0 or most > MAX_INT32:

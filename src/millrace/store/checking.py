@@ -1,14 +1,13 @@
 """Is a pair whole and unchanged?
 
 The structure is always checked: the header, the sizes, and that each sequence and each document
-starts where the one before it ends. Checksums are checked if the pair has a sidecar with them; a
-damaged block of tokens is reported with its sequences and documents. A sidecar of origins is
-checked too.
+starts where the one before it ends. Checksums are checked if a sidecar has them; a damaged block
+of tokens is reported with its sequences and documents. A sidecar of origins is checked too.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,8 +35,8 @@ class Report:
         prefix: Path prefix of the pair, or the folder.
         problems: One sentence for each problem; empty for a whole pair.
         has_checksums: Whether the content was checked too, not only the structure.
-        num_bytes: Number of bytes that were read.
-        notices: One sentence for each file of a folder that does not belong to it.
+        num_bytes: Number of bytes read.
+        notices: One sentence for each file that does not belong to the folder.
     """
 
     prefix: str
@@ -48,24 +47,19 @@ class Report:
 
 
 class Checks:
-    """The checks of a pair or folder, which fill a report, and the threads that read for them."""
+    """The checks of a pair or folder, their report, and the threads that read for them."""
 
     def __init__(
         self, name: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any] | None
     ) -> None:
-        self.report, self.pool, self._on_bytes = Report(prefix=name), pool, on_bytes
-
-    def count(self, num_bytes: int) -> None:
-        """Tells the caller of the progress."""
-        if self._on_bytes is not None:
-            self._on_bytes(num_bytes)
+        self.report, self.pool, self.count = Report(prefix=name), pool, on_bytes or (lambda _: None)
 
     def add(self, *problems: str | None) -> None:
         self.report.problems += filter(None, problems)
 
     @contextlib.contextmanager
     def errors_of(self, name: str | None = None) -> Iterator[None]:
-        """Makes an error of the block a problem, of the file or folder with this name."""
+        """Adds an error of the block as a problem of the file or folder with this name."""
         name = name or self.report.prefix
         try:
             yield
@@ -109,18 +103,13 @@ class Checks:
             self.add(text)
         self.report.num_bytes += file.size
 
-    def map(self, check: Callable[["Checks", Any], None], items: Iterable[Any]) -> int:
-        """Adds the problems of items, checked by the threads; returns how many bytes they read."""
-
-        def one(item: Any) -> Report:
-            checks = Checks(self.report.prefix, self.pool, self._on_bytes)
-            check(checks, item)
-            return checks.report
-
-        reports = list(self.pool.map(one, items))
-        for report in reports:
-            self.add(*report.problems)
-        return sum(report.num_bytes for report in reports)
+    def map(self, check: Callable[["Checks", Any], None], items: Collection[Any]) -> int:
+        """Adds the problems of items, checked by the threads; returns the number of bytes read."""
+        parts = [Checks(self.report.prefix, self.pool, self.count) for _ in items]
+        list(self.pool.map(check, parts, items))
+        for part in parts:
+            self.add(*part.report.problems)
+        return sum(part.report.num_bytes for part in parts)
 
 
 def verify(
@@ -129,13 +118,12 @@ def verify(
     threads: int | None = None,
     on_bytes: Callable[[int], Any] | None = None,
 ) -> list[Report]:
-    """Checks indexed datasets: their structure, and their checksums if they have any.
+    """Checks the structure of indexed datasets, and their checksums if they have any.
 
     Args:
         prefixes: Path prefixes of the pairs.
         threads: Number of threads that read and hash; None: one for each core.
-        on_bytes: Called now and then with the number of bytes read since the last call, from any
-            thread.
+        on_bytes: Function that any thread calls with the number of bytes read since the last call.
 
     Returns:
         A report for each prefix, in order; damage is reported, not raised.
@@ -154,7 +142,7 @@ def make_pool(threads: int | None) -> ThreadPoolExecutor:
 
 
 def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
-    """Checks again if a new pair was published meanwhile: the old sidecar is not for its files."""
+    """Checks again if a new pair was published meanwhile, as the old sidecar is not for it."""
     for _ in range(10):
         before, checks = _identities(prefix), Checks(prefix, pool, on_bytes)
         _check_pair(prefix, checks)
@@ -164,7 +152,6 @@ def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
 
 
 def _identities(prefix: str) -> list[Any] | None:
-    """Those of the files that there are."""
     with contextlib.suppress(OSError, ValueError):  # a prefix that no file can have
         return [LOCAL.stat(path) for path in paths_to_read(prefix) if exists(LOCAL, path)]
     return None
@@ -178,29 +165,30 @@ def _check_pair(prefix: str, checks: Checks) -> None:
     with checks.errors_of():
         data, index = open_pair(prefix, "file", storage=storage_of(prefix))
         assert data is not None
-        opened = partial(IndexedDataset, prefix, access="file")
         checks.blocks(prefix + IDX, index, info.idx)
-        checks.blocks(prefix + BIN, data, info.bin, lambda a, b: _sequences_in(opened(), a, b))
+        checks.blocks(prefix + BIN, data, info.bin, partial(_sequences_in, prefix))
         checks.report.num_bytes = checks.report.num_bytes or index.size
-        (dataset := opened()).check()
+        dataset = IndexedDataset(prefix, access="file")
+        dataset.check()
         _check_origins(dataset, info, checks)
 
 
-def _sequences_in(dataset: IndexedDataset, start: int, stop: int) -> str:
+def _sequences_in(prefix: str, start: int, stop: int) -> str:
     """The sequences and documents between two bytes of the `.bin`."""
+    dataset = IndexedDataset(prefix, access="file")
     numbers = _native.find_documents(dataset.sequence_pointers, np.array([start, stop - 1]))
     documents = dataset.documents_of(numbers)
     return f"sequences {numbers[0]} to {numbers[1]}, documents {documents[0]} to {documents[1]}"
 
 
 def _check_origins(dataset: IndexedDataset, info: Info, checks: Checks) -> None:
-    """Compares every byte of the sidecar of origins, or reads every row if it has no checksums."""
+    """Compares every byte of the sidecar of origins; without checksums, reads every row."""
     path = paths_to_read(dataset.prefix).origins
     if not exists(LOCAL, path):
         return
     file = LOCAL.open(path, "file")
     checks.blocks(path, file, info.origins)
-    if checks.report.problems:  # of a damaged pair, the fingerprint may have changed
+    if checks.report.problems:  # the fingerprint of a damaged pair may have changed
         return
     with contextlib.suppress(ConfigError):  # pyarrow is not installed
         origins = dataset.origins_file

@@ -1,7 +1,7 @@
 """The sidecar `PREFIX.info.json`: checksums of the files, and where they came from.
 
-It is optional: a pair without one is a whole dataset. Checksums are XXH3-64 of each block of 4 MiB,
-in hex; the provenance is what the writer knows (tool, tokenizer, options).
+It is optional. Checksums are XXH3-64 of each block of 4 MiB, in hex; the provenance is what the
+writer knows (tool, tokenizer, options).
 """
 
 import json
@@ -35,7 +35,7 @@ class Checksums:
 
 @dataclass(frozen=True, kw_only=True)
 class _Document:
-    """A sidecar as it is stored: the checksums hold those of each file, and how they were made."""
+    """A sidecar as it is stored; `checksums` also says how they were made."""
 
     version: int
     provenance: dict[str, Any]
@@ -49,7 +49,7 @@ class Info:
     Attributes:
         provenance: Where the files came from.
         bin, idx: Checksums of the file of that suffix; both or None.
-        origins: Checksums of the sidecar of origins, if there is one.
+        origins: Checksums of the sidecar of origins, if any.
     """
 
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Info:
 
 
 def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
-    """The sidecar of a pair, or None; a DataError if it is damaged, or of a later version."""
+    """The sidecar of a pair, or None; a DataError if it is damaged or of a later version."""
     path = paths_to_read(prefix, storage).info
     try:
         content = json.loads(read_file(storage, path))
@@ -102,13 +102,12 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
 
 
 def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
-    """Writes the sidecar of a pair that is there."""
     with atomic_file(prefix + INFO, durable=durable) as file:
         file.write(info.to_json().encode())
 
 
 class BlockHasher:
-    """Makes the checksums of a file that is written piece by piece."""
+    """Makes the checksums of a file from its pieces."""
 
     def __init__(self) -> None:
         self._state = xxh3()

@@ -13,13 +13,13 @@ offset  size     content
 """
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.storage import BinReader, gather_range
 
@@ -37,7 +37,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def dtype_code(dtype: DTypeLike) -> int:
-    """The code of a dtype in an index file; a ConfigError if the format has none for it."""
+    """The code of a dtype in an index file; a ConfigError if there is none."""
     try:
         dtype = np.dtype(dtype)
         return _CODES[dtype.newbyteorder("<")]
@@ -46,46 +46,32 @@ def dtype_code(dtype: DTypeLike) -> int:
         raise ConfigError(f"dtype {dtype} cannot be stored; choose one of {names}") from None
 
 
-class Column(NamedTuple):
-    """The place of a column in an index file: `length` entries from byte `offset` to `end`."""
-
-    dtype: np.dtype[Any]
-    offset: int
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length * self.dtype.itemsize
-
-
 @dataclass(frozen=True)
 class Header:
-    """The content of an index file's first 34 bytes, and whether the file holds modes."""
+    """The first 34 bytes of an index file, and whether it holds modes."""
 
     dtype: np.dtype[Any]
     num_sequences: int
     num_document_entries: int
     has_modes: bool
 
-    @cached_property
-    def columns(self) -> dict[str, Column]:
-        """The columns by name, in the order of the file; without modes, "modes" is empty."""
-        columns: dict[str, Column] = {}
-        end = HEADER.size
-        for name, dtype, count in (
-            ("lengths", DTYPES[4], self.num_sequences),
-            ("pointers", DTYPES[5], self.num_sequences),
-            ("documents", DTYPES[5], self.num_document_entries),
-            ("modes", DTYPES[2], self.num_sequences * self.has_modes),
+    def columns(self) -> Iterator[tuple[np.dtype[Any], int, int]]:
+        """Dtype, length and byte offset of lengths, pointers, documents, modes (may be empty)."""
+        offset = HEADER.size
+        for dtype, length in (
+            (DTYPES[4], self.num_sequences),
+            (DTYPES[5], self.num_sequences),
+            (DTYPES[5], self.num_document_entries),
+            (DTYPES[2], self.num_sequences * self.has_modes),
         ):
-            columns[name] = Column(dtype, end, count)
-            end = columns[name].end
-        return columns
+            yield dtype, length, offset
+            offset += length * dtype.itemsize
 
     @property
     def size(self) -> int:
         """The size of the index file in bytes."""
-        return self.columns["modes"].end
+        *_, (dtype, length, offset) = self.columns()
+        return offset + length * dtype.itemsize
 
     def pack(self) -> bytes:
         counts = self.num_sequences, self.num_document_entries
@@ -93,7 +79,7 @@ class Header:
 
 
 def read_header(file: BinReader, path: str) -> Header:
-    """The header of an open index file; a DataError if it does not fit the file."""
+    """The header of an index file; a DataError if it does not fit the file."""
     size = file.size
     if size < HEADER.size:
         raise DataError(

@@ -1,7 +1,7 @@
 """How a pair of files appears whole or not at all.
 
-A builder holds a lock on the prefix, writes its files under temporary names, and publishes them in
-steps, each of which is one rename or unlink for each file.
+A builder locks the prefix, writes its files under temporary names, and publishes them in steps of
+one rename or unlink for each file.
 
     1. .bin's temporary -> PREFIX.bin.new     (all files were flushed before), and the same for
                                               the sidecar PREFIX.info.json, if there is one
@@ -11,19 +11,19 @@ steps, each of which is one rename or unlink for each file.
     5. PREFIX.idx.new -> PREFIX.idx
 
 The folder is flushed after each step: a file system may bring renames to the disk in any order, and
-after a power cut a later one must not be there without the earlier ones.
+after a power cut no later one may be there without the earlier ones.
 
 Between 3 and 5 there is no PREFIX.idx, so that no reader, Megatron-LM included, pairs an old index
 with new tokens. `open_pair` finds a whole pair after every step: the old one until 3, then the new
-one. The next builder of a prefix cleans up after one that died: it finishes a publication that
-reached step 2, and drops one that did not, or one after which another tool has written its own pair
-to the prefix. Times tell: the index of a new pair is never older than its tokens.
+one. The next builder of a prefix finishes a dead one's publication if it reached step 2, and drops
+it otherwise, or if another tool has since written its own pair there. Times tell: the index of a
+new pair is never older than its tokens.
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from millrace.checks import shown
@@ -34,12 +34,12 @@ from millrace.storage import LOCAL, Access, Storage, StoredFile, exists, storage
 
 LOCK = ".tmp.lock"
 
-_ATTEMPTS = 20  # to open a pair; an attempt fails only during a publication
+_ATTEMPTS = 20  # to open a pair; one fails only during a publication
 _PAUSE = 0.001  # seconds; a publication's renames take less
 
 
 class Temporaries(NamedTuple):
-    """The paths of a pair's files, while they are written or where they are published."""
+    """The paths of a pair's files, temporary or final."""
 
     bin: str
     idx: str
@@ -58,38 +58,31 @@ def files_of(prefix: str) -> tuple[str, ...]:
 
 
 class Pair(NamedTuple):
-    """The open files of a pair; `bin` is None if only the index was opened."""
+    """The open files of a pair; `bin` is None if only the index is open."""
 
     bin: StoredFile | None
     idx: StoredFile
 
 
 def open_pair(
-    prefix: str,
-    access: Access | None = "file",
-    *,
-    index_access: Access = "file",
-    storage: Storage = LOCAL,
+    prefix: str, access: Access | None, *, index_access: Access = "file", storage: Storage
 ) -> Pair:
     """Opens the files of a whole pair, even while a builder replaces it.
 
-    Without an access, the `.bin` is not opened. A missing file is a DataError.
+    Without an access, the `.bin` stays closed. A missing file is a DataError.
     """
     for _ in range(_ATTEMPTS):
         paths = paths_to_read(prefix, storage)
         try:
             index = storage.open(paths.idx, index_access)
             data = None if access is None else storage.open(paths.bin, access)
-            is_whole = paths[:2] == paths_to_read(prefix, storage)[:2] and all(
+            if paths[:2] == paths_to_read(prefix, storage)[:2] and all(
                 file is None or storage.stat(path).version == file.identity.version
                 for path, file in ((paths.idx, index), (paths.bin, data))
-            )
-        except FileNotFoundError:
-            # Perhaps a publication has just renamed it; if not, further attempts fail too.
+            ):
+                return Pair(data, index)
+        except FileNotFoundError:  # perhaps a publication has just renamed it
             time.sleep(_PAUSE)
-            continue
-        if is_whole:
-            return Pair(data, index)
     needed = _paths(prefix)[1 if access is None else 0 : 2]
     missing = [path for path in needed if not exists(storage, path)]
     if not missing:
@@ -103,7 +96,7 @@ def open_pair(
 
 
 def paths_to_read(prefix: str, storage: Storage = LOCAL) -> Temporaries:
-    """The files of the pair that counts; it may have no sidecars."""
+    """The files of the pair that counts, perhaps without sidecars."""
     paths = _paths(prefix)
     if exists(storage, paths.idx) or not _is_half_published(prefix, storage):
         return paths
@@ -112,40 +105,40 @@ def paths_to_read(prefix: str, storage: Storage = LOCAL) -> Temporaries:
     if exists(storage, new.bin):
         return new
     info = new.info if exists(storage, new.info) else paths.info
-    return Temporaries(paths.bin, new.idx, info, paths.origins)
+    return paths._replace(idx=new.idx, info=info)
 
 
 def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
-    """Whether a new pair counts whose files do not have their names yet."""
+    """Whether a new pair counts before its files have their names."""
 
     def written_at(path: str) -> int:
-        """The time of a file's last write; 0 if there is no file, or no access."""
+        """The time of a file's last write; 0 without a file, or access to it."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             return storage.stat(path).time
         return 0
 
     data, index = prefix + BIN, prefix + IDX
     written = written_at(index + NEW)
-    # A builder's index is not older than its tokens: a file later than it is another tool's.
+    # A builder's index is its latest file: a later one is another tool's.
     others = [index] if exists(storage, data + NEW) else [index, data]
     return written > 0 and all(written_at(path) <= written for path in others)
 
 
 def check_prefix(prefix: str) -> None:
-    """Raises ConfigError before any work for a pair whose files could not be published."""
-    storage_of(prefix)  # a path such as s3://bucket/name is refused
+    """Raises ConfigError, before any work, if a pair could not be published there."""
+    storage_of(prefix)  # refuses a path such as s3://bucket/name
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")
     if prefix.endswith((".bin", ".idx")):
         raise ConfigError(f"the prefix is {prefix}; give it without {prefix[-4:]}, which is added")
     name = os.path.basename(prefix)
-    size, most = len(os.fsencode(name)), os.pathconf(folder, "PC_NAME_MAX")
-    added = len(os.fsencode(temporary_name(name + ORIGINS))) - size
-    if size + added > most:
+    size, limit = len(os.fsencode(name)), os.pathconf(folder, "PC_NAME_MAX")
+    most = limit - len(temporary_name(ORIGINS))
+    if size > most:
         raise ConfigError(
-            f"the name {shown(name, 80)} of the prefix has {size} bytes; at most {most - added} "
-            f"are possible, because names of files have up to {most} bytes in {folder}. Give a "
+            f"the name {shown(name, 80)} of the prefix has {size} bytes; at most {most} are "
+            f"possible, because names of files have up to {limit} bytes in {folder}. Give a "
             "shorter prefix"
         )
     for path in files_of(prefix):
@@ -155,9 +148,9 @@ def check_prefix(prefix: str) -> None:
 
 @contextlib.contextmanager
 def prefix_lock(prefix: str) -> Iterator[None]:
-    """Holds the lock of a prefix, and removes the temporaries of a builder that died.
+    """Holds the lock of a prefix, and removes a dead builder's temporaries.
 
-    If another process is building a pair there, that is a MillraceError.
+    A MillraceError if another process is building a pair there.
     """
     lock = prefix + LOCK
     with contextlib.ExitStack() as stack:
@@ -173,11 +166,11 @@ def prefix_lock(prefix: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def building(prefix: str) -> Iterator[Temporaries]:
-    """Holds the lock of a prefix, cleans up after a builder that died, and lends temporaries."""
+    """Holds the lock of a prefix, cleans up after a dead builder, and lends temporaries."""
     temporaries = Temporaries(*map(temporary_name, _paths(prefix)))
     with prefix_lock(prefix):
         if _is_half_published(prefix):
-            _finish([prefix], _flush_folders)
+            _finish([prefix])
         _withdraw([prefix])
         builder = os.getpid()
         try:
@@ -188,7 +181,7 @@ def building(prefix: str) -> Iterator[Temporaries]:
 
 
 def remove_leftovers(prefix: str) -> None:
-    """Removes the temporaries of a builder that died, unless another one is at work."""
+    """Removes a dead builder's temporaries, unless another one is at work."""
     with contextlib.suppress(OSError, MillraceError), prefix_lock(prefix):
         pass
 
@@ -196,57 +189,55 @@ def remove_leftovers(prefix: str) -> None:
 def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -> None:
     """Publishes pairs: all, or (if it fails in the first two steps) none of them.
 
-    The temporaries are whole and flushed; a pair may have no sidecars. Without `durable`, the
-    folders are not flushed between the steps.
+    The temporaries are whole and flushed; the folders are flushed only if the pairs are durable.
     """
-    flush_folders = _flush_folders if durable else (lambda prefixes: None)
     prefixes = [prefix for prefix, _ in pairs]
     try:
         for prefix, files in pairs:
             os.rename(files.bin, prefix + BIN + NEW)
             if os.path.exists(files.info):
                 os.rename(files.info, prefix + INFO + NEW)
-        flush_folders(prefixes)
+        _flush_folders(prefixes, durable)
         for prefix, files in pairs:
             os.rename(files.idx, prefix + IDX + NEW)
-        flush_folders(prefixes)
+        _flush_folders(prefixes, durable)
     except BaseException:
         _withdraw(prefixes)
         raise
     try:
-        _finish(prefixes, flush_folders)
+        _finish(prefixes, durable)
     except KeyboardInterrupt:  # the pairs count already: they must not wait for a next builder
-        _finish(prefixes, flush_folders)
+        _finish(prefixes, durable)
         raise
     except OSError:
-        # An old file cannot be removed, perhaps another user's. If all old indices are still there,
-        # the old pairs count, and the new ones must not appear later.
+        # An old file cannot be removed, perhaps another user's. If all old indices remain, the old
+        # pairs count, and the new ones must not appear later.
         if all(os.path.exists(prefix + IDX) for prefix in prefixes):
             _withdraw(prefixes)
         raise
 
 
-def _finish(prefixes: Sequence[str], flush_folders: Callable[[Sequence[str]], None]) -> None:
-    """Steps 3 to 5, also of a publication that was cut off among them."""
+def _finish(prefixes: Sequence[str], durable: bool = True) -> None:
+    """Steps 3 to 5, or the rest of them."""
     prefixes = [prefix for prefix in prefixes if os.path.exists(prefix + IDX + NEW)]
-    # Once the tokens have their name, the old sidecars are gone, and the new ones may be there.
+    # Once the tokens have their name, the old sidecars are gone, and new ones may be there.
     waiting = [prefix for prefix in prefixes if os.path.exists(prefix + BIN + NEW)]
     for prefix in waiting:
         _remove(prefix + IDX, prefix + INFO, prefix + ORIGINS)
-    flush_folders(waiting)
+    _flush_folders(waiting, durable)
     for prefix in waiting:
         os.rename(prefix + BIN + NEW, prefix + BIN)
     for prefix in prefixes:
         with contextlib.suppress(FileNotFoundError):
             os.rename(prefix + INFO + NEW, prefix + INFO)
-    flush_folders(prefixes)
+    _flush_folders(prefixes, durable)
     for prefix in prefixes:
         os.rename(prefix + IDX + NEW, prefix + IDX)
-    flush_folders(prefixes)
+    _flush_folders(prefixes, durable)
 
 
 def _withdraw(prefixes: Sequence[str]) -> None:
-    """Removes new files of pairs; the index first, as a pair counts by its index."""
+    """Removes the new files of pairs, first the index, by which a pair counts."""
     for prefix in prefixes:
         _remove(*(path + NEW for path in files_of(prefix)))
 
@@ -257,7 +248,6 @@ def _remove(*paths: str) -> None:
             os.unlink(path)
 
 
-def _flush_folders(prefixes: Sequence[str]) -> None:
-    """Brings the renames to the disk."""
-    for folder in {os.path.dirname(prefix): prefix for prefix in prefixes}.values():
-        fsync_folder(folder)
+def _flush_folders(prefixes: Sequence[str], durable: bool) -> None:
+    for prefix in {os.path.dirname(prefix): prefix for prefix in prefixes if durable}.values():
+        fsync_folder(prefix)

@@ -17,19 +17,18 @@ from millrace.store.opened import JoinedFiles, OpenTokens
 
 _DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
 _NPY_MAGIC = b"\x93NUMPY"
-_HEADER_SIZE = 1 << 16  # bytes in which the header of an array of one dimension ends
+_HEADER_SIZE = 1 << 16  # bytes that hold the header of any array of one dimension
 
 
 class RawTokens(OpenTokens):
     """The stream of tokens of a file without an index.
 
-    The file may be headerless, whatever its ending (OLMo-core's `.npy` files are), or an array that
-    `numpy.save` has written. It has no sequences and no documents: an order over it gives spans of
-    token positions.
+    The file may be headerless, whatever its ending (as OLMo-core's `.npy` files), or an array of
+    `numpy.save`. It has no sequences or documents: an order over it gives spans of positions.
 
     Args:
         path: Path of the file.
-        dtype: Dtype of the tokens, integers; None: the file has a header that says it.
+        dtype: Dtype of the tokens, integers; None: that of the file's header.
         access: How the file is read: "mmap", or "file" (positioned reads).
         storage: Where the file is; None: in the file system.
 
@@ -37,13 +36,12 @@ class RawTokens(OpenTokens):
         prefix: The path, str.
         dtype: Dtype of the tokens as they are read: int32 for uint32, else the file's.
         reader: The bytes of the tokens, without the header.
-        num_tokens: Number of tokens.
         is_mapped: Whether all tokens are in memory; else each read copies.
 
     Raises:
         ConfigError: A headerless file without a dtype, or a dtype other than the header's.
-        DataError: A file that is missing, cut in the middle of a token, or an array of another
-            shape or dtype.
+        DataError: A file that is missing or cut within a token, or an array of another shape or
+            dtype.
     """
 
     def __init__(
@@ -73,18 +71,17 @@ class RawTokens(OpenTokens):
     def _start_and_dtype(
         self, file: StoredFile, dtype: DTypeLike | None
     ) -> tuple[int, np.dtype[Any]]:
-        """The first byte of the tokens, and their dtype, by the header if there is one."""
+        """The first byte of the tokens and their dtype, by the header if there is one."""
         given = None if dtype is None else _token_dtype(dtype)
         head = gather_range(file, 0, min(file.size, _HEADER_SIZE)).tobytes()
         if not head.startswith(_NPY_MAGIC):
             if given is None:
                 raise ConfigError(f"{self.prefix} has no header: give the dtype of its tokens")
             return 0, given
-        stream = io.BytesIO(head)
+        stream, npy = io.BytesIO(head), np.lib.format
         try:
-            is_first = np.lib.format.read_magic(stream) == (1, 0)
-            numpy = np.lib.format
-            read = numpy.read_array_header_1_0 if is_first else numpy.read_array_header_2_0
+            is_first = npy.read_magic(stream) == (1, 0)
+            read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
             shape, _, found = read(stream)
         except ValueError as error:
             raise DataError(f"{self.prefix} has a damaged header of NumPy: {error}") from None
@@ -94,20 +91,20 @@ class RawTokens(OpenTokens):
                 f"{self.prefix} is an array of shape {shape} and dtype {found}, and has "
                 f"{file.size - start} bytes after its header: an array of one dimension is needed"
             )
-        if given not in (None, _token_dtype(found)):
+        stored = _token_dtype(found)
+        if given not in (None, stored):
             raise ConfigError(
                 f"dtype is {given}, but the header of {self.prefix} says {found}: leave it out"
             )
-        return start, _token_dtype(found)
+        return start, stored
 
     def token_source(self) -> _native.TokenSource:
         """The tokens for the core, as one sequence: offsets in it are token positions."""
-        # The core divides by a sequence's length.
-        num_sequences, length = int(self.num_tokens > 0), max(self.num_tokens, 1)
-        return self.reader.source(self.dtype, [num_sequences], length)
+        # The core divides by the length.
+        return self.reader.source(self.dtype, [int(self.num_tokens > 0)], max(self.num_tokens, 1))
 
     def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A ConfigError: the documents of a stream are not known."""
+        """Raises ConfigError."""
         raise ConfigError(
             f"{self.prefix} has no index, so its documents are not known: leave out what asks for "
             "them, or make an indexed dataset of it with `millrace convert`"
@@ -115,7 +112,7 @@ class RawTokens(OpenTokens):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the size, the dtype and evenly spaced blocks of the tokens (32 hex digits)."""
+        """A hash of the size, dtype and evenly spaced blocks of the tokens (32 hex digits)."""
         digest = blake2b(f"{self.num_tokens} {self.dtype.str}".encode())
         digest.update(sample_of(self.reader).data)
         return digest.hexdigest()

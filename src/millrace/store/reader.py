@@ -16,6 +16,7 @@ from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.files import blake2b, checksum
 from millrace.names import BIN, IDX
+from millrace.ragged import Numbers
 from millrace.storage import (
     Access,
     BinReader,
@@ -36,17 +37,17 @@ _PIECE = 1 << 19  # lengths that are copied at a time: they stay in a core's cac
 
 
 class IndexedDataset(OpenTokens):
-    """The sequences of a `.bin`/`.idx` pair, by number.
+    """The sequences of a `.bin`/`.idx` pair.
 
     Args:
         prefix: Path of the pair, without `.bin` or `.idx`.
-        access: How the `.bin` is read: "mmap" (reads are views, without copying) or "file"
-            (positioned reads, for file systems where mapping hurts).
-        bin_reader: Source of the bytes of the `.bin`, if it is not a file of the storage.
+        access: How the `.bin` is read: "mmap" (reads are views) or "file" (positioned reads, for
+            file systems where mapping hurts).
+        bin_reader: Source of the bytes of the `.bin`, if not a file of the storage.
         storage: Where the files are; None: in the file system.
 
     Attributes:
-        dtype: The dtype of the tokens.
+        dtype: Dtype of the tokens.
         sequence_lengths: int32 [sequences], in tokens.
         sequence_pointers: int64 [sequences], byte offsets into the `.bin`.
         document_indices: int64 [documents + 1]: document j has the sequences
@@ -55,10 +56,10 @@ class IndexedDataset(OpenTokens):
         reader: The bytes of the `.bin`, a `BinReader`.
 
     The arrays are read-only views of the mapped index. Opening takes the same time for any size: it
-    checks the header, the sizes, and the first and last entries. An open dataset keeps showing the
-    files that it opened when another pair is published at its prefix; with access="file" and more
-    than 64 such datasets, reading may be a DataError then. It can be forked, shared by threads, and
-    pickled; a pickle can only be opened where the same data are at the prefix.
+    checks the header, the sizes, and the first and last entries. An open dataset keeps showing its
+    files when another pair is published at the prefix; with access="file" and more than 64 such
+    datasets, reading may be a DataError then. It can be forked, shared by threads, and pickled; a
+    pickle can only be opened where the same data are at the prefix.
 
     If another program cuts a mapped file short, touching a view of the lost part is a bus error,
     which ends the process; `read` and the `Loader` raise DataError instead.
@@ -88,14 +89,9 @@ class IndexedDataset(OpenTokens):
         storage: Storage | None = None,
     ) -> None:
         self.prefix = check_path("prefix", prefix)
-        options = {"access": access, "bin_reader": bin_reader, "storage": storage}
-        self._options: dict[str, Any] = options
-        self._pair = open_pair(
-            self.prefix,
-            access if bin_reader is None else None,
-            index_access="mmap",
-            storage=self.storage,
-        )
+        self._options = {"access": access, "bin_reader": bin_reader, "storage": storage}
+        bin_access = access if bin_reader is None else None
+        self._pair = open_pair(self.prefix, bin_access, index_access="mmap", storage=self.storage)
         index = self._pair.idx
         self.files = tuple(file and file.identity for file in self._pair)
         self.header = layout.read_header(index, self.prefix + IDX)
@@ -106,12 +102,11 @@ class IndexedDataset(OpenTokens):
         mapped = bytes_in_memory(index)
         content = index.read(0, index.size) if mapped is None else mapped
         lengths, pointers, documents, modes = (
-            np.frombuffer(content, column.dtype, column.length, column.offset)
-            for column in self.header.columns.values()
+            np.frombuffer(content, *column) for column in self.header.columns()
         )
         self.sequence_lengths: NDArray[np.int32] = lengths
-        self.sequence_pointers: NDArray[np.int64] = pointers
-        self.document_indices: NDArray[np.int64] = documents
+        self.sequence_pointers: Numbers = pointers
+        self.document_indices: Numbers = documents
         self.sequence_modes: NDArray[np.int8] | None = modes if self.header.has_modes else None
         self._check_ends()
         self._bytes = bytes_in_memory(reader)  # of the `.bin`
@@ -134,14 +129,14 @@ class IndexedDataset(OpenTokens):
         return self.reader.size + self._pair.idx.size
 
     @property
-    def document_lengths(self) -> NDArray[np.int64]:
+    def document_lengths(self) -> Numbers:
         """Tokens in each document: int64 [documents]."""
         self.check_documents(0, self.num_documents)
         ends = np.concatenate(([0], np.cumsum(self.sequence_lengths, dtype=np.int64)))
         return np.diff(ends[self.document_indices])
 
     def document_range(self, start: SupportsIndex, stop: SupportsIndex) -> tuple[int, int]:
-        """Two numbers of documents as ints; a ConfigError if they are not a range of documents."""
+        """Two numbers as ints; a ConfigError if they are not a range of documents."""
         first, end = check_int("start", start), check_int("stop", stop)
         if not 0 <= first <= end <= self.num_documents:
             raise ConfigError(
@@ -173,7 +168,7 @@ class IndexedDataset(OpenTokens):
             )
 
     def check_documents(self, start: int, stop: int) -> tuple[int, int]:
-        """Checks documents [start, stop), and returns their sequences: (first, end)."""
+        """Checks documents [start, stop); returns their sequences: (first, end)."""
         entries = self.document_indices[start : stop + 1]
         bad = _native.first_bad_document(entries, len(self))
         if bad < len(entries):
@@ -185,7 +180,7 @@ class IndexedDataset(OpenTokens):
         return _entry(entries, 0), _entry(entries, -1)
 
     def check_sequences(self, start: int, stop: int) -> tuple[int, int]:
-        """Checks that sequences [start, stop) lie one after the other, and returns their bytes."""
+        """Checks that sequences [start, stop) follow each other; returns their bytes."""
         first, expected = (
             _entry(self.sequence_pointers, number) if number < len(self) else self.reader.size
             for number in (start, stop)
@@ -205,7 +200,7 @@ class IndexedDataset(OpenTokens):
         return first, end
 
     def check(self) -> None:
-        """Checks the whole index; a DataError if entries do not agree with each other."""
+        """Checks the whole index; a DataError if its entries do not agree."""
         self.check_documents(0, self.num_documents)
         self.check_sequences(0, len(self))
 
@@ -216,7 +211,7 @@ class IndexedDataset(OpenTokens):
 
     @property
     def is_mapped(self) -> bool:
-        """Whether all tokens are one array in memory, `tokens`; else each read copies."""
+        """Whether all tokens are in memory, as `tokens`; else each read copies."""
         return self._bytes is not None
 
     @property
@@ -238,8 +233,8 @@ class IndexedDataset(OpenTokens):
             self.reader.size,
         )
 
-    def documents_of(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The documents that sequences belong to: int64 [sequences]."""
+    def documents_of(self, sequences: Numbers) -> Numbers:
+        """The document of each sequence: int64 [sequences]."""
         return _native.find_documents(self.document_indices, sequences)
 
     @overload
@@ -250,7 +245,7 @@ class IndexedDataset(OpenTokens):
         """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array."""
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            most = len(self) + 1  # a larger step leads out of any slice, and perhaps of int64
+            most = len(self) + 1  # a larger step does the same, and may not fit int64
             return self._slice(np.arange(start, stop, min(max(step, -most), most)))
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
             flat, offsets = self.read(index)
@@ -258,13 +253,13 @@ class IndexedDataset(OpenTokens):
         number = self._number("sequence", index, len(self))
         return self._read(number, 0, self.sequence_lengths.item(number))
 
-    def _slice(self, numbers: NDArray[np.int64]) -> list[NDArray[Any]]:
+    def _slice(self, numbers: Numbers) -> list[NDArray[Any]]:
         if self._bytes is None:
             return self[numbers]
         lengths = self.sequence_lengths[numbers]
         first, rest = np.divmod(self.sequence_pointers[numbers], self.dtype.itemsize)
         is_bad = (lengths < 0) | (rest != 0) | (first < 0) | (first > self.num_tokens - lengths)
-        if np.any(is_bad):  # one of them raises, or lies off the grid of tokens
+        if np.any(is_bad):  # one raises, or lies off the grid of tokens
             return [self[number] for number in numbers.tolist()]
         return _cut(self.tokens, first, np.add(first, lengths))
 
@@ -288,8 +283,8 @@ class IndexedDataset(OpenTokens):
             )
         return self._read(number, start, count)
 
-    def read(self, sequence_ids: ArrayLike) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Many sequences at once, anywhere in the file, in one call of the core.
+    def read(self, sequence_ids: ArrayLike) -> tuple[NDArray[Any], Numbers]:
+        """Many sequences, anywhere in the file, in one call of the core.
 
         Args:
             sequence_ids: Sequence numbers, integers [n]; negative ones count from the end.
@@ -315,7 +310,7 @@ class IndexedDataset(OpenTokens):
         return flat.view(self.dtype), np.concatenate(([0], np.cumsum(counts)))
 
     def document(self, number: SupportsIndex) -> NDArray[Any]:
-        """A document's tokens, all its sequences one after the other: [length] of `dtype`."""
+        """The tokens of all sequences of a document: [length] of `dtype`."""
         place = self._number("document", number, self.num_documents)
         first, last = self.check_documents(place, place + 1)
         return self.read(np.arange(first, last))[0] if last != first + 1 else self[first]
@@ -342,8 +337,8 @@ class IndexedDataset(OpenTokens):
     def fingerprint(self) -> str:
         """A hash of the content, wherever the files are (32 hex digits).
 
-        It covers both sizes, the header and 16 blocks of 4 KiB of each file: it tells datasets
-        apart, but does not prove them undamaged.
+        It covers both sizes, the header and 16 blocks of 4 KiB of each file: enough to tell
+        datasets apart, not to prove them undamaged.
         """
         digest = blake2b()
         for file in (self._pair.idx, self.reader):
@@ -358,30 +353,29 @@ class IndexedDataset(OpenTokens):
         return checksum(copied(lengths[at : at + _PIECE]) for at in range(0, len(self), _PIECE))
 
     def info(self) -> Info | None:
-        """The sidecar's checksums and provenance; None if there is no sidecar."""
+        """The sidecar's checksums and provenance; None without a sidecar."""
         return read_info(self.prefix, self.storage)
 
     @cached_property
     def origins_file(self) -> Any:
-        """The `provenance.OriginsFile` of the pair; None if it has no sidecar of origins."""
-        # That room lies above this one; it is asked for what a user asks this class for.
+        """The `provenance.OriginsFile` of the pair; None without a sidecar of origins."""
+        # That room lies above this one.
         return importlib.import_module("millrace.provenance").origins_file(self)
 
     def origin(self, document: SupportsIndex) -> Any:
-        """Where a document came from, an `Origin`; None if the pair has no sidecar of origins.
+        """Where a document came from, an `Origin`; None without a sidecar of origins.
 
         Raises:
             DataError: If the sidecar is damaged, or of other token files.
             ConfigError: If there is a sidecar, and pyarrow is not installed.
         """
         number = self._number("document", document, self.num_documents)
-        file = self.origins_file
-        return None if file is None else file.origin(number)
+        return None if self.origins_file is None else self.origins_file.origin(number)
 
     def origins(self, start: int = 0, stop: int | None = None) -> Any:
         """Where documents [start, stop) came from, as `Origins`; without a stop, all from `start`.
 
-        None if the pair has no sidecar; the errors are those of `origin`.
+        None without a sidecar; the errors are those of `origin`.
         """
         span = self.document_range(start, self.num_documents if stop is None else stop)
         return None if self.origins_file is None else self.origins_file.read(*span)
@@ -390,19 +384,17 @@ class IndexedDataset(OpenTokens):
         """The `.bin` as a file of the system; None if it is not one, or was replaced."""
         with contextlib.suppress(OSError):
             file = open(self.prefix + BIN, "rb", buffering=0)  # noqa: SIM115
-            identity = identity_of(os.fstat(file.fileno()))
-            if self._pair.bin is not None and identity == self._pair.bin.identity:
+            if identity_of(os.fstat(file.fileno())) == self.files[0]:
                 return file
             file.close()
         return None
 
     def close(self) -> None:
-        """Lets go of the files. Arrays that were taken from the dataset stay valid.
+        """Lets go of the files; arrays that were taken from the dataset stay valid.
 
         Without it, that happens when the dataset and its last array are gone.
         """
-        kept = {name: vars(self)[name] for name in ("prefix", "header")}
-        object.__setattr__(self, "__dict__", kept)
+        object.__setattr__(self, "__dict__", {"prefix": self.prefix, "header": self.header})
 
     if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
 
@@ -418,12 +410,10 @@ class IndexedDataset(OpenTokens):
         self.close()
 
 
-def _cut(
-    flat: NDArray[Any], starts: NDArray[np.int64], ends: NDArray[np.int64]
-) -> list[NDArray[Any]]:
+def _cut(flat: NDArray[Any], starts: Numbers, ends: Numbers) -> list[NDArray[Any]]:
     return [flat[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _entry(column: NDArray[Any], place: int) -> int:
-    """An entry of a mapped column: an error if the file was cut short, not a bus error."""
+    """An entry of a mapped column, without bus errors."""
     return int(copied(column[place:][:1])[0])

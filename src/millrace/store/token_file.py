@@ -1,4 +1,4 @@
-"""Token files by their records: opened when a token is first needed."""
+"""Token files by their records."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ class TokenFileRecord:
 
     Attributes:
         sizes, times: Bytes, and modification times in nanoseconds, of the `.bin` and the `.idx`.
-        content: Fingerprint of the content (see `IndexedDataset.fingerprint`).
+        content: Fingerprint (see `IndexedDataset.fingerprint`).
         lengths: Checksum of all sequence lengths, which decide the indices.
     """
 
@@ -33,11 +33,11 @@ class TokenFileRecord:
     num_tokens: int
 
     def has_same_times(self) -> bool:
-        """Whether the files have the sizes and modification times of the record."""
+        """Whether the files have the sizes and times of the record."""
         return _sizes_and_times(self.prefix) == (self.sizes, self.times)
 
     def change(self) -> str | None:
-        """What is not as the record says, by sizes and times, else by content."""
+        """What is not as the record says, by sizes and times, else content."""
         if self.has_same_times():
             return None
         try:
@@ -50,7 +50,7 @@ class TokenFileRecord:
 
 
 class TokenFile:
-    """A token file of a run. It is opened at its first use, once for all datasets of the run.
+    """A token file of a run, opened at its first use, once for all datasets of the run.
 
     Args:
         record: What is known of the file.
@@ -65,9 +65,7 @@ class TokenFile:
 
     @classmethod
     def open(cls, prefix: str, access: Access = "mmap") -> "TokenFile":
-        """Opens a token file and notes what it holds."""
-        # Before the file is opened: if it is replaced meanwhile, the times are the old file's, and
-        # the next comparison notices.
+        # First: if the file is replaced before it is opened, the next comparison notices.
         _, times = _sizes_and_times(prefix)
         dataset = IndexedDataset(prefix, access=access)
         record = TokenFileRecord(
@@ -86,11 +84,11 @@ class TokenFile:
 
     @property
     def dataset(self) -> IndexedDataset:
-        """The open file; a DataError if it does not hold what the record says."""
+        """The open file; a DataError if it is not what the record says."""
         return self._dataset.value
 
     def close(self) -> None:
-        """Closes the file; it is opened again at its next use."""
+        """Closes the file until its next use."""
         self._dataset = Deferred(partial(_open_unchanged, self.record, self._access))
 
     def sequence_lengths(self) -> NDArray[np.int32]:
@@ -98,7 +96,7 @@ class TokenFile:
 
 
 def _open_unchanged(record: TokenFileRecord, access: Access) -> IndexedDataset:
-    is_same = record.has_same_times()  # before the file is opened: see `TokenFile.open`
+    is_same = record.has_same_times()  # first: see `TokenFile.open`
     dataset = IndexedDataset(record.prefix, access=access)
     now = (len(dataset), dataset.num_documents, dataset.num_tokens)
     then = (record.num_sequences, record.num_documents, record.num_tokens)
@@ -117,5 +115,5 @@ def _sizes_and_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
     try:
         data, index = storage.stat(prefix + BIN), storage.stat(prefix + IDX)
     except FileNotFoundError:
-        return (0, 0), (0, 0)  # missing, or published halfway, which opening it tells apart
+        return (0, 0), (0, 0)  # missing, or published halfway: opening it tells
     return (data.size, index.size), (data.time, index.time)

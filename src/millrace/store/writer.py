@@ -1,7 +1,4 @@
-"""The files of a pair while a builder writes them, who may write, and the checks at the end.
-
-The columns of an index grow beyond memory, and `write_index` writes one for a `.bin` that is there.
-"""
+"""Turns to write the files of a pair, and the columns of its index, which may outgrow memory."""
 
 import contextlib
 import os
@@ -20,10 +17,11 @@ from millrace.storage import Bytes, copied, gather_range
 from millrace.store.layout import Header
 from millrace.store.reader import IndexedDataset
 
-LIMIT = 1 << 20  # entries of a column that are kept in memory
+LIMIT = 1 << 20  # entries of a column that stay in memory
 _PIECE = 1 << 17  # entries that are read back at a time: they stay in a core's cache
-_COPY_SIZE = 64 << 20  # bytes that a merge lets the kernel copy at a time
-_READ_SIZE = 2 << 20  # bytes that a merge reads at a time if it must see them
+_COPY_SIZE = 64 << 20  # bytes that the kernel copies at a time for a merge
+_READ_SIZE = 2 << 20  # bytes that a merge reads at a time
+_LAST_WAIT = 5.0  # seconds that a process waits at its end for a thread's turn
 
 
 class Turns:
@@ -40,10 +38,10 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[None]:
-        """Holds the lock for work of several steps, which no other thread may see half-done.
+        """Holds the lock for work of several steps.
 
         An error in the block closes the turns, as the work may be half-done. A ConfigError does
-        not: it is raised before the first step.
+        not: it comes before the first step.
         """
         if self._holder == threading.get_ident():
             raise ConfigError(
@@ -69,7 +67,7 @@ class Turns:
             raise ConfigError(f"{self._name} is closed ({self.closed_because}); make another one")
 
     def close(self, reason: str) -> None:
-        """Waits for the turn of another thread, and closes."""
+        """Closes after the turn of another thread."""
         if self._holder == threading.get_ident():  # in a signal handler: the call ends first
             self.closed_because = self.closed_because or reason
             return
@@ -83,35 +81,35 @@ class Turns:
             self._free()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: closes without freeing, and forgets the turns of other threads."""
+        """In a forked child: closes without freeing, and forgets other threads' turns."""
         self._lock, self._holder, self._free = threading.Lock(), None, lambda: None
         self.closed_because = (
             self.closed_because or "it belongs to the process that this one was forked from"
         )
 
-    def end_at_exit(self, limit: float) -> None:
-        """Frees what is changed, if the turn of another thread ends within `limit` seconds.
+    def end_at_exit(self) -> None:
+        """Frees what is changed, but waits only `_LAST_WAIT` for another thread's turn.
 
-        The lock stays taken: a daemon thread that comes later waits for the end of the process.
+        The lock stays taken: later daemon threads wait for the end of the process.
         """
-        if self._lock.acquire(timeout=limit):
+        if self._lock.acquire(timeout=_LAST_WAIT):
             with interrupts_held():
                 self._free()
 
 
 def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[Bytes]:
-    """Bytes [start, stop) of a dataset's `.bin`, some at a time, without bus errors."""
+    """Bytes [start, stop) of a `.bin`, some at a time, without bus errors."""
     for at in range(start, stop, _READ_SIZE):
         yield gather_range(dataset.reader, at, min(at + _READ_SIZE, stop))
 
 
 def copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None:
-    """Copies bytes [start, stop) of a file to the end of another, in the kernel if it can."""
+    """Copies bytes [start, stop) of a file to the end of another, in the kernel if possible."""
     reading, writing, at = source.fileno(), target.fileno(), start
     while at < stop:
         count = 0
-        # File systems and containers refuse it by many numbers, also for a full disk: `os.write`
-        # raises its true error.
+        # File systems and containers refuse with many errors; of a full disk, `os.write` raises
+        # the true one.
         with contextlib.suppress(OSError):
             count = os.copy_file_range(reading, writing, min(_COPY_SIZE, stop - at), offset_src=at)
         if count == 0:
@@ -121,11 +119,11 @@ def copy_file(source: BinaryIO, target: BinaryIO, start: int, stop: int) -> None
         at += count
 
 
-# ---- the columns of an index: while they grow, and as they are written ----
+# ---- the columns of an index ----
 
 
 class IndexColumns:
-    """Lengths, modes and document entries; `folder` takes what does not stay in memory."""
+    """Lengths, modes and document entries; what outgrows memory goes to `folder`."""
 
     def __init__(self, folder: str, dtype: DTypeLike, *, has_modes: bool) -> None:
         self.dtype, self.has_modes = np.dtype(dtype), has_modes
@@ -134,7 +132,7 @@ class IndexColumns:
         self._documents.extend(np.zeros(1, np.int64))
 
     def append(self, *entries: NDArray[Any] | None) -> None:
-        """Appends lengths, modes, and document entries: the ends of documents, in sequences."""
+        """Appends lengths, modes, and document entries (ends of documents, in sequences)."""
         for column, values in zip(self._all, entries, strict=True):
             if values is not None:
                 column.extend(values)
@@ -148,12 +146,12 @@ class IndexColumns:
             self._lengths.extend(lengths)
         for ends in _pieces(other.document_indices, documents[0] + 1, documents[1] + 1):
             self._documents.extend(ends + shift)
-        if self.has_modes and other.sequence_modes is not None:
+        if other.sequence_modes is not None:
             for modes in _pieces(other.sequence_modes, *sequences):
                 self._modes.extend(modes)
 
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Lengths, document entries and modes so far."""
+        """Lengths, document entries and modes."""
         lengths, modes, documents = (
             np.concatenate([np.empty(0, column.dtype), *column.chunks()]) for column in self._all
         )
@@ -177,7 +175,6 @@ class IndexColumns:
         yield from self._modes.chunks()
 
     def num_tokens(self) -> int:
-        """The sum of all lengths."""
         return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths.chunks())
 
     def close(self) -> None:
@@ -192,11 +189,7 @@ def _pieces(column: NDArray[Any], start: int, stop: int) -> Iterator[NDArray[Any
 
 
 class _Entries:
-    """A column, appended to at its end and read back from its start.
-
-    A short one is kept in memory; a longer one goes to a nameless temporary file in `folder`, which
-    disappears with the process.
-    """
+    """A column; a long one goes to a nameless file in `folder` that ends with the process."""
 
     def __init__(self, dtype: str, folder: str) -> None:
         import tempfile  # 3 ms that `import millrace` does without
@@ -208,7 +201,7 @@ class _Entries:
     def extend(self, values: NDArray[Any]) -> None:
         self._file.seek(0, os.SEEK_END)
         self._file.write(np.ascontiguousarray(values, self.dtype).data)
-        self._file.flush()  # else a forked child, too, would write what is buffered
+        self._file.flush()  # else a forked child would also write what is buffered
         self.count += len(values)
 
     def chunks(self) -> Iterator[NDArray[Any]]:
@@ -217,11 +210,11 @@ class _Entries:
             yield np.frombuffer(data, self.dtype)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of entries for which the disk had no room
+        with contextlib.suppress(OSError):  # of a full disk
             self._file.close()
 
 
-# ---- the index of a `.bin` that is there already ----
+# ---- the index of an existing `.bin` ----
 
 
 class Entries(NamedTuple):
@@ -229,8 +222,8 @@ class Entries(NamedTuple):
 
     Attributes:
         lengths: Length of each sequence in tokens: integers [sequences].
-        counts: Number of these sequences that each document has: integers [documents]. Sequences of
-            a document that ends later are at the end of `lengths`, and not counted.
+        counts: Number of these sequences in each document: integers [documents]. Sequences of a
+            document that ends later are the last of `lengths`, and not counted.
         modes: Mode of each sequence, int8 [sequences]; None in a file without modes.
     """
 
@@ -242,17 +235,15 @@ class Entries(NamedTuple):
 def write_index(
     prefix: str, dtype: DTypeLike, documents: Iterable[Entries], *, has_modes: bool = False
 ) -> None:
-    """Writes `PREFIX.idx` for the `.bin` that is there, whole or not at all; it is not flushed.
+    """Writes `PREFIX.idx` for an existing `.bin`, whole or not at all; it is not flushed.
 
     Raises:
-        DataError: The tokens of the entries are not as many as those of the `.bin`.
+        DataError: Entries of more or fewer tokens than the `.bin` has.
     """
     columns = IndexColumns(os.path.dirname(prefix) or ".", dtype, has_modes=has_modes)
     with contextlib.closing(columns), atomic_file(prefix + IDX, durable=False) as file:
-        num_sequences = 0
         for lengths, counts, modes in documents:
-            columns.append(lengths, modes, num_sequences + np.cumsum(counts))
-            num_sequences += len(lengths)
+            columns.append(lengths, modes, columns.header.num_sequences + np.cumsum(counts))
         header, size = columns.header, os.path.getsize(prefix + BIN)
         num_bytes = columns.num_tokens() * header.dtype.itemsize
         if num_bytes != size:

@@ -1,8 +1,8 @@
 """Documents from files of many formats.
 
-`inputs` says which files a job reads, `parts` cuts them for tasks, `documents` reads the texts of a
-part in batches; `sentences` splits texts. `millrace.encoding` turns texts into ids. Needs the
-`tokenizers` extra.
+`inputs` says which files a job reads, `parts` cuts them for tasks, `documents` reads a part's texts
+in batches, `sentences` splits texts, and `millrace.encoding` encodes them. Needs the `tokenizers`
+extra.
 """
 
 import importlib
@@ -49,7 +49,7 @@ __all__ = [
 
 
 def moved(name: str, module: str, place: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module from which a name has moved to another."""
+    """The `__getattr__` of a module from which a name has moved."""
 
     def __getattr__(attribute: str) -> Any:  # noqa: N807
         if attribute != name:

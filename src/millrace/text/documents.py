@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import checks
+from millrace.checks import shown
 from millrace.errors import ConfigError, TextError
 from millrace.text.json_values import BadDocumentError, Text, is_unicode
 from millrace.text.streams import BLOCK_SIZE, ByteStream
@@ -18,9 +18,8 @@ MAX_DOCUMENT_SIZE = 1 << 28
 """Size of the longest line, record or text that is read by default, in bytes."""
 
 Reject = Callable[[int, int, str, bytes], None]
-"""What is called for each line that cannot be used: with the number of the line within the part,
-the byte offset in the decompressed source (-1 for rows), the reason, and the bytes of the line,
-which a line longer than the limit has not."""
+"""Function called for each line that cannot be used: with its number in the part, its byte offset
+in the decompressed source (-1 for rows), the reason, and its bytes (none if it is too long)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +27,13 @@ class Query:
     """What a reader asks of a part.
 
     Attributes:
-        keys: Keys of the texts: JSON keys or columns. If there is none of that name, dots reach
-            into objects and struct columns. Plain text has only the key "text".
-        reject: Function that is called for each line that cannot be used; it raises or takes note.
+        keys: JSON keys or columns of the texts. If there is none of that name, dots reach into
+            objects and struct columns. Plain text has only the key "text".
+        reject: Function called for each line that cannot be used; it raises or takes note.
         id_key: Key of a document's id.
         skip_empty: Whether a document without text under all keys is rejected.
-        max_size: Size of the longest line, record or text, in bytes. A longer one is never in
-            memory, except of Parquet and Arrow.
+        max_size: Size of the longest line, record or text in bytes. A longer one is never in
+            memory, but for Parquet and Arrow.
         block_size: Number of bytes to read at a time.
     """
 
@@ -46,9 +45,9 @@ class Query:
     block_size: int = BLOCK_SIZE
 
     def reject_long(self, line: int, byte_offset: int, name: str) -> None:
-        """Rejects a line, row or text of more than `max_size` bytes; none of them is kept."""
-        reason = f"the {name} is longer than {self.max_size} bytes. Raise max_document_size, or "
-        self.reject(line, byte_offset, reason + "remove it", b"")
+        """Rejects a line, row or text of more than `max_size` bytes, and keeps none of them."""
+        limit = f"{self.max_size} bytes. Raise max_document_size, or remove it"
+        self.reject(line, byte_offset, f"the {name} is longer than {limit}", b"")
 
 
 @dataclass
@@ -58,9 +57,8 @@ class Documents:
     Attributes:
         texts: For each key, the text (or the list of texts) of each document.
         lines: Line or row of each document, counted from the part's first, from 0: int64 [n].
-        byte_offsets: Position of each document's line in the decompressed source; -1 for rows:
-            int64 [n].
-        ids: Value of each document's id as text, or None.
+        byte_offsets: Position of each line in the decompressed source; -1 for rows: int64 [n].
+        ids: Id of each document as text, or None.
         num_lines: Number of lines or rows since the last batch, with blank and rejected ones.
         num_bytes: Number of bytes since the last batch, as `Part.size` counts them.
     """
@@ -96,7 +94,7 @@ class Batch:
             texts: For each key, the text or the list of texts.
             line: Line or row, counted from the part's first, from 0.
             byte_offset: Position of the line in the decompressed source; -1: not known.
-            id_: The document's id as text, if it has one.
+            id_: The document's id as text, if any.
 
         Raises:
             BadDocumentError: The document is empty, and the query rejects such.
@@ -110,7 +108,7 @@ class Batch:
     def add_all(
         self, texts: list[list[Text]], first: int, byte_offsets: Any, ids: list[str | None]
     ) -> None:
-        """Adds the documents of consecutive lines from number `first` on, which may be empty.
+        """Adds the documents, maybe empty, of consecutive lines from number `first` on.
 
         The batch has no others until they are taken. `texts` has a list for each key.
         """
@@ -151,8 +149,7 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
         raise ConfigError(f"json_keys is {keys!r}, one key alone; give a list: [{keys!r}]")
     names = tuple(keys) if isinstance(keys, Iterable) else ()
     if not names or not all(isinstance(key, str) for key in names) or len({*names}) < len(names):
-        problem = f"json_keys are {checks.shown(keys)}"
-        raise ConfigError(f"{problem}; give a list of at least one key, each once")
+        raise ConfigError(f"json_keys are {shown(keys)}; give a list of one key or more, each once")
     for name in names:
         if "\0" in name or not is_unicode(name):
             raise ConfigError(f"the key {name!r} cannot be part of a file name; rename it")
@@ -160,7 +157,7 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def no_column(source: str, key: str, columns: list[str], kind: str = "") -> TextError:
-    """The error of a table that has no single column of texts, or lists of texts, under a key."""
+    """The error of a table without a single column of texts, or lists of them, under a key."""
     names = ", ".join(columns[:10]) or "none"
     return TextError(
         f'{source} has no single column "{key}" of texts{kind}; its columns are: {names}. '
@@ -181,16 +178,16 @@ def read_records(
     """The documents of a stream of records, in blocks of about `query.block_size` bytes.
 
     A byte order mark at the beginning of a source is left out, and counts in the offsets. A record
-    that is longer than the limit is rejected, and is skipped as soon as it is known to be.
+    beyond the limit is rejected, and skipped as soon as it is known to be.
 
     Args:
-        separator: What is between two records. If it is empty, all data are one record.
+        separator: Bytes between two records. If empty, all data are one record.
         byte_offset: Position of the stream's first byte in the source.
         name: What a record is called, "line" or "text".
-        add: Function that adds the document of a record, on a line and at a byte offset, to the
-            batch; it may raise a BadDocumentError.
-        add_all: Function that adds the documents of all lines of a block, with the number and byte
-            offset of the first, or none and returns False: where it can do so faster than `add`.
+        add: Function that adds a record, on a line and at a byte offset, to the batch; it may
+            raise a BadDocumentError.
+        add_all: Function that adds all records of a block faster, from the line and byte offset of
+            the first on; or adds none and returns False.
     """
     data, line, offset = b"", 0, byte_offset
     if byte_offset == 0:
@@ -241,5 +238,5 @@ def read_records(
 
 
 def read_size(num_bytes: int, max_size: int, block_size: int) -> int:
-    """Reads grow with a long record, so that its bytes are copied and searched few times."""
+    """Reads grow with a record, so that its bytes are copied and searched few times."""
     return max(block_size, min(num_bytes, max_size - num_bytes + 1))

@@ -32,17 +32,17 @@ def find_inputs(
 
     Args:
         inputs: Files, folders, patterns (`*`, `?`, `[...]`, and `**` for any folders) and "-" for
-            standard input. Of a folder, all files with a known ending are read, sorted by path;
-            hidden files and what this library writes are left out, and so are notes such as
-            README.md beside tables. A file that is given twice is read twice.
+            standard input. Of a folder, all files with a known ending are read, sorted by path,
+            except hidden files, what this library writes, and notes such as README.md beside
+            tables. A file that is given twice is read twice.
         separator: Text between the documents of plain text files; None: a file is a document.
         format: Format of all files; None: the names and first bytes of files tell it.
-        others: List to which the files of folders are appended whose ending is not known.
+        others: List to which files of folders with an unknown ending are appended.
 
     Raises:
         ConfigError: No inputs, an argument of a wrong type, or a pipe that is given twice.
-        TextError: A file that is missing or cannot be read, a folder without documents, or a
-            pattern that matches no file.
+        TextError: A file that cannot be read, a folder without documents, or a pattern that
+            matches no file.
 
     >>> import tempfile, pathlib
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -60,8 +60,7 @@ def find_inputs(
             raise ConfigError("separator cannot be combined with format: give it to the format")
         if not isinstance(format, Format):
             raise ConfigError(
-                f"format must be an instance of a subclass of millrace.text.Format, not "
-                f"{checks.shown(format)}"
+                f"format must be an instance of millrace.text.Format, not {checks.shown(format)}"
             )
         formats = [format]
     finder = _Finder(formats, [] if others is None else others)
@@ -69,7 +68,7 @@ def find_inputs(
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[str]:
-    """The inputs that a file lists, one a line, but for blank lines and those that begin with "#".
+    """The inputs that a file lists, one a line, without blank lines and those that begin with "#".
 
     Raises:
         TextError: A list that cannot be read, or names nothing.
@@ -95,7 +94,6 @@ class _Finder:
         self._pipes: dict[tuple[int, int], str] = {}
 
     def input_file(self, path: str) -> InputFile:
-        """Format, compression and size of one file."""
         first_bytes = b""
         with streams.readable(path):
             status = os.fstat(0) if path == streams.STDIN else os.stat(path)
@@ -135,19 +133,16 @@ class _Finder:
         self._pipes[identity] = path
 
     def _by_name(self, path: str) -> Format | None:
-        """The format that the endings of a name tell; None for an unknown ending."""
+        """The format that the endings of a name tell, or None."""
         name, ending = os.path.splitext(os.path.basename(path).lower())
         if ending in _COMPRESSED_ENDINGS:
             ending = os.path.splitext(name)[1]
         return self._by_ending.get(ending)
 
     def expand(self, entry: str) -> Iterator[str]:
-        """The paths of one input: of a folder and of a pattern, sorted."""
-        if entry != streams.STDIN and os.path.isdir(entry):
-            yield from self._files_of(entry)
-        elif entry == streams.STDIN or os.path.lexists(entry) or not glob.has_magic(entry):
-            yield entry
-        else:
+        """The paths of one input; those of a folder or a pattern are sorted."""
+        paths = [entry]
+        if glob.has_magic(entry) and not os.path.lexists(entry):
             literal = entry.split(os.sep)
             paths = sorted(
                 path
@@ -157,10 +152,10 @@ class _Finder:
             if "**" in literal:
                 paths = [path for path in paths if not os.path.isdir(path)]
             if not paths:
-                problem = f"no file matches the pattern {entry}"
-                raise TextError(f"{problem}. Check the path and the pattern")
-            for path in paths:
-                yield from self._files_of(path) if os.path.isdir(path) else (path,)
+                raise TextError(f"no file matches the pattern {entry}. Check the path and pattern")
+        for path in paths:
+            is_folder = entry != streams.STDIN and os.path.isdir(path)
+            yield from self._files_of(path) if is_folder else (path,)
 
     def _files_of(self, folder: str) -> list[str]:
         with streams.readable(folder):

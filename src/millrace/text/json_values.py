@@ -1,4 +1,4 @@
-"""Texts and ids of JSON records and rows: what Python's `json` reads, at the speed of `orjson`."""
+"""Texts and ids of JSON records and rows: what Python's `json` reads, as fast as `orjson`."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ _TYPE_NAMES = {dict: "object", type(None): "null", bool: "boolean", list: "list"
 
 
 class BadDocumentError(Exception):
-    """A document that cannot be used; the text of the exception is the reason."""
+    """A document that cannot be used, and the reason."""
 
 
 def parse_json(line: bytes) -> Any:
@@ -80,14 +80,15 @@ def _check_text(value: Any, key: str) -> Text:
             f'the value of "{key}" is a {_type_name(value)}, not a string or a list of strings. '
             "Name the text's key with --json-keys"
         )
-    if others := [item for item in value if not isinstance(item, str)]:
-        problem = f'the list under "{key}" has a {_type_name(others[0])}, not only strings'
-        raise BadDocumentError(problem)
+    for item in value:
+        if not isinstance(item, str):
+            problem = f'the list under "{key}" has a {_type_name(item)}, not only strings'
+            raise BadDocumentError(problem)
     return value
 
 
 def check_cell(value: Any, key: str) -> Text:
-    """A value of a table as a text or list of texts; BadDocumentError if it is not one."""
+    """A table's value as a text or list of texts; BadDocumentError if it is not one."""
     if isinstance(value, str):
         return value
     if value is None:
@@ -101,7 +102,7 @@ def check_cell(value: Any, key: str) -> Text:
 
 
 def check_unicode(texts: Sequence[Text]) -> None:
-    """BadDocumentError if a text has half of a surrogate pair, which UTF-8 cannot encode."""
+    """BadDocumentError if a text has half of a surrogate pair."""
     for text in texts:
         if not all(map(is_unicode, [text] if isinstance(text, str) else text)):
             raise BadDocumentError(f"the text is {NOT_UNICODE}: {checks.shown(text, 60)}")

@@ -19,9 +19,9 @@ from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
 class Format(Protocol):
     """A format of input files, which says how to read a part of one.
 
-    A format of one's own is a subclass with a name and a method `read`. Files of it can be
-    compressed and pipes; each is one part, unless `cut` or `unpack` divide it. Instances go to
-    worker processes, so they must be picklable.
+    A format of your own is a subclass with a name and a method `read`. Its files can be compressed
+    and pipes; each is one part, unless `cut` or `unpack` divide it. Instances must be picklable:
+    they go to worker processes.
 
     Attributes:
         name: Name of the format in messages.
@@ -30,7 +30,7 @@ class Format(Protocol):
         first_line: Number of a file's first line or row.
         needs_file: Whether only regular files without a compression can be read.
         is_cut_at_lines: Whether the parts of a plain file hold the lines that begin in their range.
-        unpacking_memory: Bytes of memory that `unpack` takes for each byte of a longest document.
+        unpacking_memory: Bytes of memory that `unpack` takes per byte of the longest document.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Format(Protocol):
     needs_file: bool = False
     is_cut_at_lines: bool = False
     unpacking_memory: int = 0
-    _separator: bytes = b""  # bytes after a document, between which `unpack` cuts
+    _separator: bytes = b""  # after a document; `unpack` cuts there
 
     def matches(self, first_bytes: bytes) -> bool:
         """Whether a file that begins with these bytes has the format, whatever its name."""
@@ -49,11 +49,11 @@ class Format(Protocol):
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         """The documents of a part, in order, in batches.
 
-        The last batch may be without documents: it counts the lines after the last document.
+        The last batch may have no documents: it counts the lines after the last document.
         """
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
-        """Consecutive parts of about `size` bytes on disk; one part of a file as a whole."""
+        """Consecutive parts of about `size` bytes on disk; by default the whole file."""
         yield file.part()
 
     def first_line_of(self, part: Part) -> int:
@@ -67,7 +67,7 @@ class Format(Protocol):
     def unpack(
         self, file: InputFile, size: int, *, max_size: int, block_size: int
     ) -> Iterator[Piece]:
-        """The decompressed bytes of a file in pieces of about `size` bytes; one as a whole."""
+        """The decompressed bytes of a file in pieces of about `size` bytes."""
         if self.needs_file:
             raise ConfigError(f"{file.path} is a {self.name} file, which is read without unpacking")
         return cut_pieces(
@@ -84,8 +84,8 @@ class InputFile:
     Attributes:
         path: Path of the file; "-" for standard input.
         format: Format of the decompressed file.
-        compression: "gzip", "zstd", "bz2", "xz", or empty. The first bytes of a regular file tell
-            it. It is empty for a pipe, whose compression shows when it is read.
+        compression: "gzip", "zstd", "bz2", "xz", or empty, as the first bytes tell. Empty for a
+            pipe, whose compression shows when it is read.
         size: Size on disk in bytes; None for a pipe.
         mtime_ns: Time of the last change; None for a pipe.
     """
@@ -101,8 +101,8 @@ class InputFile:
         return self.size is None
 
     def part(self, start: int = 0, stop: int | None = None, **fields: Any) -> Part:
-        """A part of the file, with other fields of `Part` if given; by default the whole file."""
-        whole = {"size": self.size or 0, "first_line": self.format.first_line}
+        """A part of the file with some fields of `Part`; by default the whole file."""
+        fields = {"size": self.size or 0, "first_line": self.format.first_line, **fields}
         return Part(
             path=self.path,
             format=self.format,
@@ -112,7 +112,7 @@ class InputFile:
             source=self.path,
             file_size=self.size,
             mtime_ns=self.mtime_ns,
-            **{**whole, **fields},
+            **fields,
         )
 
 
@@ -127,13 +127,12 @@ class Part:
         start: Start of the range: a byte of plain JSONL (the lines that begin in [start, stop)
             belong to the part), a row group of Parquet, or a record batch of an Arrow file.
         stop: End of the range, exclusive. None: the end of the file.
-        size: Number of bytes on disk, about, for progress; 0 if it is not known.
-        source: Path of the source in messages and provenance, which differs from `path` for an
-            unpacked piece.
+        size: Number of bytes on disk, about, for progress; 0 if not known.
+        source: Path in messages and provenance, which differs from `path` for an unpacked piece.
         byte_offset: Position of the file's byte 0 in the decompressed source.
         first_line: Number of the part's first line or row, as its format counts; None: unknown.
         file_size: Size of the file when the job was planned; None: not compared.
-        mtime_ns: Time of the file's last change when the job was planned; None: not compared.
+        mtime_ns: Time of the last change when the job was planned; None: not compared.
     """
 
     path: str
@@ -154,8 +153,8 @@ class Piece:
     """Decompressed documents of a file that cannot be cut, to be written to a file.
 
     Attributes:
-        part: How to read them: a part without a path. Its `size`, the bytes that were read of the
-            source, is known when `chunks` are exhausted.
+        part: Part without a path. Its `size`, the bytes that were read of the source, is known
+            when `chunks` are exhausted.
         chunks: Bytes of the piece, which must be read before the next piece.
     """
 
@@ -182,7 +181,7 @@ def pieces_of(
     Args:
         file: File to read, once and from start to end.
         size: Size of a piece. The last is smaller; others are longer by up to `block_size`, or
-            the length of their last document.
+            their last document.
         block_size: Number of bytes to read and decompress at a time.
         max_document_size: Size of the longest CSV row in bytes.
 
@@ -200,8 +199,8 @@ def read_documents(part: Part, query: Query) -> Iterator[Documents]:
     """The documents of a part, in order.
 
     A line that cannot be used is not JSON in UTF-8, has no text under a key, has half of a
-    surrogate pair in it, or is longer than the limit. It goes to the query's `reject`, which raises
-    or takes note, and reading goes on: but not after a CSV row beyond the limit.
+    surrogate pair, or is longer than the limit. It goes to the query's `reject`, and reading goes
+    on: but not after a CSV row beyond the limit.
 
     Raises:
         ConfigError: A key that the format does not have.
@@ -228,8 +227,8 @@ def open_part(part: Part) -> Iterator[streams.ByteStream]:
 
 @contextlib.contextmanager
 def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[int | None]:
-    """Checks that a part's file is as it was planned, and stays so until the block ends. Gives the
-    size of a regular file; None of others, whose size and time say nothing."""
+    """Checks that a part's file is as planned, and stays so until the block ends. Gives the size of
+    a regular file; None of others, whose size and time say nothing."""
 
     def check(size: int | None, mtime_ns: int | None) -> os.stat_result:
         with streams.readable(part.source):
@@ -252,26 +251,18 @@ def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[i
 
 
 class Span(NamedTuple):
-    """Some bytes of a stream.
-
-    Attributes:
-        data: The bytes, or what is written in their place.
-        size: Number of bytes that count in the size of a piece.
-        num_lines: Number of lines or rows that end in them.
-        is_end: Whether a piece may end after them.
-    """
+    """Some bytes of a stream."""
 
     data: bytes
-    size: int
-    num_lines: int
-    is_end: bool
+    num_lines: int  # number of lines or rows that end in the bytes
+    is_end: bool  # whether a piece may end after the bytes
 
 
 def _spans(stream: streams.ByteStream, separator: bytes, block_size: int) -> Iterator[Span]:
     """The bytes of a stream up to the last separator of each block, and after it."""
     tail = b""  # may be the start of a separator
     if not separator:
-        yield Span(b"", 0, 0, False)  # a file that is one record may be empty
+        yield Span(b"", 0, False)  # a file that is one record may be empty
     while data := stream.read(block_size):
         window = tail + data
         # From left to right: separators such as "\n\n" may overlap themselves.
@@ -279,7 +270,7 @@ def _spans(stream: streams.ByteStream, separator: bytes, block_size: int) -> Ite
         end = len(data) - len(rest) if len(rest) < len(window) else 0
         for chunk, is_end in ((data[:end], True), (data[end:], False)):
             if chunk:
-                yield Span(chunk, len(chunk), chunk.count(b"\n"), is_end)
+                yield Span(chunk, chunk.count(b"\n"), is_end)
         tail = rest[max(len(rest) - len(separator) + 1, 0) :]
 
 
@@ -291,8 +282,8 @@ def cut_pieces(
     """Pieces of about `size` bytes of a file.
 
     Args:
-        contents: The spans of the file's stream, the number of the first line or row in them, and
-            bytes at the start of each piece.
+        contents: Function from the file's stream to its spans, the number of the first line or row
+            in them, and bytes at the start of each piece.
     """
     with open_part(file.part()) as stream:
         spans, line, header = contents(stream)
@@ -305,7 +296,7 @@ def cut_pieces(
             while span is not None and not (is_end and num_bytes >= size):
                 yield span.data
                 line += span.num_lines
-                num_bytes, is_end = num_bytes + span.size, span.is_end
+                num_bytes, is_end = num_bytes + len(span.data), span.is_end
                 span = next(spans, None)
             byte_offset += 0 if header else num_bytes
             piece.part = replace(piece.part, size=stream.position - position)

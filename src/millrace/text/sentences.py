@@ -12,9 +12,10 @@ from typing import Any
 
 from millrace.checks import check_bool, check_choice, shown
 from millrace.errors import ConfigError, TextError
+from millrace.text.streams import package
 
 MAX_CHARACTERS = 1_000_000
-"""Longer texts are cut before they are split, as Megatron-LM's script cuts them."""
+"""Longer texts are cut before they are split, as in Megatron-LM's script."""
 
 LIBRARIES = {"punkt": "NLTK's name, such as 'german'", "sentencex": "an ISO code, such as 'de'"}
 """The libraries, and what a language is to each."""
@@ -25,12 +26,12 @@ _UNSAFE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000
 class SentenceSplitter:
     """Splits texts into sentences.
 
-    Punkt gives the sentences of Megatron-LM's script for the same data: the whitespace between
-    sentences is left out, or with `keep_newlines` it stays at the end of the sentence before it,
-    except at the end of the text. `sentencex` gives sentences without surrounding whitespace; with
-    `keep_newlines` they are the whole text, one after the other.
+    Punkt gives the sentences of Megatron-LM's script for the same data: without the whitespace
+    between them, or for `keep_newlines` with the whitespace after each, except at the end of the
+    text. `sentencex` gives sentences without surrounding whitespace, or for `keep_newlines` the
+    whole text.
 
-    A splitter can be pickled, with Punkt's data: other processes and machines need none.
+    A splitter is pickled with Punkt's data: other processes and machines need none.
 
     Args:
         lang: Language: for Punkt NLTK's name ("german"), for `sentencex` an ISO code of two or
@@ -75,9 +76,9 @@ class SentenceSplitter:
         if self.library == "punkt":
             try:
                 return list(_punkt_tokenizer(self._punkt, self.keep_newlines).tokenize(text))
-            except TimeoutError as error:  # later versions of NLTK stop a search that takes long
+            except TimeoutError as error:  # later versions of NLTK stop long searches
                 raise _failure("Punkt", text, error, "sentencex") from None
-        # sentencex 1.0 panics at a wide space before a period: it is split as a plain space there.
+        # sentencex 1.0 panics at a wide space before a period, but not at a plain space.
         safe = text if text.isascii() else _UNSAFE.sub(" .", text)
         try:
             pieces = _import_sentencex().segment(self._language, safe)
@@ -100,8 +101,7 @@ def _failure(library: str, text: str, error: BaseException, other: str) -> TextE
 
 
 def _with_whitespace(pieces: list[str]) -> list[str]:
-    """The pieces; those of whitespace alone are added to the piece before, or at the start to the
-    piece after."""
+    """The pieces; those of whitespace are added to the one before, or at the start to the next."""
     sentences: list[str] = []
     for piece in pieces:
         if sentences and (piece.isspace() or sentences[-1].isspace()):
@@ -112,17 +112,11 @@ def _with_whitespace(pieces: list[str]) -> list[str]:
 
 
 def _import_sentencex() -> Any:
-    try:
-        import sentencex
-    except ImportError:
-        raise TextError(
-            "the package sentencex is not installed: pip install 'millrace[tokenizers]'"
-        ) from None
-    return sentencex
+    return package("sentencex", "the package sentencex is not installed")
 
 
 def _load_punkt(language: str) -> Any:
-    """Punkt's parameters for a language, which NLTK finds in its folders or those of NLTK_DATA."""
+    """Punkt's parameters for a language, from NLTK's folders or those of NLTK_DATA."""
     try:
         from nltk import data
         from nltk.tokenize import punkt
@@ -141,11 +135,11 @@ def _punkt_tokenizer(parameters: Any, keep_newlines: bool) -> Any:
     from nltk.tokenize.punkt import PunktLanguageVars, PunktSentenceTokenizer
 
     class WhitespaceBefore(PunktLanguageVars):  # type: ignore[misc]
-        """Counts whitespace after a sentence to the sentence, not to the gap to the next.
+        """Counts whitespace after a sentence to the sentence.
 
         A candidate for a sentence's end is a run of characters without whitespace up to its last
-        end mark, and the whitespace behind it. It can only begin where such a run begins: saying so
-        changes no match, and spares a search from each character of long runs.
+        end mark, and the whitespace behind it. It begins where such a run begins: saying so changes
+        no match, and spares a search from each character of a long run.
         """
 
         _period_context_fmt = (

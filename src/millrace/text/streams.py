@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from millrace.errors import TextError
 
 BLOCK_SIZE = 1 << 18
-"""Number of bytes that are read and decompressed at a time: blocks of 1 MB do not fit a core's
-cache, and short documents in them are parsed at 0.7 of the speed."""
+"""Bytes that are read and decompressed at a time: 1 MB does not fit a core's cache, and short
+documents in it are parsed at 0.7 of the speed."""
 
 STDIN = "-"
 """The path that means standard input."""
@@ -35,7 +35,7 @@ class ByteStream(Protocol):
     """Decompressed bytes.
 
     Attributes:
-        position: Number of bytes on disk that have been read, of the range if there is one.
+        position: Number of bytes on disk that have been read, of the range if any.
         size: Number of bytes on disk to read; None for a pipe.
         first_byte: Position of the first byte in the decompressed file.
     """
@@ -69,8 +69,16 @@ def readable(source: str) -> Iterator[None]:
         ) from None
 
 
+def package(name: str, problem: str) -> Any:
+    """An optional package; TextError with the problem if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise TextError(f"{problem}: pip install 'millrace[tokenizers]'") from None
+
+
 def is_of_a_process(path: str) -> bool:
-    """Whether a name means another file in another process, even if it is a regular file here."""
+    """Whether a name means another file in another process, even if that is regular here."""
     return _OF_A_PROCESS.match(path) is not None
 
 
@@ -85,7 +93,7 @@ def stream_of(
 ) -> ByteStream:
     """The decompressed bytes of a file, or the lines of a plain file that begin in a range.
 
-    A pipe, which has no size, is never sought; its first bytes tell its compression.
+    A pipe, which has no size, is never sought; its first bytes tell the compression.
     """
     raw = _RawFile(file, source, size)
     if size is None:
@@ -107,7 +115,7 @@ class _RawFile(ByteStream):
         self._start, self._stop = 0, sys.maxsize
 
     def peek(self, size: int) -> bytes:
-        """The first `size` bytes, or all of a shorter file, which the next `read` gives again."""
+        """The first `size` bytes, or all of a shorter file, which `read` gives again."""
         with readable(self.source):
             while len(self._ahead) < size and (data := self._file.read(size - len(self._ahead))):
                 self._ahead += data
@@ -157,7 +165,7 @@ class _RawFile(ByteStream):
 class _Decompressed(ByteStream):
     """Bytes of a compressed file, which may be several streams one after the other.
 
-    Python's own file classes take a damaged beginning of a second stream for the end of the file.
+    Python's file classes take a damaged start of a second stream for the end of the file.
     """
 
     def __init__(self, raw: _RawFile, compression: str) -> None:
@@ -189,7 +197,7 @@ class _Decompressed(ByteStream):
         return data
 
     def _start_of_stream(self) -> bytes:
-        """The first bytes of the next stream; no bytes at the end of the file."""
+        """The first bytes of the next stream; none at the end of the file."""
         data: bytes = self._current.unused_data if self._current else b""
         while not (data := data.lstrip(self._padding)):
             data = self._raw.read(_INPUT_SIZE)
@@ -216,13 +224,8 @@ def _decompressors(compression: str, source: str) -> tuple[Callable[[], Any], An
     if compression == "xz":
         lzma = load("lzma")
         return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError
-    try:
-        zstd = load("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-    except ImportError:
-        raise TextError(
-            f"{source} is zstd-compressed, which needs the backports.zstd package: "
-            "pip install 'millrace[tokenizers]'"
-        ) from None
+    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    zstd = package(name, f"{source} is zstd-compressed, which needs the backports.zstd package")
     window = {zstd.DecompressionParameter.window_log_max: 31}  # --long=31
     return lambda: zstd.ZstdDecompressor(options=window), zstd.ZstdError
 

@@ -1,4 +1,4 @@
-"""A task of a tokenise job: documents of some parts of the input become a small indexed dataset."""
+"""A task of a tokenise job: documents of some parts become a small indexed dataset."""
 
 import contextlib
 import functools
@@ -16,19 +16,20 @@ from millrace.encoding import compare_encoders
 from millrace.encoding.flat_ids import starts_and_ends, with_tokens
 from millrace.engine import Task
 from millrace.errors import TextError
-from millrace.files import xxh3
+from millrace.files import checksum
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Documents, Part, Query, first_line_of, open_part, read_documents
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 Item = TypeVar("Item")
+Record = dict[str, Any]  # of a task; see `run_task`
 
 _READ_SIZE = 1 << 20
 _BLOCK_SIZE = 1 << 19  # 7 % faster than half of it: fewer calls for each byte
 _LONGEST_CHECK = 100_000  # characters of a document that are compared: the reference is slow
 
 REJECTS = ("lines", "texts")
-"""The starts of the names of a task's rejects: lines, and documents that are not encoded."""
+"""Starts of the names of a task's rejects: lines, and documents that are not encoded."""
 
 ORIGIN = np.dtype(
     [
@@ -39,11 +40,11 @@ ORIGIN = np.dtype(
         ("id_length", "<i4"),  # bytes of UTF-8; -1: no id
     ]
 )
-"""A document in the file `origins`; the file `ids` has the ids, one after the other."""
+"""A document in the file `origins`; the file `ids` has the ids."""
 
 
 class Work(NamedTuple):
-    """The payload of a task: what it reads, and the checksum of an unpacked piece, or None."""
+    """The payload of a task: what it reads, and the checksum of an unpacked piece."""
 
     parts: tuple[Part, ...]
     checksum: str | None = None
@@ -54,11 +55,11 @@ class Work(NamedTuple):
         return sum(part.size for part in self.parts)
 
 
-def is_of(record: dict[str, Any], work: Work) -> bool:
-    """Whether a task with this work would write what the record's task has written.
+def is_of(record: Record, work: Work) -> bool:
+    """Whether a task with this work would write what the record's task wrote.
 
-    A file that has another size or time since then is read again, if it is cut at line breaks: all
-    that such a task depends on is the lines that begin in its part.
+    A changed file is read again if it is cut at line breaks: such a task only depends on the lines
+    that begin in its part.
     """
     if work.checksum is not None or record["checksum"] is not None:
         return bool(work.checksum == record["checksum"])
@@ -73,37 +74,32 @@ def is_of(record: dict[str, Any], work: Work) -> bool:
 
 
 def _sum_of_lines(part: Part) -> str | None:
-    """XXH3-64 of the lines of a part and their position; None of files that are not so cut."""
+    """XXH3-64 of a part's lines and their position; None if it is not cut at lines."""
     if part.compression or not part.format.is_cut_at_lines:
         return None
-    digest = xxh3()
     with open_part(part) as stream:
-        digest.update(str(stream.first_byte).encode())
-        while data := stream.read(_READ_SIZE):
-            digest.update(data)
-    return str(digest.hexdigest())
+        blocks = iter(functools.partial(stream.read, _READ_SIZE), b"")
+        return checksum(itertools.chain([str(stream.first_byte).encode()], blocks))
 
 
 def prefix_of(folder: str, key: int, partition: int) -> str:
-    """The prefix of the indexed dataset of a key and a partition in the folder of a task."""
+    """The prefix of a task's indexed dataset of a key and a partition."""
     return os.path.join(folder, f"{key}-{partition}")
 
 
-def run_task(options: TokenizeOptions, task: Task) -> tuple[dict[str, Any], list[str]]:
+def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
     """Reads and encodes the parts of a task; returns its record and its files.
 
     The record has `documents`, `tokens` (per key), `bytes` (of UTF-8 text), `lines` (per part),
-    `rejects` (of `REJECTS`), `empty` (number of documents without text), `inputs` (per part: path
-    and range, size and time of the file, checksum of the lines), and `on_error` and `checksum` as
-    they were.
+    `rejects` (of `REJECTS`), `empty` (documents without text), `inputs` (per part: path and range,
+    size and time of the file, checksum of the lines), and `on_error` and `checksum`.
     """
     work: Work = task.payload
-    record: dict[str, Any] = {
+    record: Record = {
         "documents": 0,
         "tokens": [0] * len(options.json_keys),
         "bytes": 0,
         "lines": [0] * len(work.parts),
-        "rejects": [0, 0],
         "empty": 0,
         "inputs": [],
         "on_error": options.on_error,
@@ -111,21 +107,20 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[dict[str, Any], list
     }
     with contextlib.ExitStack() as stack:
         writer = _Writer(options, task.folder, record, stack)
-        # The first is written by the reader's thread, the second by this one.
+        # The reader's thread writes the first, this one the second.
         lines, texts = (
             stack.enter_context(Rejects(os.path.join(task.folder, name), options, work.parts))
             for name in REJECTS
         )
-        batches = stack.enter_context(
-            contextlib.closing(_ahead(_read(options, work, lines, record)))
-        )
+        batches = _ahead(_read(options, work, lines, record))
+        stack.callback(batches.close)
         random = np.random.default_rng(task.number)
-        options.tokenizer.load()  # takes 0.25 s, in which the first batch is read
+        options.tokenizer.load()  # 0.25 s, in which the first batch is read
         for part, documents in batches:
             columns, mask = _encode(options, part, documents, texts)
             _compare(options, documents, random)
             writer.add(part, documents, columns, mask)
-        writer.finish()
+        finalize_together(list(writer.builders.values()))
     record["rejects"] = [lines.count, texts.count]
     return record, [*writer.files, *lines.files, *texts.files]
 
@@ -134,9 +129,9 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[dict[str, Any], list
 
 
 def _read(
-    options: TokenizeOptions, work: Work, rejects: "Rejects", record: dict[str, Any]
+    options: TokenizeOptions, work: Work, rejects: "Rejects", record: Record
 ) -> Iterator[tuple[int, Documents]]:
-    """Batches of documents with the number of their part; counts lines, and notes what was read."""
+    """Batches of documents with the number of their part; notes in the record what was read."""
     for number, part in enumerate(work.parts):
         query = Query(
             keys=tuple(options.json_keys),
@@ -152,12 +147,12 @@ def _read(
             yield number, documents
         if work.checksum is None:
             place = [part.path, part.start, part.stop]
-            # The pages are in memory still: this takes a hundredth of the time of the encoder.
+            # The pages are in memory still: this is a hundredth of the encoder's time.
             record["inputs"].append([place, [part.file_size, part.mtime_ns], _sum_of_lines(part)])
 
 
 def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """Items, each of which a thread makes while the caller works: encoders release the GIL."""
+    """Items that a thread makes while the caller works: encoders release the GIL."""
     with ThreadPoolExecutor(1, "millrace-reader") as pool:
         future = pool.submit(next, items, None)
         while (item := future.result()) is not None:
@@ -166,10 +161,10 @@ def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
 
 
 class Rejects(contextlib.ExitStack):
-    """What one thread of a task rejects, in order: raised, or written to two files.
+    """What one thread of a task rejects: raised, or written to two files in order.
 
-    `STEM.rejects.jsonl` has an object per line: the part, the line within the part, the byte
-    offset, the reason and the size; `STEM.rejects.bin` has the bytes of all, one after the other.
+    `STEM.rejects.jsonl` has an object per line: part, line within the part, byte offset, reason and
+    size; `STEM.rejects.bin` has the bytes of all, one after the other.
     """
 
     def __init__(self, stem: str, options: TokenizeOptions, parts: Sequence[Part]) -> None:
@@ -207,17 +202,11 @@ class Rejects(contextlib.ExitStack):
 
 
 class Column(NamedTuple):
-    """The tokens of one key of a batch of documents.
+    """The tokens of one key of a batch of documents."""
 
-    Attributes:
-        tokens: Tokens of all sequences, one after the other: [tokens].
-        lengths: Length of each sequence in tokens, at least 1: int64 [sequences].
-        counts: Number of sequences of each document: int64 [documents].
-    """
-
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    tokens: NDArray[Any]  # of all sequences, one after the other: [tokens]
+    lengths: NDArray[np.int64]  # of each sequence in tokens, at least 1: int64 [sequences]
+    counts: NDArray[np.int64]  # of the sequences of each document: int64 [documents]
 
     def select(self, mask: NDArray[np.bool_]) -> "Column":
         """The documents where `mask`, bool [documents], is True."""
@@ -228,7 +217,6 @@ class Column(NamedTuple):
         return Column(tokens, self.lengths[sequences], self.counts[mask])
 
     def add_to(self, builder: IndexedDatasetBuilder) -> None:
-        """Appends the documents to an indexed dataset."""
         if self.counts.max(initial=0) <= 1:  # all in one call, which is much faster
             sizes = np.zeros(len(self.counts), np.int64)
             sizes[self.counts > 0] = self.lengths
@@ -244,10 +232,9 @@ class Column(NamedTuple):
 def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) -> Column:
     """The tokens of documents, as Megatron-LM's script makes them.
 
-    A text is one sequence, or one for each sentence if there is a splitter; a list of texts has one
-    for each. Sequences without tokens are dropped. The first and the last token of the options
-    stand before the first, and after the last sequence of each document with at least one token, as
-    part of that sequence.
+    A text is one sequence, or one per sentence if there is a splitter; a list has one per text.
+    Sequences without tokens are dropped. In each document with tokens, the first sequence begins
+    with the first token of the options, and the last one ends with their last token.
     """
     tokenizer, splitter = options.tokenizer, options.splitter
     first_token, last_token = options.first_token, options.last_token
@@ -261,8 +248,9 @@ def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) ->
     lengths = lengths[lengths > 0]
     counts = np.bincount(documents, minlength=len(parts))
     starts, ends = starts_and_ends(lengths)
-    last = np.cumsum(counts)[counts > 0] - 1  # the last sequence of each document
-    first = last - counts[counts > 0] + 1
+    num_sequences = counts[counts > 0]
+    last = np.cumsum(num_sequences) - 1  # the last sequence of each document
+    first = last - num_sequences + 1
     tokens = with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
     lengths[first] += first_token is not None
     lengths[last] += last_token is not None
@@ -272,39 +260,36 @@ def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) ->
 def _encode(
     options: TokenizeOptions, part: int, documents: Documents, rejects: Rejects
 ) -> tuple[list[Column], NDArray[np.bool_]]:
-    """The tokens of each key, and whether each document could be encoded; else it is empty."""
+    """The tokens of each key, and which documents could be encoded; others are empty."""
     mask = np.ones(len(documents.lines), np.bool_)
-    try:
+    with contextlib.suppress(TextError):
         return [encode_column(texts, options) for texts in documents.texts], mask
-    except TextError:
-        for number, texts in enumerate(zip(*documents.texts, strict=True)):
-            try:
-                for text in texts:
-                    encode_column([text], options)
-            except TextError as error:
-                line, byte_offset = documents.lines[number], documents.byte_offsets[number]
-                data = json.dumps(list(texts)).encode()
-                rejects.add(part, int(line), int(byte_offset), str(error), data)
-                mask[number] = False
-        for column in documents.texts:
-            for number in np.flatnonzero(~mask).tolist():
+    for number, texts in enumerate(zip(*documents.texts, strict=True)):
+        try:
+            for text in texts:
+                encode_column([text], options)
+        except TextError as error:
+            line, byte_offset = documents.lines[number], documents.byte_offsets[number]
+            data = json.dumps(texts).encode()
+            rejects.add(part, int(line), int(byte_offset), str(error), data)
+            mask[number] = False
+            for column in documents.texts:
                 column[number] = ""
-        return [encode_column(texts, options) for texts in documents.texts], mask
+    return [encode_column(texts, options) for texts in documents.texts], mask
 
 
 def _compare(options: TokenizeOptions, documents: Documents, random: np.random.Generator) -> None:
-    """Compares a random sample of documents with the reference library."""
+    """Compares a sample of documents with the reference library."""
     tokenizer = options.tokenizer
     ours, theirs = tokenizer.encoder_name, tokenizer.reference_name
-    if ours == theirs or options.check_rate == 0:
+    if ours == theirs:
         return
     chosen = np.flatnonzero(random.random(len(documents.lines)) < options.check_rate)
     texts = (column[number] for number in chosen.tolist() for column in documents.texts)
     pieces = [piece[:_LONGEST_CHECK] for piece in texts_of(texts)]
     if not pieces:
         return
-    difference = compare_encoders(tokenizer, tokenizer.with_encoder(theirs), pieces)
-    if difference is not None:
+    if difference := compare_encoders(tokenizer, tokenizer.with_encoder(theirs), pieces):
         raise TextError(
             f"{ours} and {theirs} differ: {difference}. The tokens cannot be trusted: run again "
             f"with --encoder {theirs} --restart"
@@ -321,14 +306,10 @@ def texts_of(texts: Iterable[str | list[str]]) -> Iterator[str]:
 
 
 class _Writer:
-    """Writes the documents of a task and where they come from, and counts them in its record."""
+    """Writes the documents of a task and their origins, and counts them in its record."""
 
     def __init__(
-        self,
-        options: TokenizeOptions,
-        folder: str,
-        record: dict[str, Any],
-        stack: contextlib.ExitStack,
+        self, options: TokenizeOptions, folder: str, record: Record, stack: contextlib.ExitStack
     ) -> None:
         self._record, self._num_partitions = record, options.num_partitions
         paths = [os.path.join(folder, name) for name in ("origins", "ids")]
@@ -336,11 +317,11 @@ class _Writer:
             stack.enter_context(open(path, "wb"))  # noqa: SIM115
             for path in paths
         )
-        self._builders: dict[tuple[int, int], IndexedDatasetBuilder] = {}
+        self.builders: dict[tuple[int, int], IndexedDatasetBuilder] = {}
         for pair in itertools.product(range(len(options.json_keys)), range(self._num_partitions)):
-            prefix, dtype = prefix_of(folder, *pair), options.tokenizer.dtype
-            builder = IndexedDatasetBuilder(prefix, dtype, durable=False)
-            self._builders[pair] = stack.enter_context(builder)
+            prefix = prefix_of(folder, *pair)
+            builder = IndexedDatasetBuilder(prefix, options.tokenizer.dtype, durable=False)
+            self.builders[pair] = stack.enter_context(builder)
             paths += [prefix + ".bin", prefix + ".idx"]
         self.files = paths
 
@@ -351,28 +332,22 @@ class _Writer:
         record, rows = self._record, np.empty(np.count_nonzero(mask), ORIGIN)
         partitions = np.full(len(mask), -1)
         partitions[mask] = (record["documents"] + np.arange(len(rows))) % self._num_partitions
-        for (key, partition), builder in self._builders.items():
+        for (key, partition), builder in self.builders.items():
             kept = columns[key].select(partitions == partition)
             record["tokens"][key] += len(kept.tokens)
             kept.add_to(builder)
         kept_ids = itertools.compress(documents.ids, mask)
         ids = [None if text is None else text.encode() for text in kept_ids]
-        rows["part"] = part
-        rows["partition"] = partitions[mask]
-        rows["line"] = documents.lines[mask]
-        rows["byte_offset"] = documents.byte_offsets[mask]
+        rows["part"], rows["partition"] = part, partitions[mask]
+        rows["line"], rows["byte_offset"] = documents.lines[mask], documents.byte_offsets[mask]
         rows["id_length"] = [-1 if name is None else len(name) for name in ids]
         self._origins.write(rows.tobytes())
         self._ids.write(b"".join(filter(None, ids)))
         record["documents"] += len(rows)
-        for texts in documents.texts:
-            record["bytes"] += sum(len(text.encode()) for text in texts_of(texts))
-        # Documents whose texts are empty under all keys, or more.
+        texts = texts_of(itertools.chain(*documents.texts))
+        record["bytes"] += sum(len(text.encode()) for text in texts)
+        # At least the number of documents whose texts are all empty.
         record["empty"] += min(
-            sum(not (any(text) if isinstance(text, list) else text) for text in texts)
-            for texts in documents.texts
+            sum(not (any(text) if isinstance(text, list) else text) for text in column)
+            for column in documents.texts
         )
-
-    def finish(self) -> None:
-        """Completes the pairs."""
-        finalize_together(list(self._builders.values()))

@@ -1,4 +1,4 @@
-"""The plan of a tokenise job: how many workers it has, and which task reads which input."""
+"""The plan of a tokenise job: its workers, and what each task reads."""
 
 import itertools
 import os
@@ -23,26 +23,22 @@ _UNPACKED = 4  # bytes of text in a byte of a compressed file, about
 
 _WORTH_A_WORKER = 32 * MB  # bytes of text that take as long as the start of a worker
 
-# Private memory in bytes, measured with GPT-2 and a vocabulary of 100 k and rounded up: the job's
-# process (NumPy, Arrow, the sidecar's rows), and a worker (two libraries with a tokenizer each, the
-# encoder's cache of words, three batches of text and their ids).
-_JOB_MEMORY = 120 * MB
+# Private memory in bytes, measured with GPT-2 and a vocabulary of 100 k and rounded up.
+_JOB_MEMORY = 120 * MB  # NumPy, Arrow, the sidecar's rows
+# Two libraries with a tokenizer each, the encoder's cache of words, three batches of text and ids.
 _WORKER_MEMORY = 280 * MB
 # Copies of a document while it is encoded, in bytes per byte of its line: the line, a str of up to
 # 4 bytes a character, its UTF-8, and up to one id of 4 bytes for each byte, in three copies.
 _BYTES_PER_BYTE = 20
-# Of the reference libraries, which keep more than ids, for the worst texts that were tried: many
-# tokens of one byte.
+# Of the reference libraries, which keep more than ids, for the worst tried texts: many tokens of
+# one byte.
 _REFERENCE_BYTES_PER_BYTE = {"tokenizers": 330, "sentencepiece": 75, "tiktoken": 60}
 
 
 def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
-    """Chooses the number of worker processes, so that the job fits into memory.
+    """The number of worker processes; a ConfigError for too little memory.
 
     Without `options.workers` it is one per core, or fewer if memory is short or the input is small.
-
-    Raises:
-        ConfigError: Too little memory.
     """
     most, memory = available_cores(), options.memory
     if memory is None:
@@ -70,15 +66,15 @@ def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
 
 # ---- steps ----
 
-# Bytes of input. A kill costs at most one task per worker: half a second of a core's work.
+# Bytes of input. A kill costs at most one task per worker: half a second of a core.
 _DEFAULT_TASK = 64 * MB
 _SMALLEST_TASK = MB
-_TASKS_PER_WORKER = 8  # of a short job: the workers end within an eighth of each other
+_TASKS_PER_WORKER = 8  # of a short job: workers end within an eighth of each other
 _MOST_TASKS = 20_000  # of a long job: each is a few files in one folder
 _MOST_PARTS = 1_000  # of a task that reads many small files
 _UNPACKED_PER_WORKER = 4
 _PARTS_PER_SHARD = 64  # shards differ by at most one part, 2 % of their size
-_LARGEST_PIECE = 32 * MB  # of a file that is unpacked: two copies of it are in memory
+_LARGEST_PIECE = 32 * MB  # of an unpacked file: two copies are in memory
 
 
 class _Cut(NamedTuple):
@@ -92,19 +88,14 @@ class _Cut(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step of the plan: one task that reads `cuts`, or a file that is unpacked into tasks.
+    """A step of the plan: one task that reads `cuts`, or a file that is unpacked into tasks."""
 
-    Attributes:
-        number: Number that no other step has; it does not tell the order.
-        file: Number of the file to unpack, or None.
-    """
-
-    number: int
+    number: int  # which no other step has; it does not tell the order
     cuts: list[_Cut]
-    file: int | None
+    file: int | None  # number of the file to unpack
 
     def key(self) -> tuple[Any, ...]:
-        """What the step reads: two plans have a step in common if this is the same."""
+        """What the step reads, which tells it from others in any plan."""
         return (self.file, *(cut[:3] for cut in self.cuts))
 
 
@@ -121,20 +112,16 @@ def _plan_steps(
     task. A file that cannot be cut (a pipe, compressed lines, CSV) is unpacked into tasks if there
     are few of them, so that all workers read it; many are read by a task each.
 
-    Given the steps of an interrupted run, before some files changed, a task begins wherever one
-    began there, and steps that read the same keep their numbers.
+    With the steps of an interrupted run, a task begins wherever one began there, and steps that
+    read the same keep their numbers.
     """
+    can_unpack = {number for number, file in enumerate(files) if file.format.has_pieces(file)}
     if earlier is None:
-        to_unpack = {
-            number
-            for number, file in enumerate(files)
-            if file.format.has_pieces(file) and _UNPACKED * (file.size or 0) > task_size
-        }
+        to_unpack = {n for n in can_unpack if _UNPACKED * (files[n].size or 0) > task_size}
         if len(to_unpack) > _UNPACKED_PER_WORKER * workers:
             to_unpack.clear()
     else:
-        numbers = {step.file for step in earlier if step.file is not None}
-        to_unpack = {number for number in numbers if files[number].format.has_pieces(files[number])}
+        to_unpack = can_unpack.intersection(step.file for step in earlier)
     part_size = task_size
     if shard is not None:
         # Not by the size of its tasks, as the other shards may have another.
@@ -167,7 +154,7 @@ def _steps_of(
     task_size: int,
     begins: Container[tuple[int, int]],
 ) -> list[_Step]:
-    """Steps of about `task_size` bytes that read the cuts; a step ends where another begins."""
+    """Steps of about `task_size` bytes that read the cuts; one begins at each of `begins`."""
     steps: list[_Step] = []
     is_full = True  # the last step takes no more cuts
     for cut in cuts:
@@ -191,14 +178,14 @@ def _cuts_of_shard(
 ) -> list[_Cut]:
     """The parts of one of several independent jobs, whose outputs follow each other.
 
-    The bytes of all together are divided evenly; a part belongs to the shard in which it begins.
+    All bytes are divided evenly; a part belongs to the shard in which it begins.
     """
     for file in files:
         if file.is_pipe:
             raise ConfigError(f"{file.path} is a pipe, which shards cannot share; give files")
     *begins, total = itertools.accumulate((cut.size for cut in cuts), initial=0)
     first, end = (number * total // num_shards for number in (shard, shard + 1))
-    # What has no bytes at the very end belongs to the last shard.
+    # Empty parts at the very end belong to the last shard.
     return [
         cut
         for cut, begin in zip(cuts, begins, strict=True)
@@ -210,25 +197,20 @@ def _cuts_of_shard(
 
 
 def identities_of(files: Sequence[InputFile]) -> list[list[int | None]]:
-    """What changes if a file does: its size, and the time of its last change."""
+    """Size and time of the last change of each file."""
     return [[file.size, file.mtime_ns] for file in files]
 
 
 def absolute(path: str) -> str:
-    """A path that is the same file from any folder, and for the workers of a Ray cluster."""
+    """A path of the same file from any folder, and for workers of a Ray cluster."""
     return path if path == STDIN else absolute_path(path)
 
 
 class InputTasks:
-    """The tasks of a job, as an interrupted run has planned them as far as its files are the same.
+    """The tasks of a job, by the plan of an interrupted run as far as its files are the same.
 
-    Attributes:
-        size: Bytes of input, without pipes.
-        notices: What the user should know.
-
-    Raises:
-        ConfigError: A size of chunks that gives too many, or a shard of a pipe.
-        TextError: A file that cannot be read.
+    `size` is the bytes of input, without pipes; `notices` are sentences that the user should read.
+    A ConfigError for a shard of a pipe, a TextError for a file that cannot be read.
     """
 
     def __init__(
@@ -250,10 +232,8 @@ class InputTasks:
             changed = [file.path for file, new, old in pairs if new != old]
         if task_size is None:  # many tasks for each worker, but not too many in all
             total = sum(file.size or 0 for file in files)
-            task_size = min(
-                _DEFAULT_TASK, max(total // (_TASKS_PER_WORKER * workers), _SMALLEST_TASK)
-            )
-            task_size = max(task_size, total // _MOST_TASKS)
+            task_size = max(total // (_TASKS_PER_WORKER * workers), _SMALLEST_TASK)
+            task_size = max(min(_DEFAULT_TASK, task_size), total // _MOST_TASKS)
         self._piece_size = min(task_size, _LARGEST_PIECE)
         steps = earlier
         if steps is None or changed:
@@ -284,12 +264,12 @@ class InputTasks:
 
         So a job that stopped at a bad line can go on without such lines.
         """
-        is_clean = not (any(record["rejects"]) or record["empty"])
-        ends_alike = is_clean or record["on_error"] == self._options.on_error
-        if not (ends_alike and is_of(record, task.payload)):
+        has_bad_lines = any(record["rejects"]) or record["empty"]
+        if has_bad_lines and record["on_error"] != self._options.on_error:
             return False
-        remove_piece(task)
-        return True
+        if is_kept := is_of(record, task.payload):
+            remove_piece(task)
+        return is_kept
 
     def _part(self, cut: _Cut) -> Part:
         file = self._files[cut.file]
@@ -297,7 +277,7 @@ class InputTasks:
         return replace(part, path=absolute(file.path))
 
     def _pieces(self, number: int, file: InputFile) -> Iterator[Task]:
-        """The tasks of a file that cannot be cut: each piece is written to a file of its own."""
+        """The tasks of a file that cannot be cut; each piece is written to a file."""
         pieces = pieces_of(
             replace(file, path=absolute(file.path)),
             self._piece_size,
@@ -324,7 +304,7 @@ def _task(step: int, piece: int, parts: Sequence[Part], checksum: str | None) ->
 
 
 def remove_piece(task: Task) -> None:
-    """Removes what a task has read, if it was unpacked for it."""
+    """Removes the file that was unpacked for a task, if there is one."""
     work: Work = task.payload
     if work.checksum is not None and os.path.exists(work.parts[0].path):
         os.unlink(work.parts[0].path)

@@ -1,4 +1,4 @@
-"""The output of a tokenise job: finished tasks, in their order, become the final files."""
+"""The output of a tokenise job: finished tasks become the final files."""
 
 import base64
 import contextlib
@@ -27,7 +27,7 @@ _ORIGINS = 1 << 15  # documents whose origins are read at a time
 
 
 class _Task(NamedTuple):
-    """A finished task: its folder, source and first line of each part, and documents before it."""
+    """A finished task: folder, source and first line of each part, documents before it."""
 
     folder: str
     sources: list[str]
@@ -41,15 +41,9 @@ class _Task(NamedTuple):
 class Output:
     """The final pairs while they are built, one for each key.
 
-    Tasks are appended in their order, as soon as all before them are done; with partitions, which
-    change the order, at the end.
-
-    Attributes:
-        num_documents, num_bytes, num_rejects: Counts of what was appended.
-        num_bytes_done: Bytes of text of the tasks that ran this time.
-        num_tokens: Number of tokens of each key.
-        builders: The builders of the pairs.
-        rejects: The first rejected lines: file, line and reason.
+    Tasks are appended in their order; with partitions, which change the order, at the end. The
+    counts are of what was appended: `num_tokens` for each key, `num_bytes_done` of this run's
+    tasks. `rejects` are the first rejected lines: file, line, byte offset and reason.
     """
 
     def __init__(self, options: TokenizeOptions, stack: contextlib.ExitStack, scratch: str) -> None:
@@ -60,25 +54,23 @@ class Output:
         ]
         self._origins: list[OriginsWriter] = []
         if options.provenance != "none":
-            # Arrow takes 0.3 s to import: time that it has while the first chunk is encoded.
+            # Arrow takes 0.3 s to import, which the first chunk hides.
             threading.Thread(target=has_pyarrow, daemon=True).start()
             self._origins = [OriginsWriter(builder.prefix) for builder in self.builders]
         self._quarantine: Any = None
         if options.on_error == "quarantine":
             path = os.path.join(scratch, "quarantine.jsonl")
             self._quarantine = stack.enter_context(open(path, "wb"))  # noqa: SIM115
-        self._next_line: tuple[str, int] | None = None  # and the source, of the last part
+        self._next_line = "", 0  # source of the last part, and the line after it
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_bytes_done = self.num_rejects = 0
         self.num_tokens = [0] * len(self.builders)
         self.rejects: list[dict[str, Any]] = []
 
     def append(self, done: Done) -> None:
-        """Appends the next task."""
         record, parts = done.record, done.task.payload.parts
         first_lines = list(map(self._first_line, parts, record["lines"]))
-        sources = [part.source for part in parts]
-        task = _Task(done.folder, sources, first_lines, self.num_documents)
+        task = _Task(done.folder, [p.source for p in parts], first_lines, self.num_documents)
         self.num_documents += record["documents"]
         self.num_bytes += record["bytes"]
         self.num_bytes_done += record["bytes"] * (not done.is_kept)
@@ -90,7 +82,7 @@ class Output:
             self._tasks.append(task)
 
     def finish(self, check_interrupt: Callable[[], None]) -> None:
-        """Appends what waited for the last task; of terabytes, this takes hours."""
+        """Appends what waited for the last task, which takes hours for terabytes."""
         count = self._options.num_partitions
         for partition in range(count):
             for task in self._tasks:
@@ -111,11 +103,9 @@ class Output:
 
     def _first_line(self, part: Part, num_lines: int) -> int:
         """The number of the first line of the next part, which has that many lines."""
-        first = part.first_line
-        if first is None and self._next_line and self._next_line[0] == part.source:
-            first = self._next_line[1]
-        if first is None:  # a shard that begins in the middle of a file
-            first = first_line_of(part)
+        source, first = self._next_line
+        if part.first_line is not None or source != part.source:
+            first = first_line_of(part)  # counts lines if a shard begins in the middle of a file
         self._next_line = part.source, first + num_lines
         return first
 
@@ -138,9 +128,8 @@ class Output:
                 for name, count in zip(REJECTS, counts, strict=True)
                 if count > 0
             ]
-            for row, data in heapq.merge(
-                *rejects, key=lambda one: (one[0]["part"], one[0]["line"])
-            ):
+            in_order = heapq.merge(*rejects, key=lambda one: (one[0]["part"], one[0]["line"]))
+            for row, data in in_order:
                 self.num_rejects += 1
                 place = {
                     "file": task.sources[row["part"]],
@@ -160,7 +149,7 @@ def quarantine_path(options: TokenizeOptions) -> str:
 
 
 def _read_origins(task: _Task, group: int) -> Iterator[tuple[Any, ...]]:
-    """The arguments of `OriginsWriter.add` for a group of a task's documents."""
+    """The arguments of `OriginsWriter.add` for a group."""
     first_lines = np.array(task.first_lines, np.int64)
     with contextlib.ExitStack() as stack:
         rows_file, ids_file = task.open(stack, "origins"), task.open(stack, "ids")

@@ -25,7 +25,7 @@ from millrace.tokenizing.output import Output, quarantine_path
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _FIRST_FILES = 8  # files that are searched for the first documents
-_FIRST_SIZE = 200_000  # characters of them, which the reference encodes in 50 ms
+_FIRST_SIZE = 200_000  # characters, which the reference encodes in 50 ms
 _MOST_BATCHES = 8  # of 256 KB each, which may be lines without documents
 _LISTED_INPUTS = 1_000  # in the sidecar
 _SHOWN_OTHERS = 3
@@ -40,14 +40,13 @@ class TokenizeResult:
         num_documents: Number of documents in each dataset.
         num_tokens: Number of tokens of each key.
         num_bytes: Bytes of UTF-8 text, all keys together.
-        seconds: Duration of the job, this time.
-        num_skipped: Number of lines that were not documents, and were skipped.
+        seconds: Duration of this run.
+        num_skipped: Number of skipped lines, which were not documents.
         skipped: The first 20 of them: file, line, byte_offset and reason.
-        num_chunks_done, num_chunks_kept: Number of tasks that ran this time, and of those that an
-            earlier run had done.
-        num_bytes_done: Bytes of text of the tasks that ran this time.
+        num_chunks_done, num_chunks_kept: Number of tasks of this run, and of earlier runs.
+        num_bytes_done: Bytes of text of the tasks of this run.
         encoder: Name of the tokenizing library.
-        notices: What the user should know: why another library was used, for example.
+        notices: Sentences that the user should read, such as why another library was used.
     """
 
     prefixes: dict[str, str]
@@ -71,12 +70,12 @@ def tokenize(
 
     Documents keep the order of the files and lines. A document is one sequence, or one per sentence
     or list element; one without tokens has no sequence and gets no EOD. The output does not depend
-    on the number of workers, the engine, or how often the job was interrupted.
+    on the number of workers, the engine, or interruptions.
 
-    The job divides its input into chunks, and keeps those that are done in the folder
+    The job divides its input into chunks, and keeps finished ones in the folder
     `{output_prefix}.journal` until all pairs are published together. A job that fails or is killed
-    leaves the folder; the same call continues there. A job that has finished, and is called again
-    with the same inputs and options, returns its earlier result.
+    leaves the folder; the same call continues there. A finished job that is called again with the
+    same inputs and options returns its earlier result.
 
     Args:
         inputs: Files, folders, patterns, or "-" for standard input.
@@ -87,8 +86,8 @@ def tokenize(
         options: The fields of `TokenizeOptions`.
 
     Raises:
-        TextError: An input that cannot be read, a line that is not a document, or an encoder that
-            differs from the reference; the message names file and line.
+        TextError: An input that cannot be read, a line that is not a document (the message names
+            file and line), or an encoder that differs from the reference.
         ConfigError: An option that cannot work, an interrupted job with other options, or output
             that another command wrote.
         MillraceError: A worker process that died repeatedly, or another process that is building a
@@ -124,10 +123,10 @@ def tokenize(
             notices += result.notices
             return replace(result, seconds=time.monotonic() - start, notices=notices)
         run.note(ALREADY)
-        # From another folder, the output has another path.
-        result = TokenizeResult(**{**run.result, "prefixes": checked.prefixes})
+        result = TokenizeResult(**run.result)
         return replace(
             result,
+            prefixes=checked.prefixes,  # from another folder, the output has another path
             num_chunks_done=0,
             num_chunks_kept=result.num_chunks_kept + result.num_chunks_done,
             num_bytes_done=0,
@@ -137,9 +136,9 @@ def tokenize(
 
 
 def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
-    """What decides the tasks: another job cannot continue with this one's journal.
+    """What decides the tasks: a job that differs cannot continue with the journal.
 
-    Inputs may change, as what a task has read is compared with what it would read now.
+    Inputs may change: what a task has read is compared with what it would read now.
     """
     tokenizer, splitter = options.tokenizer, options.splitter
     entries: dict[str, Any] = {
@@ -159,13 +158,13 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
     }
     if options.format is not None:
         entries["format"] = f"{type(options.format).__module__} {options.format.name}"
-    if options.shard is not None:  # the sizes decide where the other shards begin, too
+    if options.shard is not None:  # sizes decide where the other shards begin
         entries["bytes and times"] = input_tasks.identities_of(files)
     return entries
 
 
 def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
-    """What else decides the output: an earlier result with other details is not of this job."""
+    """What else decides the output: a result with other details is not of this job."""
     identities = json.dumps(input_tasks.identities_of(files)).encode()
     entries = {
         "on_error": options.on_error,
@@ -173,7 +172,7 @@ def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, 
         "checksums": options.checksums,
         "checksum of the inputs' sizes and times": checksum([identities]),
     }
-    if any(file.is_pipe for file in files):  # what comes from it this time is not known
+    if any(file.is_pipe for file in files):
         entries["content of pipes"] = f"unknown, {os.urandom(6).hex()}"
     return entries
 
@@ -181,7 +180,6 @@ def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, 
 def _write(
     run: Run, options: TokenizeOptions, files: Sequence[InputFile], workers: int
 ) -> TokenizeResult:
-    """Writes and publishes the output."""
     if options.restart:  # the job before may have had other keys
         prefix = glob.escape(os.fspath(options.output_prefix))
         for lock in glob.glob(f"{prefix}_*_*{LOCK}"):
@@ -215,14 +213,12 @@ def _write(
 def _append_tasks(
     run: Run, options: TokenizeOptions, tasks: input_tasks.InputTasks, output: Output, workers: int
 ) -> None:
-    """Runs the tasks and appends what they made."""
     start = time.monotonic()
 
     def report(done: Done) -> tuple[int, str]:
         rate = output.num_bytes_done / 1e6 / max(time.monotonic() - start, 1e-9)
-        tokens = sum(output.num_tokens)
-        text = f"{output.num_documents:,} documents  {tokens:,} tokens  {rate:.1f} MB/s"
-        return done.task.payload.size, text
+        counts = f"{output.num_documents:,} documents  {sum(output.num_tokens):,} tokens"
+        return done.task.payload.size, f"{counts}  {rate:.1f} MB/s"
 
     try:
         for done in run.map(
@@ -246,7 +242,7 @@ def _append_tasks(
 def _provenance_of(
     options: TokenizeOptions, files: Sequence[InputFile], key: str, output: Output
 ) -> dict[str, Any]:
-    """The origin of a key's tokens, for the sidecar."""
+    """The origin of a key's tokens."""
     tokenizer, splitter = options.tokenizer, options.splitter
     entries: dict[str, Any] = {
         "tool": f"millrace {version('millrace')} tokenize",
@@ -279,7 +275,6 @@ def _provenance_of(
 
 
 def _notices(tokenizer: Tokenizer, others: Sequence[str]) -> Iterator[str]:
-    """What is said of files that are left out, and of a function that cannot be compared."""
     if others:
         names = ", ".join([*others[:_SHOWN_OTHERS], "..."][: len(others)])
         count = f"{len(others):,} file{'s' * (len(others) > 1)}"
@@ -292,7 +287,6 @@ def _notices(tokenizer: Tokenizer, others: Sequence[str]) -> Iterator[str]:
 
 
 def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None:
-    """Raises a ConfigError if an input would be overwritten."""
     quarantine = quarantine_path(options)
     if os.path.isdir(quarantine):
         raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")
@@ -306,17 +300,19 @@ def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None
 
 
 def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterator[str]:
-    """Texts of the first documents, about 200 kB; none of a pipe, which can be read only once."""
-    size, limit = 0, input_tasks.MB
-    # A line that is left out here is met again by the job itself.
-    keys, id_key = tuple(options.json_keys), options.id_key
-    most = options.longest_document
-    query = Query(keys=keys, id_key=id_key, reject=lambda *line: None, max_size=most)
+    """Texts of the first documents, about 200 kB; none of a pipe, which is read once."""
+    size = 0
+    query = Query(
+        keys=tuple(options.json_keys),
+        reject=lambda *line: None,  # the job itself meets the line again
+        id_key=options.id_key,
+        max_size=options.longest_document,
+    )
     for file in files[:_FIRST_FILES]:
         # An Arrow file without batches has no part.
-        for part in [] if file.is_pipe else parts_of(file, limit)[:1]:
+        for part in [] if file.is_pipe else parts_of(file, input_tasks.MB)[:1]:
             for documents in itertools.islice(part.format.read(part, query), _MOST_BATCHES):
-                for text in texts_of(itertools.chain.from_iterable(documents.texts)):
+                for text in texts_of(itertools.chain(*documents.texts)):
                     yield text[:_FIRST_SIZE]
                     size += len(text)
                     if size >= _FIRST_SIZE:

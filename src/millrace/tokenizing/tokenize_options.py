@@ -13,8 +13,8 @@ from millrace.option_class import StrPath, check_options, option, parse_escapes,
 from millrace.text import Format, SentenceSplitter, check_keys
 
 CHECK_RATE = 0.0002
-"""Share of documents that are compared with the reference library, which is up to 80 times slower
-than a fast encoder: 1.6 % of the time."""
+"""Share of documents that are compared with the reference library. It is up to 80 times slower than
+a fast encoder: 1.6 % of the time."""
 
 _LONGEST_DOCUMENT = 100_000_000
 _MOST_PAIRS = 256  # that a task writes at once: each has open files
@@ -23,8 +23,8 @@ _MOST_PAIRS = 256  # that a task writes at once: each has open files
 def _instance(kind: type, module: str, name: str, value: Any) -> Any:
     if isinstance(value, kind):
         return value
-    text = f"{module}.{kind.__name__}({checks.shown(value)})"
-    raise ConfigError(f"{name} must be a {kind.__name__}: write {text}")
+    class_ = kind.__name__
+    raise ConfigError(f"{name} must be a {class_}: write {module}.{class_}({checks.shown(value)})")
 
 
 def _shard(name: str, value: Any) -> tuple[int, int]:
@@ -35,8 +35,8 @@ def _shard(name: str, value: Any) -> tuple[int, int]:
 
 
 def _parse_shard(text: str) -> tuple[int, int]:
-    number, slash, count = text.partition("/")
-    if not (slash and number.isdecimal() and count.isdecimal()):
+    number, _, count = text.partition("/")
+    if not (number.isdecimal() and count.isdecimal()):
         raise ConfigError(f"{text!r} is not a shard: write 0/8 for the first of 8")
     return int(number), int(count)
 
@@ -50,11 +50,7 @@ _size = partial(_job, default=None, least=1, parse=parse_size, metavar="SIZE")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:
-    """The options of a tokenise job, checked; each field says what it is.
-
-    Raises:
-        ConfigError: An option that cannot work.
-    """
+    """The options of a tokenise job; a ConfigError for one that cannot work."""
 
     # fmt: off
     inputs: Sequence[StrPath] = _input(
@@ -125,17 +121,16 @@ class TokenizeOptions:
                 "--bos-token"
             )
         _ = self.last_token  # raises an error if it is not known
-        count = self.num_partitions
+        count, num_keys = self.num_partitions, len(self.json_keys)
         if self.shard is not None and count > 1:
             raise ConfigError(
                 f"partitions is {count}, which deals the documents of the whole input: shards "
                 "cannot do it, as each reads a part. Leave one of the two out"
             )
-        if count * len(self.json_keys) > _MOST_PAIRS:
+        if count * num_keys > _MOST_PAIRS:
             raise ConfigError(
-                f"partitions is {count} and there are {len(self.json_keys)} keys, so each task "
-                f"would write {count * len(self.json_keys)} pairs at once; at most {_MOST_PAIRS} "
-                "are possible"
+                f"partitions is {count} and there are {num_keys} keys, so each task would write "
+                f"{count * num_keys} pairs at once; at most {_MOST_PAIRS} are possible"
             )
 
     @property
@@ -150,12 +145,12 @@ class TokenizeOptions:
 
     @property
     def longest_document(self) -> int:
-        """The longest line, or text, in bytes."""
+        """Bytes of the longest line or text."""
         return self.max_document_size or _LONGEST_DOCUMENT
 
     @property
     def num_partitions(self) -> int:
-        """The number of groups among which documents are dealt; 1 keeps their order."""
+        """Number of groups to which documents are dealt; 1 keeps their order."""
         return 1 if self.keep_sequential_samples else self.partitions
 
     @property

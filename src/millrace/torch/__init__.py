@@ -1,4 +1,4 @@
-"""torch at the edge: tensors, DataLoaders, and the ranks of torch.distributed."""
+"""Tensors, DataLoaders, and the ranks of torch.distributed."""
 
 from millrace.torch.consistency import check_consistency
 from millrace.torch.data import BatchSampler, CheckpointState, IterableDataset, MapDataset, collate

@@ -1,8 +1,4 @@
-"""A check that all ranks agree: where they are, which samples come next, and what they have read.
-
-Every rank puts a report into the store of the process group, waits for those of the others, and
-compares them all.
-"""
+"""A check that all ranks agree: where they are, what they take next, and what they have read."""
 
 import json
 import time
@@ -26,14 +22,14 @@ _TIMEOUT = 120.0  # seconds
 _MOST_LISTED = 8  # ranks in a message
 _MOST_SHOWN = 200  # characters of a value in a message
 # What must be equal: an entry of the reports, its name in a message, and the remedy. The first two
-# are compared over all ranks, the others over those with one data-parallel rank.
+# on all ranks, the others on those with one data-parallel rank.
 _EQUAL = (
     ("position", "consumed_samples is", "load the same checkpoint on every rank"),
     ("fingerprint", "the checksum of the fingerprint is", "give all the same files and options"),
     ("samples", "the next samples are", "with one data-parallel rank, take the same samples"),
     ("checksums", "the checksums of the last batches are", "run `millrace verify` on their files"),
 )
-# Calls of this process by group: every rank of a group makes the same, so the numbers agree.
+# Calls by group: every rank of a group makes the same, so the numbers agree.
 _num_calls: Counter[str] = Counter()
 
 Report = dict[str, Any]
@@ -51,20 +47,20 @@ def check_consistency(
 
     All ranks must be at the same position of the same data in the same order. Processes with the
     same data-parallel rank (tensor-, pipeline- and context-parallel replicas) must take the same
-    samples at the next step and, on request, have read the same batches; processes with different
-    ones must take different samples. Every rank of the group must call this at the same step.
-    Without an initialised torch.distributed it does nothing.
+    next samples and, on request, have read the same batches; others must take different samples.
+    Every rank of the group must call this at the same step. Without an initialised
+    torch.distributed it does nothing.
 
-    The ranks exchange some hundred bytes each through the store of the process group and use no
-    collective operation: a rank that has died or hangs ends the call on the others by a timeout.
+    Each rank sends some hundred bytes through the store of the process group, without a collective
+    operation: if a rank has died or hangs, the call ends on the others by a timeout.
 
     Args:
         loader: The loader of this rank.
-        data_parallel_rank: Data-parallel rank of this process. None: the rank in the group, so that
-            no two processes are replicas.
-        checksum_batches: Number of batches before the position that are read again and compared by
-            checksum; fewer where fewer have been consumed. At a position inside a step, which
-            another number of ranks may leave, they are the batches before that step.
+        data_parallel_rank: Data-parallel rank of this process. None: the rank in the group, so
+            without replicas.
+        checksum_batches: Number of batches before the position, or all if they are fewer, to read
+            again and compare by checksum. At a position inside a step, which another number of
+            ranks may leave, they are the batches before that step.
         timeout: Seconds to wait for the others.
         group: Process group; None: all ranks.
 
@@ -86,7 +82,7 @@ def check_consistency(
         seconds = float(timeout)
         if rank is not None:
             report = {"data_parallel_rank": number, **_report(loader, checksum_batches)}
-    except BaseException as caught:  # raised below: the other ranks wait for this rank's report
+    except BaseException as caught:  # raised below: the other ranks wait for a report
         error, report = caught, {"error": f"{type(caught).__name__}: {caught}"}
     message = "" if rank is None else _exchange(report, group, seconds)
     if error is not None:
@@ -96,7 +92,7 @@ def check_consistency(
 
 
 def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: float) -> str:
-    """Puts this rank's report, waits for all, and returns what is wrong with them, or ""."""
+    """Sends a report, waits for all, and returns what is wrong with them, or ""."""
     name = "" if group is None else group.group_name
     call = _num_calls[name]
     _num_calls[name] += 1
@@ -107,7 +103,7 @@ def _exchange(report: Report, group: distributed.ProcessGroup | None, timeout: f
     rank, deadline = distributed.get_rank(group), time.monotonic() + timeout
 
     def all_have_counted(times: int) -> bool:
-        """Waits until each rank has counted so often; False if one has not in time."""
+        """Waits for each rank to count so often; False at the deadline."""
         pause = 0.002
         while store.add("count", 0) < times * len(keys):  # a wait of the store is deaf to Ctrl-C
             if time.monotonic() >= deadline:

@@ -3,8 +3,8 @@
     DataLoader(MapDataset(dataset), batch_sampler=BatchSampler(sampler), collate_fn=collate)
     DataLoader(IterableDataset(loader), batch_size=None)
 
-Both work with any number of workers and any start method. torchdata's StatefulDataLoader takes the
-same arguments, and its state resumes at the batch after the last one that the trainer got.
+Both work with any number of workers and any start method, also in torchdata's StatefulDataLoader,
+whose state resumes at the batch after the last one that the trainer got.
 """
 
 import copy
@@ -33,16 +33,15 @@ Tensors = dict[str, torch.Tensor]
 class MapDataset(data.Dataset):  # type: ignore[misc]
     """A dataset by sample number, for `DataLoader(dataset, batch_sampler=...)`.
 
-    A DataLoader reads each batch by one call of the core. With `collate_fn=collate` it hands over
-    this batch as it is; any other collate function gets a list of samples.
+    A DataLoader reads each batch by one call of the core, and hands it over as it is with
+    `collate_fn=collate`; any other collate function gets a list of samples.
 
-    Its state is the fingerprint of the data and their order. torchdata's StatefulDataLoader saves
-    and compares it; with torch's own DataLoader, save it beside the position of `BatchSampler`.
+    The state is the fingerprint of the data and their order. torchdata's StatefulDataLoader saves
+    and compares it; with torch's DataLoader, save it beside the position of `BatchSampler`.
 
     Args:
         dataset: `GPTDataset`, `BlendedDataset` or another `millrace.feed.Dataset`.
-        fields: Names of a batch's arrays, as in `millrace.Loader`. None: tokens, labels, loss_mask
-            and position_ids.
+        fields: Names of a batch's arrays, as in `millrace.Loader`.
         token_dtype: Dtype of tokens and labels: "int64", "int32", or "file" for the file's own.
 
     Raises:
@@ -74,24 +73,23 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
     def __getitem__(self, sample_number: int) -> Tensors:
         """One sample: tensors without a batch dimension."""
-        sample: Tensors = self.__getitems__([sample_number])[0]
-        return sample
+        return self.__getitems__([sample_number])[0]
 
     def __getitems__(self, sample_numbers: Sequence[int]) -> Sequence[Tensors]:
-        """The samples of a batch; `collate` takes the whole batch out of it."""
+        """The samples of a batch, of which `collate` takes the whole."""
         numbers = np.asarray(sample_numbers, None if len(sample_numbers) else np.int64)
         batch = to_tensors(batch_of_form(self.dataset, numbers, self._form))
         return _Rows(batch, len(sample_numbers))
 
     def state_dict(self) -> dict[str, str]:
         """The fingerprint of the data and their order."""
-        if self._state is None:  # once: a StatefulDataLoader asks at each batch
+        if self._state is None:  # a StatefulDataLoader asks at each batch
             state = {"version": STATE_VERSION, "consumed_samples": 0}
             self._state = _as_text(state | {"fingerprint": self._fingerprint.at(len(self))})
         return self._state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compares a saved fingerprint with the dataset's; see `Loader.load_state_dict`.
+        """Compares a saved fingerprint, as `Loader.load_state_dict` does.
 
         Raises:
             ResumeError: A state of other data or another order, or not a `MapDataset`'s.
@@ -100,7 +98,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
 
 class _Rows(Sequence[Tensors]):
-    """The samples of one batch, which stay in one tensor per name."""
+    """The samples of one batch, in one tensor per name."""
 
     def __init__(self, batch: Tensors, length: int) -> None:
         self.batch = batch
@@ -125,7 +123,7 @@ class _Rows(Sequence[Tensors]):
 
 
 def collate(samples: Sequence[Tensors]) -> Tensors:
-    """The batch of samples of a `MapDataset`, without a copy where they were read as a batch."""
+    """The batch of samples of a `MapDataset`, without a copy if they were read as a batch."""
     if isinstance(samples, _Rows):
         return samples.batch
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -134,13 +132,13 @@ def collate(samples: Sequence[Tensors]) -> Tensors:
 class BatchSampler(data.Sampler):  # type: ignore[misc]
     """The steps of a sampler, for `DataLoader(MapDataset(dataset), batch_sampler=...)`.
 
-    Each iteration starts at `consumed_samples`; after `load_state_dict`, the next one starts at the
-    saved position. A DataLoader with workers asks for batches ahead of the trainer, so
-    `state_dict()` is ahead as well: torchdata's StatefulDataLoader takes this into account. With
-    torch's own DataLoader, save `state_after(num_batches)`.
+    An iteration starts at `consumed_samples`, the first after `load_state_dict` at the saved
+    position. A DataLoader with workers asks for batches ahead of the trainer, so `state_dict()` is
+    ahead as well: torchdata's StatefulDataLoader takes this into account. With torch's DataLoader,
+    save `state_after(num_batches)`.
 
     Args:
-        sampler: The sampler of this rank, with its micro batch size and data-parallel rank.
+        sampler: The sampler of this rank.
         consumed_samples: Number of samples that all ranks have consumed before an iteration.
 
     Raises:
@@ -165,11 +163,11 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
             yield numbers
 
     def __len__(self) -> int:
-        """The number of steps from `consumed_samples` to the end; a TypeError if not known."""
+        """The number of steps from `consumed_samples` on; TypeError if not known."""
         return num_steps(self.sampler, self.consumed_samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last step that was handed out, and the sampler's fingerprint."""
+        """The position after the last step handed out, and the sampler's fingerprint."""
         return self._state(self._position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -206,21 +204,20 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     """The batches of a loader, for `DataLoader(dataset, batch_size=None)`.
 
     Each of n workers makes every n-th batch, so the DataLoader hands them over in the loader's
-    order. Workers start at the loader's position at the time they start, and hold copies of it:
-    the loader itself stays where it is. So save the state of torchdata's StatefulDataLoader, or,
-    with torch's DataLoader, `state_after(num_batches)`. Without workers the loader itself advances,
-    and its own `state_dict()` is the state. An iteration after the end has the same batches once
-    more, with workers and without: it starts where the loader stood before the first one. After a
-    resume that is the saved position, so move the loader to consumed_samples=0 before the next
-    epoch; a StatefulDataLoader does so itself.
+    order. Workers hold copies of the loader as it stood when they started; the loader itself stays
+    where it is. So save the state of torchdata's StatefulDataLoader, or with torch's DataLoader
+    `state_after(num_batches)`. Without workers the loader itself advances: save its `state_dict()`.
+    With and without workers, an iteration after the end starts where the loader stood before the
+    first one, and has the same batches. After a resume that is the saved position: move the loader
+    to consumed_samples=0 before the next epoch, as a StatefulDataLoader does.
 
     Args:
         loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
             conversion warns about arrays that batches share.
 
     Raises:
-        ConfigError: Anything but a `millrace.Loader`, such as its dataset. An iteration that would
-            have no batches, because the loader was moved to its end.
+        ConfigError: Anything but a `millrace.Loader`, such as its dataset, or an iteration without
+            batches, because the loader was moved to its end.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -250,7 +247,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         return _WorkerSteps(self.loader, worker.id, worker.num_workers)
 
     def _rewind(self) -> None:
-        """Moves the loader back to the start, if iterations have brought it to its end."""
+        """Moves the loader from its end back to where iterations started."""
         loader, position = self.loader, self.loader.consumed_samples
         if position != self._position:  # the first iteration, or the caller has moved the loader
             self._start = position
@@ -264,8 +261,8 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         DataLoader.
 
         Raises:
-            ConfigError: The loader was iterated in this process, and so has advanced; or fewer
-                batches are left.
+            ConfigError: The loader was iterated in this process and has advanced, or fewer batches
+                are left.
         """
         if self._start >= 0:
             raise ConfigError(
@@ -277,7 +274,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
 
 
 class _Steps(Iterator[Any]):
-    """The loader of a dataset as an iterator whose state a StatefulDataLoader saves."""
+    """The loader as an iterator whose state a StatefulDataLoader saves."""
 
     def __init__(self, dataset: IterableDataset) -> None:
         self._dataset, self._loader = dataset, dataset.loader
@@ -325,9 +322,9 @@ class _WorkerSteps(Iterator[Any]):
 class CheckpointState:
     """A loader's state as one entry of a `torch.distributed.checkpoint`.
 
-    torch.distributed.checkpoint stores each value of a nested state as an entry of its own, and
-    loads only those that the present state has: a blend that has lost a dataset since would load
-    without an error. One text holds all of it, so `Loader.load_state_dict` can compare.
+    torch.distributed.checkpoint stores each value of a nested state as its own entry, and loads
+    only those of the present state: a blend that has lost a dataset would load without an error.
+    Here one text holds all, so `Loader.load_state_dict` can compare.
 
     Args:
         loader: The loader, or another object with `state_dict` and `load_state_dict` whose state
@@ -370,7 +367,7 @@ def _check_kind(name: str, value: Any, method: str, kind: str) -> None:
 
 
 def _steps_on(sampler: Sampler, position: int, num_steps: int) -> tuple[int, int]:
-    """The position so many steps on, or at the end, and the number of steps to it."""
+    """The position so many steps on, or at the end, and the steps to it."""
     for step in range(num_steps):
         if not sampler.has_step(position):
             return position, step

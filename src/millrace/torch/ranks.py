@@ -28,15 +28,15 @@ def build_datasets(
 
     Args:
         config: The configuration, with a cache folder that carries the indices to other ranks.
-        builders: "one": rank 0 builds, for a cache folder that all ranks share; "one per node":
-            local_rank 0 of each node builds, for cache folders on local disks.
-        local_rank: Rank of this process on its node; required for "one per node".
+        builders: "one": rank 0 builds, in a cache folder that all ranks share; "one per node":
+            local_rank 0 of each node builds, in folders on local disks.
+        local_rank: Rank of this process on its node, for "one per node".
         group: Process group; None: all ranks.
-        wait_limit: Seconds to wait for other processes that build the same; None: no limit.
+        wait_limit: Seconds to wait for others that build the same; None: no limit.
 
     Raises:
-        An error of `millrace.build_datasets` on any rank, on every rank. If Ctrl-C or `sys.exit`
-        ends one rank, the others raise a MillraceError.
+        Any rank's error of `millrace.build_datasets`, on every rank; if Ctrl-C or `sys.exit` ends
+        one, a MillraceError on the others.
     """
     if builders not in ("one", "one per node"):
         raise ConfigError(f"builders is {builders!r}; 'one' or 'one per node' is possible")
@@ -66,7 +66,7 @@ def first_then_rest(
     result: Any = None
     interrupt: BaseException | None = None
     for is_ours in (is_first, not is_first):
-        error = interrupt  # The other ranks learn of it in the next exchange.
+        error = interrupt  # which the next exchange tells
         if is_ours and error is None:
             try:
                 result = work()
@@ -88,8 +88,8 @@ def first_then_rest(
 def _exchange(
     error: BaseException | None, group: distributed.ProcessGroup | None
 ) -> tuple[list[Exception | None], BaseException | None]:
-    """The errors of all ranks, and what a Ctrl-C raised, which waits for the end of the exchange:
-    a rank that left early would block the others."""
+    """The errors of all ranks, and what a Ctrl-C raised, which waits for the end: a rank that left
+    early would block the others."""
     errors: list[Any] = [None] * distributed.get_world_size(group)
     is_done = False
     try:
@@ -104,7 +104,7 @@ def _exchange(
 
 
 def _portable(error: Any, group: distributed.ProcessGroup | None) -> Exception | None:
-    """The error in a form that pickle can send to other processes."""
+    """The error as pickle can send it."""
     if error is not None and not isinstance(error, Exception):
         rank = distributed.get_rank(group)
         return MillraceError(f"rank {rank} was stopped by {error!r}; so every rank stops")

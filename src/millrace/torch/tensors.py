@@ -15,22 +15,20 @@ from millrace.errors import ConfigError
 def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[str, torch.Tensor]:
     """A batch as torch tensors that share its memory: a `transform` or `prepare` of a loader.
 
-    A read-only array of a dataset of your own is copied: torch has no read-only tensors. So the
-    tensors may be changed in place. Only labels that are a view of the tokens, which is what
-    `share_labels` asks for, change with them.
+    A read-only array is copied: torch has no read-only tensors. So the tensors may be changed in
+    place; only labels that are a view of the tokens (`share_labels`) change with them.
 
     Args:
         batch: Arrays of any shape, of integers, booleans or floats.
         pin: Whether to copy the tensors to pinned memory, from which copies to a GPU run beside the
-            computation. It has no effect where CUDA is not available.
+            computation. No effect without CUDA.
 
     Returns:
         CPU tensors of the same shapes and dtypes (`uint16` needs torch 2.3 or newer). An array that
-        torch cannot map (big-endian, or with a negative stride) is copied, too; a tensor stays as
-        it is.
+        torch cannot map (big-endian, or with a negative stride) is copied, too; a tensor stays.
 
     Raises:
-        ConfigError: An array of a dtype that torch does not have, such as strings or objects.
+        ConfigError: A dtype that torch does not have, such as strings or objects.
     """
     tensors = {name: _tensor(name, array) for name, array in batch.items()}
     if check_bool("pin", pin) and torch.cuda.is_available():
@@ -43,15 +41,15 @@ def to_device(
 ) -> Callable[[Mapping[str, NDArray[Any]]], dict[str, torch.Tensor]]:
     """A `prepare` function for a loader that copies each batch to a device ahead of its use.
 
-    The loader's threads call it, so the batch is on the device when the trainer asks for it. On a
-    CUDA device the copy runs on a separate stream, beside the computation.
+    The loader's threads call it, so a batch is there when the trainer asks for it. On a CUDA device
+    the copy runs on a separate stream, beside the computation.
 
     Args:
         device: The device, for example "cuda:0"; "cpu" is the same as `to_tensors`.
         stream: The CUDA stream that the trainer computes on. None: the device's default stream.
 
     Returns:
-        Function from a batch of arrays to a batch of tensors on the device.
+        Function from a batch of arrays to tensors on the device.
 
     Raises:
         ConfigError: A device that torch does not know or that is not available.
@@ -59,7 +57,7 @@ def to_device(
     try:
         target = torch.device(device)
         if target.type != "cuda":
-            torch.empty(0, device=target)  # Devices such as "mps" are known, but not always there.
+            torch.empty(0, device=target)  # "mps" is known, but not always there
             return partial(_copy, device=target)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device is {device!r}: {error}") from None
@@ -108,5 +106,5 @@ def _copy_to_cuda(
 
 @lru_cache
 def _copy_stream(device: torch.device) -> Any:
-    """One stream per device: torch's allocator keeps free memory separately for each stream."""
+    """One stream per device: torch's allocator keeps free memory by stream."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""What each verb of the command line does: its options, its call of the API, and its report."""
+"""The verbs of the command line: their options, calls of the API, and reports."""
 
 import dataclasses
 import json
@@ -11,8 +11,8 @@ from millrace.option_class import option
 
 
 class Verb(NamedTuple):
-    """A verb: the words that call it, a function of its options that returns the report to print,
-    their option classes, and a text whose first sentence is the summary."""
+    """The words of a verb, a function of its options that returns the report to print, the option
+    classes, and a text whose first sentence is the summary."""
 
     name: str
     run: Callable[..., str]
@@ -22,8 +22,6 @@ class Verb(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonOption:
-    """The option of verbs that report numbers."""
-
     as_json: bool = option("print JSON", False, flags="--json")
 
 
@@ -32,12 +30,7 @@ class UsageError(Exception):
 
 
 class DamageError(DataError):
-    """Damage that a verb has found; its report is printed first.
-
-    Args:
-        message: The error.
-        report: What the verb prints.
-    """
+    """Damage that a verb has found; `report` is printed before the message."""
 
     def __init__(self, message: str, report: str) -> None:
         super().__init__(message)

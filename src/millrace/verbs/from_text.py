@@ -24,7 +24,7 @@ _documents = partial(option, group="documents")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
-    """What `tokenize` says about the tokenizer, as arguments of `Tokenizer`."""
+    """The options of `tokenize` that are arguments of `Tokenizer`."""
 
     encoder: str = _tokenizer(
         "tokenizing library; auto: the fastest that agrees with the reference",
@@ -54,7 +54,7 @@ class TokenizerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceOptions:
-    """What `tokenize` says about sentences, as arguments of `SentenceSplitter`."""
+    """The options of `tokenize` that are arguments of `SentenceSplitter`."""
 
     library: str | None = _documents(
         "make each sentence a sequence, split by this library (without a name: punkt, as in "
@@ -71,8 +71,6 @@ class SentenceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InputListOption:
-    """The list of inputs of `tokenize`, which its function takes as inputs."""
-
     input_list: str | None = option(
         "file with an input per line", None, group="input", metavar="FILE"
     )
@@ -80,8 +78,6 @@ class InputListOption:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """The options of `train_tokenizer`."""
-
     inputs: Sequence[StrPath] = option(
         "files, folders and patterns; - is standard input", flags="--input"
     )
@@ -111,19 +107,26 @@ class TrainOptions:
 
 
 def _tokenize(
-    tokenizer: str, input_list: str | None = None, as_json: bool = False, **options: Any
+    tokenizer: str,
+    inputs: Sequence[str] = (),
+    input_list: str | None = None,
+    as_json: bool = False,
+    **options: Any,
 ) -> str:
-    """Converts text to token files."""
     for name, value in ENVIRONMENT.items():  # one worker does its work in this process
         os.environ.setdefault(name, value)
-    options["inputs"] = _all_inputs(options.get("inputs", []), input_list)
+    if input_list is not None:
+        inputs = [*inputs, *read_input_list(input_list)]
+    elif not inputs:
+        raise ConfigError("there is no input; give --input or --input-list")
     settings = take_options(TokenizerOptions, options)
     sentences = take_options(SentenceOptions, options)
     if "library" in sentences:
         options["splitter"] = SentenceSplitter(**sentences)
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
-        result = tokenize(tokenizer=Tokenizer(tokenizer, **settings), show_progress=True, **options)
+        options["tokenizer"] = Tokenizer(tokenizer, **settings)
+        result = tokenize(inputs, show_progress=True, **options)
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
     if as_json:
         report = {
@@ -150,23 +153,15 @@ def _tokenize(
         f"{result.num_bytes / 1e6:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s, "
         f"by {result.encoder}"
     )
-    if result.num_chunks_kept:
-        num_chunks = result.num_chunks_kept + result.num_chunks_done
-        lines.append(
-            f"{result.num_chunks_kept:,} of {num_chunks:,} chunks were kept from an earlier run"
-        )
+    if num_kept := result.num_chunks_kept:
+        total = num_kept + result.num_chunks_done
+        lines.append(f"{num_kept:,} of {total:,} chunks were kept from an earlier run")
     if result.num_skipped:
         lines.append(f"{result.num_skipped:,} lines were skipped:")
         lines += ["  {file}, line {line}: {reason}".format_map(row) for row in result.skipped]
         if result.num_skipped > len(result.skipped):
             lines.append(f"  and {result.num_skipped - len(result.skipped):,} more")
     return "\n".join(lines)
-
-
-def _all_inputs(inputs: list[str], input_list: str | None) -> list[str]:
-    if not inputs and input_list is None:
-        raise ConfigError("there is no input; give --input or --input-list")
-    return inputs + (read_input_list(input_list) if input_list is not None else [])
 
 
 def _train_tokenizer(**options: Any) -> str:

@@ -22,8 +22,6 @@ from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """The option of verbs that read folders of shards."""
-
     dtype: str | None = option(
         "dtype of a folder whose metadata.json does not say it",
         None,
@@ -37,8 +35,6 @@ class ShardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(ShardOptions):
-    """The options of `inspect`."""
-
     prefix: str = option(
         "path prefix of a token file, or folder of a shuffle", flags="prefix", metavar="PREFIX"
     )
@@ -54,8 +50,6 @@ class InspectOptions(ShardOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(ShardOptions):
-    """The options of `verify`."""
-
     prefixes: Sequence[str] = option(
         "path prefixes of token files, and folders of shuffles", flags="prefixes", metavar="PREFIX"
     )
@@ -82,9 +76,7 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
             "folder: leave them out"
         )
     description = inspect.describe(IndexedDataset(folder), tokenizer=decoder, document=number)
-    if as_json:
-        return json_text(description)
-    return inspect.format_description(description)
+    return json_text(description) if as_json else inspect.format_description(description)
 
 
 def _verify(as_json: bool = False, **values: Any) -> str:
@@ -118,13 +110,13 @@ def _verify(as_json: bool = False, **values: Any) -> str:
 
 
 def _merge(**options: Any) -> str:
-    return f"{merge(**options)}"
+    return str(merge(**options))
 
 
 def _split(**options: Any) -> str:
     try:
         SplitOptions(**options)
-    except ConfigError as error:  # those that are wrong together are wrong usage
+    except ConfigError as error:  # options that cannot work together are wrong usage
         raise UsageError(str(error)) from None
     return "\n".join(str(IndexedDataset(prefix)) for prefix in split(**options))
 

@@ -60,15 +60,12 @@ def _check(folder: str, as_json: bool = False) -> str:
 
 def _prune(folder: str, as_json: bool = False, **options: Any) -> str:
     entries = prune_cache(folder, **options)
-    if as_json:
-        return json_text(entries)
-    return format_entries(entries, "to remove" if options.get("dry_run") else "removed")
+    state = "to remove" if options.get("dry_run") else "removed"
+    return json_text(entries) if as_json else format_entries(entries, state)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """The options of `demo`."""
-
     folder: str = option("output folder", "millrace-demo", metavar="DIR")
 
 

@@ -12,11 +12,9 @@ from millrace.shuffling.shuffle_options import ShuffleOptions
 from millrace.verbs import JsonOption, Verb
 
 
-def _shuffle(as_json: bool = False, **options: Any) -> str:
-    """Permutes sequences of many domains globally."""
+def _shuffle(input_dir: str | None = None, as_json: bool = False, **options: Any) -> str:
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
-        input_dir = options.pop("input_dir", None)
         result = shuffle(input_dir, show_progress=True, **options)
     if as_json:
         return json.dumps(dataclasses.asdict(result))
@@ -31,11 +29,9 @@ def _shuffle(as_json: bool = False, **options: Any) -> str:
         f"{result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s, {rate:,.1f} MB/s, by the "
         f"plan {result.plan}"
     )
-    if result.num_tasks_kept:
-        num_tasks = result.num_tasks_kept + result.num_tasks_done
-        lines.append(
-            f"{result.num_tasks_kept:,} of {num_tasks:,} tasks were kept from an earlier run"
-        )
+    if num_kept := result.num_tasks_kept:
+        total = num_kept + result.num_tasks_done
+        lines.append(f"{num_kept:,} of {total:,} tasks were kept from an earlier run")
     return "\n".join(lines)
 
 

@@ -1,6 +1,6 @@
 """The formats of input files: a class for each, and a line in `known_formats` to find its files.
 
-A format that is not listed can be used as well: `find_inputs(..., format=MyFormat())`.
+Others can be used as well: `find_inputs(..., format=MyFormat())`.
 """
 
 from millrace.text.formats.arrow_tables import Arrow, Parquet

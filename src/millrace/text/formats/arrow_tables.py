@@ -13,7 +13,7 @@ from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
-from millrace.text.streams import readable
+from millrace.text.streams import package, readable
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
@@ -32,8 +32,8 @@ class _Table(Format):
         return first_bytes.startswith(self._magic)
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
-        """The share of each group of rows in the file's bytes (None if it is not to be cut), and
-        the number of rows before each, as far as it is known."""
+        """The share of each group of rows in the file (None if it is not cut), and the number of
+        rows before each, as far as known."""
         raise NotImplementedError
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
@@ -161,12 +161,7 @@ class Arrow(_Table):
 
 @contextlib.contextmanager
 def _table_errors(source: str) -> Iterator[None]:
-    try:
-        import pyarrow
-    except ImportError:
-        raise TextError(
-            f"{source} needs the pyarrow package: pip install 'millrace[tokenizers]'"
-        ) from None
+    pyarrow = package("pyarrow", f"{source} needs the pyarrow package")
     try:
         with readable(source):
             yield
@@ -179,13 +174,13 @@ def _table_errors(source: str) -> Iterator[None]:
 
 
 def _num_rows(num_rows: int, num_bytes: int) -> int:
-    """The number of rows in about 1 MB, if so many take so many bytes."""
+    """The number of rows in about 1 MB."""
     return min(max(num_rows * _BATCH_SIZE // max(num_bytes, 1), 1), _MOST_ROWS)
 
 
 @contextlib.contextmanager
 def _parquet_file(path: str) -> Iterator[tuple[Any, list[Any]]]:
-    """A file, and what it says of its row groups."""
+    """A file, and the metadata of its row groups."""
     import pyarrow.parquet
 
     # A buffer: a column of a large row group is read bit by bit.
@@ -195,7 +190,7 @@ def _parquet_file(path: str) -> Iterator[tuple[Any, list[Any]]]:
 
 @contextlib.contextmanager
 def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[Any, Any, bool]]:
-    """A file, a reader of it or of some of its columns, and whether it is not a stream."""
+    """A file, a reader of all or some columns, and whether it is not a stream."""
     import pyarrow as pa
 
     options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
@@ -211,7 +206,7 @@ def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[
 
 
 def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
-    """Whether all values are strings that are not too long; a character has at most 4 bytes."""
+    """Whether all values are strings of at most `max_size` bytes: a character has at most 4."""
     return all(
         {*map(type, column)} == {str} and 4 * max(map(len, column)) <= max_size
         for column in columns
@@ -219,7 +214,6 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
 
 
 def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) -> None:
-    """Adds the document of one row, or rejects it."""
     try:
         texts = list(map(check_cell, values, query.keys))
         if [text for text in texts if _is_long(text, query.max_size)]:
@@ -234,7 +228,6 @@ def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) 
 
 def _is_long(text: Text, size: int) -> bool:
     texts = [text] if isinstance(text, str) else text
-    # A character has at most 4 bytes.
     return 4 * sum(map(len, texts)) > size and sum(len(text.encode()) for text in texts) > size
 
 
@@ -246,7 +239,7 @@ def _escaped(value: Any) -> str:
 
 
 def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
-    """The names and paths of the columns that hold the texts and the ids, each once."""
+    """The names and paths of the columns of texts and ids, each once."""
     for key in query.keys:
         type_ = _type_of(schema, key)
         if type_ is None or not _is_text(type_):
@@ -256,7 +249,7 @@ def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
 
 
 def _type_of(schema: Any, key: str) -> Any:
-    """The type of a column, or of what dots reach in a struct column; None if there is none."""
+    """The type of a column, or of what dots reach in a struct; None if there is none."""
     if schema.names.count(key) == 1:
         return schema.field(key).type
     first, *rest = key.split(".")
@@ -294,8 +287,8 @@ def _column(batch: Any, name: str) -> Any:
 
 
 def _id_values(column: Any) -> list[Any]:
-    """Values of an id column: times and decimals as Arrow's text for them, UUIDs in their usual
-    form, other bytes as text or in hexadecimal, None of lists and structs."""
+    """Values of an id column: times and decimals as Arrow's text, UUIDs in their usual form, other
+    bytes as text or in hexadecimal, None of lists and structs."""
     from pyarrow import string, types
 
     column = _plain(column)
@@ -313,13 +306,13 @@ def _values(column: Any) -> list[Any]:
     _check_offsets(getattr(column, "storage", column))
     column = _plain(column)
     with contextlib.suppress(ValueError):
-        return [_as_text(value) for value in column.to_pylist()]
+        return list(map(_as_text, column.to_pylist()))
     import pyarrow as pa
 
     is_nested = pa.types.is_nested(column.type)
     column = column.cast(pa.large_list(pa.large_binary()) if is_nested else pa.large_binary())
     column.validate(full=True)  # of nested columns, only the first problem is known so far
-    return [_as_text(value) for value in column.to_pylist()]
+    return list(map(_as_text, column.to_pylist()))
 
 
 def _check_offsets(column: Any) -> None:
@@ -341,7 +334,7 @@ def _plain(column: Any) -> Any:
 
 def _as_text(value: Any) -> Any:
     if isinstance(value, list):
-        return [_as_text(item) for item in value]
+        return list(map(_as_text, value))
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()

@@ -25,8 +25,8 @@ class _Row(NamedTuple):
 class Csv(Format):
     """Rows of fields between delimiters; CR, LF and CRLF end a line.
 
-    A piece of a file begins with the header. A row beyond the limit is an error, not a row to skip:
-    if a quote was not closed, it has the rest of the file in it.
+    A piece of a file begins with the header. A row beyond the limit is an error, and not skipped:
+    after an open quote, it has the rest of the file in it.
     """
 
     unit = "row"
@@ -76,7 +76,7 @@ class Csv(Format):
         def contents(stream: ByteStream) -> tuple[Iterator[Span], int, bytes]:
             rows = self._rows(stream, file.part(), max_size, block_size)
             _, number, header = _read_header(rows, file.path)
-            spans = (Span(row.data, len(row.data), 1, True) for row in rows)
+            spans = (Span(row.data, 1, True) for row in rows)
             # Of two byte order marks, the second is a part of the header.
             return spans, number, UTF8_BOM + header
 
@@ -85,7 +85,7 @@ class Csv(Format):
     def _rows(
         self, stream: ByteStream, part: Part, max_size: int, block_size: int
     ) -> Iterator[_Row]:
-        """The rows of a stream, with blank ones; TextError at one of more than `max_size` bytes."""
+        """The rows of a stream, with blank ones; TextError at one beyond `max_size` bytes."""
         csv.field_size_limit(sys.maxsize)  # of the whole process: 128 kB by default
         data, number, has_ended = bytearray(), part.first_line or self.first_line, False
 
@@ -128,7 +128,7 @@ class Csv(Format):
 
 
 def _read_header(rows: Iterator[_Row], source: str) -> tuple[list[str], int, bytes]:
-    """The names of the columns, the number of rows that were read, and the bytes of the header."""
+    """The names of the columns, the number of rows read, and the bytes of the header."""
     number = 0
     for number, row in enumerate(rows, start=1):
         if row.problem:

@@ -44,7 +44,7 @@ class JsonLines(Format):
             while rest > 0 and (data := file.read(min(rest, _READ_SIZE))):
                 count += data.count(b"\n")
                 rest -= len(data)
-        # The part's first line begins after the newline at or after the byte before its start.
+        # The first line begins after the newline at or after the byte before the part's start.
         return count + 2
 
     def has_pieces(self, file: InputFile) -> bool:

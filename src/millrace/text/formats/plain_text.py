@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from millrace import checks
+from millrace.checks import shown
 from millrace.errors import ConfigError
 from millrace.text.documents import Batch, Documents, Query, read_records
 from millrace.text.json_values import NOT_UNICODE, decode_text, is_unicode
@@ -20,10 +20,8 @@ class PlainText(Format):
     endings = (".txt", ".text", ".md", ".rst", ".tex")
 
     def __init__(self, separator: str | None = None) -> None:
-        if separator is not None and (not isinstance(separator, str) or not separator):
-            raise ConfigError(
-                f"separator must be a text of at least one character, not {checks.shown(separator)}"
-            )
+        if separator is not None and not (isinstance(separator, str) and separator):
+            raise ConfigError(f"separator must be a text that is not empty, not {shown(separator)}")
         if not is_unicode(separator or ""):
             raise ConfigError(f"separator is {separator!r}, which is {NOT_UNICODE}")
         self._separator = (separator or "").encode()
@@ -37,7 +35,6 @@ class PlainText(Format):
                 f'{part.source} is plain text, which has only the key "text"; the keys are: '
                 f"{', '.join(query.keys)}"
             )
-
         batch = Batch(query, part.size)
 
         def add(record: bytes, line: int, offset: int) -> None:
