@@ -108,8 +108,7 @@ def models() -> dict[str, dict[str, Any]]:
     """Small vocabularies of every kind, trained on the edge cases."""
     from tokenizers import Tokenizer, models as m, pre_tokenizers as pre, trainers as t
 
-    parts = (built_in._words(), built_in._contractions(), built_in._whitespace())
-    texts = [text for part in parts for text in part]
+    texts = [*built_in.in_surroundings(built_in.UNITS), *built_in.combinations()]
     kinds: dict[str, tuple[Any, ...]] = {
         "byte_level": (m.BPE, pre.ByteLevel(add_prefix_space=False), t.BpeTrainer, 900),
         "bpe": (m.BPE, pre.Metaspace(), t.BpeTrainer, 1800),

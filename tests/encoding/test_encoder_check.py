@@ -184,7 +184,7 @@ def test_the_edge_cases_are_valid_and_the_same_each_time() -> None:
 def test_many_added_tokens_make_few_texts() -> None:
     tokens = [f"<extra_{number}>" for number in range(1000)]
     texts = edge_cases(tokens)
-    assert len(texts) <= len(edge_cases()) + 25 * edge_cases_module._MOST_TOKENS
+    assert len(texts) <= len(edge_cases()) + 35 * edge_cases_module._MOST_TOKENS
     assert all(any(token in text for text in texts) for token in tokens)
 
 

@@ -19,14 +19,18 @@ _NUM_TOKENS_AS_TEXTS = 3000
 Result = tuple[str, NDArray[np.uint32] | str]  # a text, and its ids or error
 _VERDICTS: dict[tuple[str, Options, str], str | None] = {}
 """How the first built-in text differs, or None, by file, options and encoder: a second job of a
-process need not compare the 14,000 texts."""
+process need not compare the 16,000 texts."""
 
 
 def choose_encoder(
     vocabulary: Vocabulary, name: str = "auto", texts: Iterable[str] = ()
 ) -> tuple[str, EncodeBatch, str]:
-    """The encoder `name`, or with "auto" the fastest one, if it agrees with the reference on the
-    built-in texts and `texts`, over which a thread iterates.
+    """An encoder that agrees with the reference on the built-in texts and on some of the data.
+
+    Args:
+        vocabulary: Vocabulary, which has the reference.
+        name: Name of the encoder; "auto" for the fastest one.
+        texts: Texts of the data; a thread iterates over them.
 
     Returns:
         The encoder's name, the encoder, and ""; or the reference, and why it is used instead.

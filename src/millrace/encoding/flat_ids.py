@@ -16,12 +16,14 @@ library allows; the workers of a job set one."""
 
 
 def flat_ids(lists: Sequence[Sequence[int]]) -> FlatIds:
+    """The flat ids of a list per text, without an array for each."""
     lengths = np.fromiter(map(len, lists), np.int64, len(lists))
     ids = itertools.chain.from_iterable(lists)
     return np.fromiter(ids, np.uint32, int(lengths.sum())), lengths
 
 
 def joined_ids(arrays: Sequence[NDArray[Any]]) -> FlatIds:
+    """The flat ids of an array per text, of any integer dtype, whose ids fit uint32."""
     lengths = np.fromiter(map(len, arrays), np.int64, len(arrays))
     ids = np.concatenate(arrays) if len(arrays) else np.empty(0, np.uint32)
     return ids.astype(np.uint32, copy=False), lengths

@@ -14,13 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import check_bool, check_choice, check_int, check_path, shown
 from millrace.deferred import cached_property
-from millrace.dtypes import optimal_dtype
 from millrace.encoding.encoder_check import choose_encoder, difference, results_of
 from millrace.encoding.flat_ids import EncodeBatch, split_ids
-from millrace.encoding.functions import FunctionVocabulary, code_of
-from millrace.encoding.tokenizer_files import load_vocabulary
+from millrace.encoding.tokenizer_files import FunctionVocabulary, load_vocabulary
 from millrace.encoding.vocabulary import EOD_TOKENS, MUST_PASS, Options
 from millrace.errors import ConfigError, TextError
+from millrace.store.layout import optimal_dtype
 
 UNSEEN = "not seen: give from_function a version"
 
@@ -96,12 +95,12 @@ class Tokenizer:
     ) -> Tokenizer:
         """A tokenizer that calls a function.
 
-        An interrupted job continues only with the same function. Its code tells that: byte code,
-        constants and defaults, also of the functions of its own package that it names; plain values
-        and regular expressions in its closure and among the globals that it names; versions of
-        other packages. If it names anything else, such as an object with a state, or is not a
-        function, the job continues only with a `version`. Files that it reads and modules that it
-        imports while it runs are not looked at.
+        An interrupted job continues only with the same function. The source file that defines it
+        tells that: after any edit of the file, the job must begin again. Other modules that the
+        function calls, files that it reads, values that are computed when its module is imported,
+        and versions of packages are not looked at: if they decide the ids, give a `version`. Give
+        one, too, for an object that can be called, a function that uses variables of an outer one,
+        and one of an interactive session: without it, an interrupted job cannot continue.
 
         Args:
             function: Function from a text to a list or array of ids, defined in a module: worker
@@ -109,7 +108,8 @@ class Tokenizer:
             vocabulary_size: Number of ids; the largest id is one less.
             eod: Id of the end-of-document token.
             name: Name of the function in messages, and part of the fingerprint; None: its own.
-            version: Text that changes when the function gives other ids; None: its code tells.
+            version: Text that changes when the function gives other ids, and counts instead of the
+                file. None: the file's content tells.
 
         >>> tokenizer = Tokenizer.from_function(lambda text: [len(text)], vocabulary_size=100)
         >>> ids, lengths = tokenizer.encode_batch(["mill", "race!"])
@@ -158,8 +158,8 @@ class Tokenizer:
         A function without a version that cannot be seen has another one at each call.
         """
         if isinstance(self.vocabulary, FunctionVocabulary):
-            code = self.vocabulary.version or code_of(self.vocabulary.function)
-            return {"function": code or f"{UNSEEN} ({os.urandom(4).hex()})"}
+            version = self.vocabulary.version or self.vocabulary.source_sha256
+            return {"function": version or f"{UNSEEN} ({os.urandom(4).hex()})"}
         names = sorted({self.encoder_name, self.reference_name} - {"bytes"})
         return {name: version_of(name) for name in names}
 

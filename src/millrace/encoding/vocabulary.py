@@ -33,8 +33,14 @@ class Options:
 class Vocabulary(Protocol):
     """A tokenizer's file, read by the library that defines its ids, the reference.
 
-    It is pickled without its `library`, which is loaded when needed. The first of `encoder_names`
-    that agrees with the reference is used. The file has the options of `option_names`.
+    It is pickled without its `library`, which is loaded when needed.
+
+    Attributes:
+        reference_name: Name of the reference.
+        encoder_names: Names of the encoders that can read the file; the first that agrees with the
+            reference is used.
+        option_names: Names of the options that the file has.
+        options: Values of all options.
     """
 
     reference_name: str
@@ -109,7 +115,8 @@ class Vocabulary(Protocol):
 
         def encode_batch(texts: list[str]) -> FlatIds:
             ids, offsets = tokenizer.encode_batch_flat(texts, **options)
-            return np.frombuffer(ids, np.uint32), np.diff(np.frombuffer(offsets, np.int64))
+            places = np.frombuffer(offsets, np.int64)
+            return np.frombuffer(ids, np.uint32), places[1:] - places[:-1]
 
         return encode_batch
 
@@ -118,6 +125,7 @@ class Vocabulary(Protocol):
 
 
 def read_file(path: str) -> bytes:
+    """The content of a file; TextError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -135,4 +143,5 @@ def package(name: str) -> Any:
 
 
 def sha256(*parts: bytes) -> str:
+    """SHA-256 of the parts, one after the other, in hexadecimal."""
     return hashlib.sha256(b"".join(parts)).hexdigest()

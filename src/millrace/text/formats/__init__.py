@@ -5,8 +5,7 @@ Others can be used as well: `find_inputs(..., format=MyFormat())`.
 
 from millrace.text.formats.arrow_tables import Arrow, Parquet
 from millrace.text.formats.csv_table import Csv
-from millrace.text.formats.json_lines import JsonLines
-from millrace.text.formats.plain_text import PlainText
+from millrace.text.formats.separated_records import JsonLines, PlainText
 from millrace.text.parts import Format
 
 __all__ = ["Arrow", "Csv", "JsonLines", "Parquet", "PlainText", "known_formats"]

@@ -1,4 +1,5 @@
-"""JSON lines: each is an object, and a document."""
+"""Records between separators: JSON lines, each an object and a document, and plain text, of which a
+file is a document, or each text between two separators."""
 
 import itertools
 from collections.abc import Iterator
@@ -6,8 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from millrace.checks import shown
+from millrace.errors import ConfigError
 from millrace.text.documents import Batch, Documents, Query, read_records
-from millrace.text.json_values import check_unicode, id_of, parse_json, text_at
+from millrace.text.json_values import (
+    NOT_UNICODE,
+    check_unicode,
+    decode_text,
+    id_of,
+    is_unicode,
+    parse_json,
+    text_at,
+)
 from millrace.text.parts import Format, InputFile, Part, open_part
 
 try:
@@ -83,3 +94,39 @@ class JsonLines(Format):
         with open_part(part) as stream:
             offset = part.byte_offset + stream.first_byte
             yield from read_records(stream, b"\n", query, batch, offset, "line", add, add_all)
+
+
+class PlainText(Format):
+    """Plain text, of which the only key is "text".
+
+    Args:
+        separator: Text between two documents; None: the file is a document.
+    """
+
+    name = "text"
+    endings = (".txt", ".text", ".md", ".rst", ".tex")
+
+    def __init__(self, separator: str | None = None) -> None:
+        if separator is not None and not (isinstance(separator, str) and separator):
+            raise ConfigError(f"separator must be a text that is not empty, not {shown(separator)}")
+        if not is_unicode(separator or ""):
+            raise ConfigError(f"separator is {separator!r}, which is {NOT_UNICODE}")
+        self._separator = (separator or "").encode()
+
+    def has_pieces(self, file: InputFile) -> bool:
+        return bool(self._separator)
+
+    def read(self, part: Part, query: Query) -> Iterator[Documents]:
+        if query.keys != ("text",):
+            raise ConfigError(
+                f'{part.source} is plain text, which has only the key "text"; the keys are: '
+                f"{', '.join(query.keys)}"
+            )
+        batch = Batch(query, part.size)
+
+        def add(record: bytes, line: int, offset: int) -> None:
+            batch.add([decode_text(record)], line, offset)
+
+        with open_part(part) as stream:
+            offset = part.byte_offset + stream.first_byte
+            yield from read_records(stream, self._separator, query, batch, offset, "text", add)
