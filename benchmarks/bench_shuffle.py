@@ -277,7 +277,7 @@ def copy(source: Path, target: Path) -> None:
 
 def memcpy_row(setup: Setup, runs: int) -> Row:
     from millrace.shuffling.domains import find_domains
-    from millrace.shuffling.fixed_sequences import SequenceItems
+    from millrace.shuffling.shuffle_items import SequenceItems
 
     found = find_domains(str(setup.source), dtype="uint32")
     items = SequenceItems(found, seq_len=SEQ_LEN, carry=False)

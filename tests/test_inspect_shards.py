@@ -15,8 +15,7 @@ from millrace import ConfigError, DataError
 from millrace.inspect import describe_shards, format_shards, shares_svg
 from millrace.inspect.description import parts_of
 from millrace.ragged import even_sizes
-from millrace.shuffling.distribution import distribution_json, measure_distribution
-from millrace.shuffling.permutations import Permutation
+from millrace.shuffling.permutations import Permutation, distribution_json, measure_distribution
 from millrace.store import ShardsMetadata, read_metadata
 from tests.shard_folders import (
     make_sequences,

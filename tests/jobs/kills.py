@@ -64,7 +64,7 @@ def workers_of(pid: int) -> list[int]:
     workers = []
     for child in descendants(pid):
         with contextlib.suppress(OSError):
-            if b"engine.local" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"engine.tasks" in Path(f"/proc/{child}/cmdline").read_bytes():
                 workers.append(child)
     return workers
 

@@ -31,9 +31,8 @@ from millrace.names import SHUFFLE_RESULT
 from millrace.order import KeyedPermutation
 from millrace.shuffling import shuffle
 from millrace.shuffling.domains import Inputs, find_domains
-from millrace.shuffling.fixed_sequences import SequenceItems
-from millrace.shuffling.memory_budget import ITEM_OVERHEAD, Budget, ItemSizes
-from millrace.shuffling.plans import PLANS, ShufflePlan
+from millrace.shuffling.plans import ITEM_OVERHEAD, PLANS, Budget, ItemSizes, ShufflePlan
+from millrace.shuffling.shuffle_items import SequenceItems
 from millrace.shuffling.whole_documents import DocumentItems
 
 MEMORY = 1_000_000_000

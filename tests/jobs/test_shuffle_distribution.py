@@ -10,8 +10,8 @@ from hypothesis import given, settings, strategies as st
 
 from millrace.errors import MillraceError
 from millrace.ragged import even_sizes
-from millrace.shuffling import distribution as module
-from millrace.shuffling.distribution import (
+from millrace.shuffling import permutations as module
+from millrace.shuffling.permutations import (
     Parts,
     distribution_json,
     format_figures,

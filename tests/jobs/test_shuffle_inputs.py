@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.shuffling.domains import read_input_list
-from millrace.shuffling.fixed_sequences import SequenceItems
-from millrace.shuffling.shuffle_items import WeightedUnits
+from millrace.shuffling.shuffle_items import SequenceItems, WeightedUnits
 from millrace.store import IndexedDatasetBuilder
 from tests.jobs.shuffle_cases import Case, make_case, sequence_items
 

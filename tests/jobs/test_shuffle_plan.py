@@ -12,10 +12,19 @@ from hypothesis import given, strategies as st
 
 from millrace.errors import ConfigError, MillraceError
 from millrace.ragged import even_sizes, starts_of
-from millrace.shuffling import memory_budget, plans
-from millrace.shuffling.memory_budget import ITEM_OVERHEAD, MB, budget_of, group_bounds, sizes_of
+from millrace.shuffling import plans
 from millrace.shuffling.permutations import Permutation
-from millrace.shuffling.plans import PLANS, ShufflePlan, fit_plan, resume_plan
+from millrace.shuffling.plans import (
+    ITEM_OVERHEAD,
+    MB,
+    PLANS,
+    ShufflePlan,
+    budget_of,
+    fit_plan,
+    group_bounds,
+    resume_plan,
+    sizes_of,
+)
 from tests.jobs.shuffle_cases import sequence_items
 
 GB = 10**9
@@ -46,7 +55,7 @@ def test_groups_fit_their_buffer_and_lie_in_one_shard(
     sizes: list[int], more: int, num_shards: int
 ) -> None:
     with pytest.MonkeyPatch.context() as context:
-        context.setattr(memory_budget, "_BLOCK", 7)
+        context.setattr(plans, "_BLOCK", 7)
         kinds: list[Any] = [FakeItems(sizes), FakeItems(len(sizes), max(*sizes, 1, 1))]
         for items in kinds:
             largest = int(items.sizes(np.arange(items.num_items)).max())
@@ -159,20 +168,6 @@ def test_a_smaller_memory_continues_with_fewer_workers() -> None:
 
 
 # ---- the measurement of the disk ----
-
-
-def test_an_interruption_does_not_change_the_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, calls = 0.0, 0
-
-    class Interrupted(FakeItems):
-        def read(self, numbers: Any, *arguments: Any) -> None:
-            nonlocal now, calls
-            now += 1e-6 * len(numbers) + (1.0 if calls % 4 == 1 else 0.0)
-            calls += 1
-
-    monkeypatch.setattr(plans, "time", SimpleNamespace(perf_counter=lambda: now))
-    items: Any = Interrupted(100_000, 500)
-    assert plans.read_rates(items, mean=1000, size=16_000_000)[0] == pytest.approx(1e9)
 
 
 def test_rates_of_tiny_sequences_take_little_memory(tmp_path: Path) -> None:

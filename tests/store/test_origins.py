@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder, MillraceError
 from millrace.files import written_name
-from millrace.provenance import Origin, OriginsWriter, copied_origins, origins_writer
+from millrace.provenance import Origin, OriginsWriter, copied_origins, origins as module
 from millrace.store import verify
 from tests.store.pairs import names, output_of
 
@@ -85,7 +85,7 @@ def some_rows(count: int, source: str = "a.jsonl") -> list[Row]:
 
 @pytest.fixture
 def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(origins_writer, "_GROUP_ROWS", 7)
+    monkeypatch.setattr(module, "_GROUP_ROWS", 7)
 
 
 # ---- rows ----
@@ -100,7 +100,7 @@ def test_the_rows_are_what_was_added(rows: list[Row], data: st.DataObject) -> No
     rows_per_group = data.draw(st.sampled_from([1, 3, 1000]))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(origins_writer, "_GROUP_ROWS", rows_per_group)
+        patch.setattr(module, "_GROUP_ROWS", rows_per_group)
         dataset = write(Path(folder) / "a", rows, durable=False)
         assert rows_in(dataset) == rows
         start = data.draw(st.integers(0, len(rows)))
@@ -141,7 +141,7 @@ def test_other_tools_can_read_the_file(tmp_path: Path) -> None:
 
 
 def test_one_row_takes_one_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(origins_writer, "_GROUP_ROWS", 100)
+    monkeypatch.setattr(module, "_GROUP_ROWS", 100)
     dataset = write(tmp_path / "data", some_rows(1000))
     assert dataset.origin(999) == Origin("a.jsonl", 999, 99_900, "id-999")
     import pyarrow.parquet

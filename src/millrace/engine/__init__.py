@@ -4,11 +4,10 @@ A job draws its tasks, gives them to `Run.map`, and makes its output of their re
 engine knows nothing else of a job.
 """
 
-from millrace.engine.local import run_local
 from millrace.engine.progress import Progress
 from millrace.engine.ray import run_ray
 from millrace.engine.run import ALREADY, ENGINES, Done, Run
-from millrace.engine.tasks import ENVIRONMENT, Executor, Task
+from millrace.engine.tasks import ENVIRONMENT, Executor, Task, run_local
 
 __all__ = [
     "ALREADY",

@@ -40,9 +40,8 @@ from typing import Any, NamedTuple
 from millrace.checks import check_path, plain_json
 from millrace.engine import ray
 from millrace.engine.journal import Journal, differences
-from millrace.engine.local import run_local
 from millrace.engine.progress import Progress
-from millrace.engine.tasks import Executor, Function, Task, run_attempt
+from millrace.engine.tasks import Executor, Function, Task, run_attempt, run_local
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import atomic_file, fsync_folder, temporaries_of
 from millrace.interrupts import interruptible, interrupts_held

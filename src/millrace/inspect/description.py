@@ -15,7 +15,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.provenance import has_origins, read_tokenizer
 from millrace.shards import metadata as shards
 from millrace.shards.shard_reader import Shards
-from millrace.shuffling.distribution import Parts, format_figures
+from millrace.shuffling.permutations import Parts, format_figures
 from millrace.store import IndexedDataset
 
 _EXCERPT = 256  # tokens of a document's head, and of its tail
@@ -244,7 +244,7 @@ class ShardsDescription:
         has_checksums: Whether `verify_shards` can check every byte.
         domains: Items of each domain, and its share of all items.
         distribution: For the head, the shards (or groups of very many) and the windows of the
-            output: the figures of `millrace.shuffling.distribution.Parts`. None: unknown.
+            output: the figures of `millrace.shuffling.permutations.Parts`. None: unknown.
         document: Number, shard, counts, head and tail of an item, as in `Description.document`.
     """
 

@@ -9,7 +9,7 @@ import numpy as np
 from millrace.errors import ConfigError
 from millrace.inspect.description import parts_of
 from millrace.shards.metadata import ShardsMetadata, metadata_path
-from millrace.shuffling.distribution import Parts
+from millrace.shuffling.permutations import Parts
 
 _WIDTH, _LEFT, _RIGHT = 900, 70, 670  # pixels: of the picture, and the ends of its plot
 _TITLE, _PLOT, _FOOT = 64, 220, 40

@@ -4,21 +4,20 @@ A pair does not know of this room: it reads and writes the sidecar `PREFIX.origi
 compares what the sidecars `PREFIX.info.json` say of tokenizers.
 """
 
-from millrace.provenance.origins import Origin, Origins, OriginsFile, has_origins, origins_file
-from millrace.provenance.origins_writer import OriginsWriter, copied_origins
-from millrace.provenance.tokenizers import (
-    TokenizerRecord,
-    common_tokenizer,
-    read_tokenizer,
-    tokenizer_conflict,
+from millrace.provenance.origins import (
+    Origin,
+    Origins,
+    OriginsWriter,
+    copied_origins,
+    has_origins,
+    origins_file,
 )
+from millrace.provenance.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
 
 __all__ = [
     "Origin",
     "Origins",
-    "OriginsFile",
     "OriginsWriter",
-    "TokenizerRecord",
     "common_tokenizer",
     "copied_origins",
     "has_origins",

@@ -14,19 +14,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from millrace.checks import absolute_path, check_ints, check_path, shown
 from millrace.errors import ConfigError, DataError
+from millrace.files import atomic_file
+from millrace.names import ORIGINS
 from millrace.storage import LOCAL, FileStream, Storage, exists
-from millrace.store.publish import paths_to_read
+from millrace.store.info import BlockHasher, read_info, write_info
+from millrace.store.publish import paths_to_read, prefix_lock
 from millrace.store.reader import IndexedDataset
 
 VERSION = b"1"
 VERSION_KEY, PAIR_KEY = b"millrace.origins", b"millrace.pair"
+_GROUP_ROWS = 1 << 16  # rows of a row group: 1 to 3 ms to read
+_COPY_SIZE = 1 << 20
 _REMEDY = "The tokens are not affected: restore the file, remove it, or write the pair again"
 
 
@@ -201,3 +209,219 @@ def with_own_sources(table: Any) -> Any:
         numbers.indices, column.dictionary.take(numbers.dictionary)
     )
     return table.set_column(0, table.schema.field(0), sources)
+
+
+class OriginsWriter:
+    """Writes the sidecar of a pair, which must be there when it is published.
+
+    Leaving a `with` block publishes the sidecar, except by an error. The rows wait in a nameless
+    temporary file; at most one row group and one addition are in memory.
+
+    Args:
+        prefix: Path prefix of the pair.
+        durable: Whether to bring the file to the disk before it appears.
+
+    Attributes:
+        num_rows: Number of rows added.
+
+    Raises:
+        ConfigError: In all methods, if pyarrow is not installed.
+
+    Example:
+        >>> import tempfile, millrace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with millrace.IndexedDatasetBuilder(f"{folder}/web") as builder:
+        ...         builder.add_documents([1, 2, 3], [2, 1])
+        ...     with OriginsWriter(f"{folder}/web") as origins:
+        ...         origins.add(["web.jsonl"], [0, 0], [1, 2], [0, 70], ["a", "b"])
+        ...     millrace.IndexedDataset(f"{folder}/web").origin(1)
+        Origin(source='web.jsonl', line=2, byte_offset=70, id='b')
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], *, durable: bool = True) -> None:
+        self.num_rows = 0
+        self._prefix, self._durable = absolute_path(check_path("prefix", prefix)), durable
+        self._pending: list[Any] = []  # tables that do not fill a row group yet
+        self._num_pending = 0  # rows of them
+        self._sink = _Sink(os.path.dirname(self._prefix))
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        import_pyarrow()
+        import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetWriter(
+            self._sink,
+            schema(),
+            compression="zstd",
+            use_dictionary=["source"],
+            column_encoding={
+                "line": "DELTA_BINARY_PACKED",
+                "byte_offset": "DELTA_BINARY_PACKED",
+                "id": "DELTA_BYTE_ARRAY",
+            },
+            write_statistics=["source", "line"],
+            store_schema=False,
+        )
+
+    def add(
+        self,
+        sources: Sequence[str],
+        source_numbers: ArrayLike,
+        lines: ArrayLike,
+        byte_offsets: ArrayLike,
+        ids: Sequence[str | None] | None = None,
+    ) -> None:
+        """Says where the next documents came from.
+
+        Args:
+            sources: Paths of source files.
+            source_numbers: Place of each document's source in `sources`: integers [n].
+            lines: Line (from 1) or row (from 0) of each document: int64 [n].
+            byte_offsets: Start of each line in the decompressed source (-1: not known): int64 [n].
+            ids: Id of each document, or None: [n]; None: no document has one.
+
+        Raises:
+            ConfigError: Arguments of the wrong types, or that do not agree.
+        """
+        pa = import_pyarrow()
+        numbers = check_ints("source_numbers", source_numbers)
+        names = _texts("sources", sources, (str,))
+        try:
+            table = pa.Table.from_arrays(
+                [
+                    pa.DictionaryArray.from_arrays(pa.array(numbers, pa.int32()), names),
+                    pa.array(check_ints("lines", lines)),
+                    pa.array(check_ints("byte_offsets", byte_offsets)),
+                    pa.nulls(len(numbers), pa.string())
+                    if ids is None
+                    else _texts("ids", ids, (str, type(None))),
+                ],
+                schema=schema(),
+            )
+        except pa.ArrowException as error:
+            raise ConfigError(
+                f"the origins of {len(numbers)} documents, of {len(names)} sources, do not agree "
+                f"({error}): give one line, byte offset and id for each source number"
+            ) from None
+        self.add_table(table)
+
+    def add_table(self, table: Any) -> None:
+        """Appends the rows of a pyarrow table with the columns of the sidecar."""
+        self.num_rows += len(table)
+        self._pending.append(table)
+        self._num_pending += len(table)
+        if self._num_pending >= _GROUP_ROWS:
+            self._write_groups()
+
+    def publish(self) -> None:
+        """Writes the sidecar beside its pair, and its checksums if the pair has some.
+
+        Raises:
+            ConfigError: Rows that are not as many as the pair's documents.
+            MillraceError: Another process is building a pair at the prefix.
+        """
+        with prefix_lock(self._prefix), IndexedDataset(self._prefix) as dataset:
+            if self.num_rows != dataset.num_documents:
+                raise ConfigError(
+                    f"{self._prefix} has {dataset.num_documents} documents, and the origins of "
+                    f"{self.num_rows} were added; add one for each document"
+                )
+            self._write_groups(is_last=True)
+            keys = {VERSION_KEY: VERSION, PAIR_KEY: dataset.fingerprint}
+            self._writer.add_key_value_metadata(keys)
+            self._writer.close()
+            hasher = BlockHasher()
+            self._sink.file.seek(0)
+            with atomic_file(self._prefix + ORIGINS, durable=self._durable) as file:
+                while data := self._sink.file.read(_COPY_SIZE):
+                    hasher.update(data)
+                    file.write(data)
+            info = read_info(self._prefix)
+            if info is not None and info.bin is not None:
+                info = replace(info, origins=hasher.finish())
+                write_info(self._prefix, info, durable=self._durable)
+        self.close()
+
+    def close(self) -> None:
+        """Drops what is not published."""
+        self._pending.clear()
+        self._sink.file.close()
+
+    def __enter__(self) -> OriginsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.publish()
+        self.close()
+
+    def _write_groups(self, *, is_last: bool = False) -> None:
+        """Writes the row groups that are full, and with `is_last` the rest."""
+        rows = import_pyarrow().concat_tables([schema().empty_table(), *self._pending])
+        while len(rows) >= (1 if is_last else _GROUP_ROWS):
+            group, rows = rows.slice(0, _GROUP_ROWS), rows.slice(_GROUP_ROWS)
+            self._writer.write_table(with_own_sources(group), row_group_size=_GROUP_ROWS)
+        # Only the sources of these rows: the list would grow with the number of files.
+        self._pending = [with_own_sources(rows)] if len(rows) else []
+        self._num_pending = len(rows)
+
+
+class _Sink(io.RawIOBase):
+    """A nameless file for a ParquetWriter, which writes the end of its file when it is dropped:
+    nothing is written then, nor in a forked child."""
+
+    def __init__(self, folder: str) -> None:
+        import tempfile  # 3 ms that `import millrace` does without
+
+        self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+        self._owner = os.getpid()
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):  # else the folder is not there
+            self.file.close()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if os.getpid() == self._owner and not self.file.closed:
+            view = memoryview(data)
+            while len(view):
+                view = view[self.file.write(view) :]
+        return len(data)
+
+
+def copied_origins(
+    prefix: str, parts: Iterable[tuple[IndexedDataset, tuple[int, int] | None]]
+) -> OriginsWriter | None:
+    """The origins of documents (start, stop; None: all) of other pairs, ready to be published.
+
+    None without documents, or if one has no origin: half a sidecar would mislead.
+    """
+    spans = [(data, span or (0, data.num_documents)) for data, span in parts]
+    files = [(data.origins_file, start, stop) for data, (start, stop) in spans if start < stop]
+    if not files or any(file is None for file, _, _ in files):
+        return None
+    writer = OriginsWriter(prefix)
+    for file, start, stop in files:
+        for table in file.tables(start, stop):
+            writer.add_table(table)
+    return writer
+
+
+def _texts(name: str, values: Sequence[str | None], types: tuple[type, ...]) -> Any:
+    """Texts as an array; a lone surrogate (of a file name that is not UTF-8) is written \\udc80."""
+    pa = import_pyarrow()
+    try:
+        # Arrow's and NumPy's values become Python's.
+        texts = getattr(values, "tolist", lambda: list(values))()
+        if isinstance(values, str) or not all(isinstance(text, types) for text in texts):
+            raise TypeError
+    except TypeError:
+        raise ConfigError(f"{name} are {shown(values)}; give a list of texts") from None
+    try:
+        return pa.array(texts, pa.string())
+    except UnicodeEncodeError:
+        safe = [text and text.encode("utf-8", "backslashreplace").decode() for text in texts]
+        return pa.array(safe, pa.string())

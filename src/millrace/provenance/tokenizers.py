@@ -6,14 +6,11 @@ compared where pairs come together. So is the library that split texts into sent
 version and language. A pair without that information fits any other.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from millrace.errors import DataError
-from millrace.storage import LOCAL, Storage, read_file
-from millrace.store.info import VERSION
-from millrace.store.publish import paths_to_read
+from millrace.store.info import Info, read_info
 
 
 class TokenizerRecord(NamedTuple):
@@ -45,15 +42,13 @@ class TokenizerRecord(NamedTuple):
         return f"{name} ({min(self.fingerprints)[:12]})"
 
 
-def read_tokenizer(prefix: str, storage: Storage = LOCAL) -> TokenizerRecord | None:
+def read_tokenizer(prefix: str) -> TokenizerRecord | None:
     """The tokenizer that wrote a pair; None if its sidecar is missing, damaged or does not say."""
     try:
-        content = json.loads(read_file(storage, paths_to_read(prefix, storage).info))
-        provenance = content["provenance"]
-        entry = provenance["tokenizer"]
-    except (OSError, DataError, KeyError, TypeError, ValueError, RecursionError):
+        provenance = (read_info(prefix) or Info()).provenance
+    except (OSError, DataError):
         return None
-    if content.get("version") != VERSION or not isinstance(entry, dict):
+    if not isinstance(entry := provenance.get("tokenizer"), dict):
         return None
     others = entry.get("fingerprints")
     values = [entry.get("sha256"), entry.get("fingerprint")]

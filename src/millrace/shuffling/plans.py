@@ -7,35 +7,44 @@
 `gather` reads the data once, at random places, or from start to end if a bucket holds all items.
 `scatter` reads and writes the data twice, in large pieces. The measured rates of the disk decide
 between them.
+
+This module also says how much memory a shuffle may take, how its workers share it, and which items
+fit a buffer. Memory is counted, not measured: `ITEM_OVERHEAD` for each item in a buffer, and a
+constant for each process.
 """
 
+import itertools
 import math
 import os
-import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from millrace.cores import available_memory
 from millrace.errors import ConfigError, MillraceError
 from millrace.ragged import Numbers
-from millrace.shuffling.memory_budget import (
-    ITEM_OVERHEAD,
-    MB,
-    Budget,
-    ItemSizes,
-    budget_of,
-    check_memory,
-    group_bounds,
-    in_units,
-    sizes_of,
-)
 from millrace.shuffling.permutations import Permutation
 from millrace.shuffling.shard_work import Work
-from millrace.shuffling.shuffle_items import Items
+from millrace.shuffling.shuffle_items import Items, ItemsAt, in_units
 
 PLANS = "gather", "scatter"
+MB = 1_000_000
+
+ITEM_OVERHEAD = 128
+"""Bytes per item in a buffer: its number, place, size and offsets, and copies of them.
+
+It decides where runs and buckets end: change the version in `shuffle_job._identity` with it.
+"""
+
+# Private memory of processes, measured and rounded up. The job's own process has 100 MB beside the
+# budget, which is enough without Arrow.
+_WORKER_MEMORY = 45 * MB  # of a worker process: Python, NumPy and this package
+_ARROW_MEMORY = 90 * MB  # more in each process that copies the origins of documents
+_LEAST_BUFFER = 8 * MB  # of a worker
+_BLOCK = 1 << 16  # items whose sizes are looked up at a time
 _LARGEST_BUFFER = 256 * MB  # of a worker; a larger one is not faster
 _GOOD_BUFFER = 16 * MB
 _GOOD_SECTION = 256 << 10  # bytes that pass 2 of `scatter` reads of a run at a time
@@ -44,6 +53,103 @@ _GOOD_WRITE_RATE = 1e9  # bytes per second of a good disk: reads that keep up wi
 _TRANSFERS = 3  # of `scatter`: it reads, reads again, and writes
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
 _LARGE_ITEM = 1 << 20  # bytes: a random read of them is as fast as a sequential one
+_NUM_ITEMS = 256  # random items
+_MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
+
+
+class Budget(NamedTuple):
+    """Memory of a shuffle in bytes."""
+
+    total: int  # for all processes of the job
+    own: int  # for the job's own process, if it copies the origins of documents
+    worker: int  # for a worker process beside its buffer
+
+    @property
+    def buffers(self) -> int:
+        """Bytes for all workers and their buffers."""
+        return self.total - self.own
+
+    def num_workers(self, workers: int, buffer_size: int) -> int:
+        """The number of workers, each with a buffer; one worker is the job's own process."""
+        return max(min(workers, self.buffers // (self.worker + buffer_size)), 1)
+
+
+def budget_of(memory: int | None, items: Items) -> Budget:
+    """The budget of a job; without a limit half of the available memory."""
+    arrow = _ARROW_MEMORY if items.has_origins else 0
+    total = available_memory() // 2 if memory is None else memory  # half is for the page cache
+    return Budget(total, arrow, _WORKER_MEMORY + arrow)
+
+
+@dataclass(frozen=True)
+class ItemSizes:
+    """Number of items, and bytes of all and of the largest one."""
+
+    num_items: int
+    num_bytes: int
+    largest: int
+
+    @property
+    def in_buffer(self) -> int:
+        """Bytes of a buffer for all items."""
+        return self.num_bytes + self.num_items * ITEM_OVERHEAD
+
+
+def sizes_of(items: Items) -> ItemSizes:
+    """The sizes of all items; looks up each one if they differ."""
+    count, size = items.num_items, items.dtype.itemsize
+    if items.item_size is not None:
+        return ItemSizes(count, count * items.item_size * size, items.item_size * size)
+    total = largest = 0
+    for start in range(0, count, _BLOCK):
+        sizes = items.sizes(np.arange(start, min(start + _BLOCK, count))) * size
+        total, largest = total + int(sizes.sum()), max(largest, int(sizes.max()))
+    return ItemSizes(count, total, largest)
+
+
+def check_memory(budget: Budget, sizes: ItemSizes) -> None:
+    """Raises a ConfigError if a buffer or the largest item does not fit the memory."""
+    least = budget.own + max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
+    if budget.total >= least:
+        return
+    origins = f", and copying their origins takes {in_units(budget.own)}" if budget.own else ""
+    raise ConfigError(
+        f"memory must be at least {least} bytes ({in_units(least)}), not {in_units(budget.total)}: "
+        f"the largest item has {in_units(sizes.largest)}{origins}. Give more memory"
+    )
+
+
+def group_bounds(items: Items, items_at: ItemsAt, starts: Numbers, buffer_size: int) -> Numbers:
+    """Cuts places into groups whose items fit a buffer: buckets of the output, runs of the input.
+
+    A group begins at each of the starts, of which the last is the end. Returns the starts of all
+    groups, and the end: int64 [groups + 1].
+    """
+    bounds = [np.zeros(1, np.int64)]
+    for start, stop in itertools.pairwise(starts.tolist()):
+        if items.item_size is None:
+            ends = _ends_by_size(items, items_at, start, stop, buffer_size)
+            bounds.append(np.array([*ends, stop], np.int64))
+        else:  # groups of equal size
+            most = buffer_size // (items.item_size * items.dtype.itemsize + ITEM_OVERHEAD)
+            count = -(-(stop - start) // most)
+            bounds.append(start + np.arange(1, count + 1) * (stop - start) // count)
+    return np.concatenate(bounds)
+
+
+def _ends_by_size(
+    items: Items, items_at: ItemsAt, start: int, stop: int, buffer_size: int
+) -> Iterator[int]:
+    """Ends of groups that are as large as the buffer allows, without the last one."""
+    used = 0  # bytes of the last group
+    for block in range(start, stop, _BLOCK):
+        sizes = items.sizes(items_at(block, min(block + _BLOCK, stop)))
+        totals = np.cumsum(sizes * items.dtype.itemsize + ITEM_OVERHEAD)
+        before = -used  # total before the first item of the group
+        while (index := np.searchsorted(totals, before + buffer_size, "right")) < len(totals):
+            yield block + int(index)
+            before = int(totals[index - 1]) if index > 0 else 0
+        used = int(totals[-1]) - before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +279,6 @@ def _check_free(text: str, needed: int, free: int, output_dir: str, remedy: str 
         )
 
 
-_NUM_ITEMS = 256  # random items
-_NUM_GROUPS = 8  # of random items, for a median: another process may interrupt one of them
-_MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
-
-
 def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
     """Bytes per second of reading random items, and consecutive ones.
 
@@ -187,19 +288,13 @@ def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
     scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
     count = min(size // max(mean, 1) + 1, items.num_items, _MOST_ITEMS)
     consecutive = random.integers(0, items.num_items - count + 1) + np.arange(count)
-    _rate(items, consecutive[:1], size)  # the first call opens files and loads code
-    # Once each: the disk reads ahead, so a second round would find items in memory.
-    groups = np.array_split(scattered, min(_NUM_GROUPS, len(scattered)))
-    rate = statistics.median(_rate(items, group, size // _NUM_GROUPS) for group in groups)
-    return rate, _rate(items, consecutive, size)
-
-
-def _rate(items: Items, numbers: Numbers, size: int) -> float:
-    """Bytes per second of reading the first items that fit `size` bytes."""
-    sizes = items.sizes(numbers)
-    ends = np.cumsum(sizes)
-    count = max(int(np.searchsorted(ends, size // items.dtype.itemsize, side="right")), 1)
-    buffer = np.ones(int(ends[count - 1]), items.dtype)  # its pages exist before the clock starts
-    start = time.perf_counter()
-    items.read(numbers[:count], buffer, (ends - sizes)[:count])
-    return float(max(buffer.nbytes, 1) / max(time.perf_counter() - start, 1e-9))
+    rates = []
+    for numbers in (consecutive[:1], scattered, consecutive):  # the first opens files, loads code
+        sizes = items.sizes(numbers)
+        ends = np.cumsum(sizes)
+        count = max(int(np.searchsorted(ends, size // items.dtype.itemsize, side="right")), 1)
+        buffer = np.ones(int(ends[count - 1]), items.dtype)  # its pages exist before the clock
+        start = time.perf_counter()
+        items.read(numbers[:count], buffer, (ends - sizes)[:count])
+        rates.append(max(buffer.nbytes, 1) / max(time.perf_counter() - start, 1e-9))
+    return rates[1], rates[2]

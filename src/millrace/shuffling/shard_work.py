@@ -5,7 +5,7 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +17,10 @@ from millrace.engine import Done, Run, Task
 from millrace.errors import DataError
 from millrace.files import atomic_file, naming, sum_of, xxh3
 from millrace.ragged import Numbers, equal_runs
-from millrace.shuffling.memory_budget import in_units
 from millrace.shuffling.permutations import Permutation
 from millrace.shuffling.shuffle_items import Items
 
 Sums = dict[str, tuple[int, str]]  # size and XXH3-64 of each file, by its path
-Function = Callable[[Any, Task], tuple[dict[str, Any], Sums]]
 
 SHARD = "shard"  # path prefix in the folder of its task
 _RUN, _SECTIONS = "run.bin", "sections"
@@ -86,9 +84,6 @@ class Buffer:
     """Memory that a process keeps between tasks: new memory would have to be cleared."""
 
     def __init__(self) -> None:
-        self.drop()
-
-    def drop(self) -> None:
         self.bytes = np.empty(0, np.uint8)
         self.bucket: int | None = None  # that is in the buffer
         self.ends = np.empty(0, np.int64)  # of its items, in bytes
@@ -97,7 +92,7 @@ class Buffer:
         """The first bytes of the buffer, with what the last task left there: uint8 [size]."""
         self.bucket = None
         if len(self.bytes) < size:
-            self.drop()  # first: there is no room for both
+            self.bytes = np.empty(0, np.uint8)  # first: there is no room for both
             self.bytes = np.empty(size, np.uint8)
         return self.bytes[:size]
 
@@ -125,29 +120,11 @@ class Work:
         """Writes the runs if there are any, then the shards; returns the shards' tasks."""
         work = self
         if self.runs is not None:
-            runs = self._map(run, "phase 3: sort runs", write_run, len(self.runs) - 1, workers)
+            tasks = _tasks("run", len(self.runs) - 1)
+            runs = run.map(write_run, tasks, self, phase="phase 3: sort runs", workers=workers)
             work = replace(self, run_folders=tuple(done.folder for done in runs))
-        return work._map(run, "phase 4: write shards", write_shard, len(self.starts) - 1, workers)
-
-    def _map(
-        self, run: Run, label: str, function: Function, count: int, workers: int
-    ) -> list[Done]:
-        unit, num_bytes = "run" if function is write_run else "shard", 0
-        results: list[Done] = []
-
-        def report(done: Done) -> tuple[int, str]:
-            nonlocal num_bytes
-            num_bytes += done.record["bytes"]
-            return 1, f"{len(results):,} of {count:,} {unit}s  {in_units(num_bytes)}"
-
-        tasks = [Task((unit == "shard", n), n, f"{unit} {n}") for n in range(count)]
-        try:
-            results.extend(
-                run.map(function, tasks, self, phase=label, workers=workers, report=report)
-            )
-        finally:
-            self.buffer.drop()
-        return results
+        tasks = _tasks("shard", len(self.starts) - 1)
+        return [*run.map(write_shard, tasks, work, phase="phase 4: write shards", workers=workers)]
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
         """The bytes of the items at places [start, stop), by bucket."""
@@ -198,6 +175,11 @@ class Work:
                     f"{path} was cut short or changed while the job ran: run the same command "
                     "again, and it is written again"
                 ) from None
+
+
+def _tasks(unit: str, count: int) -> list[Task]:
+    """Tasks of all runs, or of all shards: their numbers differ."""
+    return [Task((unit == "shard", number), number, f"{unit} {number}") for number in range(count)]
 
 
 def write_run(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:

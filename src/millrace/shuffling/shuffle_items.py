@@ -8,15 +8,19 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT64, printable, text_table
-from millrace.errors import ConfigError
-from millrace.ragged import Numbers, starts_of
-from millrace.shuffling.domains import Input
+from millrace.checks import MAX_INT32, MAX_INT64, printable, text_table
+from millrace.errors import ConfigError, DataError
+from millrace.names import IDX
+from millrace.ragged import Numbers, even_sizes, spread, starts_of
+from millrace.shuffling.domains import Input, read_files
+from millrace.store.writer import Entries, write_index
 
 ItemsAt = Callable[[int, int], Numbers]
 """The item at each place [start, stop) of the output; see `Permutation.sources`."""
 
 _OF_FILE = "path", "size", "mtime_ns", "index_mtime_ns"  # entries of an input file
+_BLOCK = 1 << 20  # tokens of sequences that are read at a time
+_ENTRIES = 1 << 16  # entries of an index that are written at a time
 
 
 class WeightedUnits:
@@ -141,8 +145,7 @@ class Items(ABC):
                 )
             for file in domain.files:
                 start, stop = self.first_units[len(self.inputs) :][:2].tolist()
-                row: dict[str, Any] = {"domain": domain.name}
-                row |= {name: getattr(file, name) for name in _OF_FILE}
+                row = {"domain": domain.name, **{name: getattr(file, name) for name in _OF_FILE}}
                 row["num_items"] = self.units.items_in(number, start, stop)
                 self.inputs.append({**row, "num_tokens": file.num_tokens})
 
@@ -176,3 +179,96 @@ class Items(ABC):
         Its `.bin` is there; a DataError if it does not have the size of these items. Returns the
         paths of the files; each appears whole or not at all.
         """
+
+
+class SequenceItems(Items):
+    """Sequences of `seq_len` tokens: the token streams of files, or of whole domains, cut up.
+
+    Sequence s is tokens [s * seq_len, (s + 1) * seq_len) of a stream. Each file has a part of the
+    stream, from its first token on. What is left over at its end is cut off; with `carry`, a file
+    continues the remainder of the last, and it is cut off only at the end of a domain. So the ends
+    of the files' parts say where a sequence lies.
+    """
+
+    item_size: int
+
+    def __init__(self, found: Input, seq_len: int, carry: bool) -> None:
+        self.item_size = seq_len
+        num_tokens = np.array([file.num_tokens for file in found.files], np.int64)
+        lengths = num_tokens // seq_len * seq_len  # tokens of each file in sequences
+        for part in found.slices if carry else ():
+            ends = np.cumsum(num_tokens[part])
+            lengths[part] = np.diff(np.minimum(ends, ends[-1:] // seq_len * seq_len), prepend=0)
+        self._ends = np.cumsum(lengths)
+        self._starts = self._ends - lengths
+        self._byte_offsets = np.array([file.byte_offset for file in found.files], np.int64)
+        super().__init__(
+            found,
+            np.diff(-(-starts_of(lengths) // seq_len)),
+            lengths,
+            unit=f"sequence of {seq_len:,} tokens",
+            remedy="a smaller --seq-len" + ("" if carry else ", or join files with --carry"),
+        )
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        return np.full(len(numbers), self.item_size, np.int64)
+
+    def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
+        sequences, targets = self.units.ascending_units(numbers, targets)
+        step = max(_BLOCK // self.item_size, 1)
+        for start in range(0, len(sequences), step):
+            block = slice(start, start + step)
+            self._read_block(sequences[block] * self.item_size, buffer, targets[block])
+
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+        """Writes an index in which each sequence is a document.
+
+        Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
+        """
+        dtype = np.int32 if self.dtype == np.uint32 else self.dtype
+        counts = even_sizes(stop - start, -(-(stop - start) // _ENTRIES)).tolist()
+        ones = (np.ones(count, np.int64) for count in counts)
+        write_index(prefix, dtype, (Entries(one * self.item_size, one) for one in ones))
+        return [prefix + IDX]
+
+    def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
+        """Reads the sequences that start at these ascending places of the stream to targets."""
+        first = np.searchsorted(self._ends, starts, side="right")
+        last = np.searchsorted(self._ends, starts + self.item_size - 1, side="right")
+        rows, steps = spread(last - first + 1)  # a piece for each file that a sequence is in
+        files = first[rows] + steps
+        low = np.maximum(starts[rows], self._starts[files])
+        high = np.minimum(starts[rows] + self.item_size, self._ends[files])
+        size = self.dtype.itemsize
+        bits = read_files(
+            self.files,
+            files,
+            self._byte_offsets[files] + (low - self._starts[files]) * size,
+            (high - low) * size,
+            buffer.view(np.uint8),
+            (targets[rows] + low - starts[rows]) * size,
+            or_words=self.dtype == np.uint32,
+        )
+        if bits > MAX_INT32:
+            raise self._large_id(starts, buffer, targets)
+
+    def _large_id(self, starts: Numbers, buffer: NDArray[np.uint32], targets: Numbers) -> DataError:
+        """The error for a token of 2**31 or more in one of these sequences."""
+        sequences = [buffer[target : target + self.item_size] for target in targets.tolist()]
+        row = next(row for row, tokens in enumerate(sequences) if tokens.max() > MAX_INT32)
+        column = int(sequences[row].argmax())
+        place = int(starts[row]) + column
+        file = int(np.searchsorted(self._ends, place, side="right"))
+        return DataError(
+            f"{self.files[file].path} holds the token {sequences[row][column]} at position "
+            f"{place - int(self._starts[file])}; ids must be below 2**31 (2147483648). "
+            "The file is damaged, or its dtype is not uint32: correct --dtype, or write it again"
+        )
+
+
+def in_units(num_bytes: float) -> str:
+    """A number of bytes for a message: "6.0 GB"."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} bytes"

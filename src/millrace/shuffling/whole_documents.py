@@ -20,9 +20,8 @@ from millrace.files import naming
 from millrace.names import IDX, INFO, ORIGINS
 from millrace.provenance import Origins, OriginsWriter
 from millrace.ragged import Numbers, starts_of
-from millrace.shuffling.domains import Input
+from millrace.shuffling.domains import Input, TokenFile, read_files
 from millrace.shuffling.shuffle_items import Items, ItemsAt
-from millrace.shuffling.token_files import TokenFile, read_files
 from millrace.storage import copied
 from millrace.store import IndexedDataset
 from millrace.store.info import Info, write_info

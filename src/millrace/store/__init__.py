@@ -14,7 +14,7 @@ from millrace.store.builder import IndexedDatasetBuilder, finalize_together
 from millrace.store.checking import Report, verify
 from millrace.store.info import Checksums, Info
 from millrace.store.layout import DTYPES
-from millrace.store.raw import RawTokens
+from millrace.store.opened import RawTokens
 from millrace.store.reader import IndexedDataset
 
 _ABOVE = {  # public names that once were here: loaded from rooms above at their use

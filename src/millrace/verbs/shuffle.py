@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.engine import ALREADY
 from millrace.shuffling import shuffle
-from millrace.shuffling.shuffle_options import ShuffleOptions
+from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.verbs import JsonOption, Verb
 
 
