@@ -21,7 +21,7 @@ from common import HIGHER, Report, Row, alternate, finish, number_of_runs, parse
 from numpy.typing import NDArray
 
 import millrace
-from millrace.jobs.benchmark_limits import drop_from_page_cache
+from millrace.jobs.benchmarking import drop_from_page_cache
 from millrace.storage import gather_in_turn
 
 SEED = 1234

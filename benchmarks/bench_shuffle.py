@@ -20,7 +20,7 @@ from common import HIGHER, LOWER, Report, Row, alternate, finish, number_of_runs
 from numpy.typing import NDArray
 from processes import has_memory_cgroups, run
 
-from millrace.jobs.benchmark_limits import drop_from_page_cache
+from millrace.jobs.benchmarking import drop_from_page_cache
 
 SEQ_LEN, NUM_SHARDS, SEED = 4096, 64, 42
 NUM_DOMAINS, FILES_PER_DOMAIN = 4, 4

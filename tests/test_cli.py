@@ -20,7 +20,7 @@ import pytest
 from millrace import IndexedDataset, cli, demo, jobs
 from millrace.encoding.training import train_tokenizer
 from millrace.jobs import cache, indexing
-from millrace.verbs.from_text import TrainOptions
+from millrace.verbs.corpus import TrainOptions
 from millrace.verbs.runs import DemoOptions
 from tests import conftest
 from tests.conftest import make_texts, write_jsonl

@@ -16,9 +16,9 @@ from millrace.errors import MillraceError
 from millrace.interrupts import interrupt_once
 from millrace.names import JOURNAL, SHUFFLE_JOURNAL
 from millrace.option_class import add_options
-from millrace.verbs import DamageError, UsageError, from_text, pairs, runs, shuffle
+from millrace.verbs import DamageError, UsageError, corpus, pairs, runs
 
-VERBS = (*from_text.VERBS, *shuffle.VERBS, *pairs.VERBS, *runs.VERBS)
+VERBS = (*corpus.VERBS, *pairs.VERBS, *runs.VERBS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,8 +24,6 @@ from millrace.run import DatasetConfig, build_datasets
 
 SEQUENCE_LENGTH = 1024
 NUM_SAMPLES = 8192
-WEIGHTS = {"modules": 0.3, "packages": 0.7}
-EOD = "<|endoftext|>"
 TRAINING_BYTES = 8_000_000  # text that the tokenizer is trained on
 
 
@@ -42,7 +40,6 @@ def run_demo(folder: str) -> None:
         list(texts.values()),
         home / "tokenizer.json",
         vocabulary_size=8192,
-        special_tokens=[EOD],
         max_bytes=TRAINING_BYTES,
     ).tokenizer
     print(f"   {tokenizer.vocabulary_size:,} tokens   {tokenizer.path}")
@@ -63,7 +60,7 @@ def run_demo(folder: str) -> None:
         sequence_length=SEQUENCE_LENGTH,
         seed=1234,
         num_samples=(NUM_SAMPLES, None, None),
-        blend_per_split=[(prefixes, list(WEIGHTS.values())), None, None],
+        blend_per_split=[(prefixes, [0.3, 0.7]), None, None],
         eod_token=tokenizer.eod,
         cache=home / "indices",
     )

@@ -54,7 +54,6 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     def train_dataloader(self) -> TrainerBatches:
         """The training batches from the checkpoint's position, or from the first unfinished one."""
         state, self._state = self._state, None
-        is_restored = state is not None
         if state is None and self._batches is not None:
             state = self._batches.state_dict()
         elif state is None:
@@ -64,7 +63,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
             self.train_loader = self._train(*self._rank_and_size())
         if state is not None:
             self.train_loader.load_state_dict(state)
-        self._batches = TrainerBatches(self.train_loader, self.trainer, is_restored)
+        self._batches = TrainerBatches(self.train_loader, self.trainer)
         return self._batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,25 +92,21 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 class TrainerBatches:
     """The batches of a loader, with the state after the last batch that the trainer has finished.
 
-    If the loader is at the checkpoint's position already, a state that Lightning loads is ignored.
+    Lightning may load a checkpoint's state here once more: it is that of the data module.
     """
 
-    def __init__(self, loader: Loader, trainer: Trainer, is_restored: bool) -> None:
-        self.loader, self._trainer, self._is_restored = loader, trainer, is_restored
+    def __init__(self, loader: Loader, trainer: Trainer) -> None:
+        self.loader, self._trainer = loader, trainer
         self._starts: list[int] = []  # of the unfinished batches
         self._finished: int | None = None  # number of batches when last asked for
 
     def __iter__(self) -> Iterator[Any]:
-        first = self.loader.consumed_samples
-        while True:
+        first = start = self.loader.consumed_samples
+        for batch in self.loader:
             self._drop_finished()
-            start = self.loader.consumed_samples
-            try:
-                batch = next(self.loader)
-            except StopIteration:
-                break
             self._starts.append(start)
             yield batch
+            start = self.loader.consumed_samples
         if start == first:  # Lightning would go through empty epochs for ever
             raise ConfigError(
                 f"the training samples end at consumed_samples={start}, before another epoch: "
@@ -135,10 +130,9 @@ class TrainerBatches:
         return self.loader.state_dict(self._starts[0] if self._starts else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self._is_restored:
-            self.loader.load_state_dict(state)
-            self._starts.clear()
-            self._finished = None
+        self.loader.load_state_dict(state)
+        self._starts.clear()
+        self._finished = None
 
 
 class _Restarting:

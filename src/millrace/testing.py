@@ -79,11 +79,10 @@ def assert_resumes(
     runs = _Runs(make_loader, through_json)
     batches, states = runs.first(max_steps)
     is_whole = max_steps is None or len(batches) < max_steps
-    after = len(batches) if steps_after_resume is None else steps_after_resume
 
     runs.check(None, batches, is_whole, "a second loader of make_loader()")
     for step, state in enumerate(states):
-        rest = batches[step : step + after]
+        rest = batches[step:][:steps_after_resume]
         reaches_end = is_whole and step + len(rest) == len(batches)
         name = f"a loader that resumes after {step} steps"
         runs.check(state, rest, reaches_end, name, first_step=step)

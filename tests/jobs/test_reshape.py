@@ -269,7 +269,7 @@ def test_a_split_does_not_remove_its_source(tmp_path: Path) -> None:
 def test_an_eod_token_is_appended_to_documents_that_lack_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: bool, dtype: str | None
 ) -> None:
-    monkeypatch.setattr(converting, "_EOD_CHUNK", 40)
+    monkeypatch.setattr(converting, "_CHUNK", 40)
     eod = 70 if dtype is None else 70_000
     for seed in range(4):
         write(tmp_path / "a", seed, modes=modes)

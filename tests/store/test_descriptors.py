@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millrace import DataError, IndexedDataset, storage
-from millrace.jobs.benchmark_limits import drop_from_page_cache, resident_pages
+from millrace.jobs.benchmarking import drop_from_page_cache, resident_pages
 from tests.store.pairs import link_pairs, open_in, output_of, write
 
 

@@ -38,12 +38,19 @@ def cases_by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, st
 AGREE = ("all differ", "replicas", "elastic", "group", "afterwards")
 # By case: what the message names.
 NAMED = {
-    "position": ("on rank 2 consumed_samples is 32", "on ranks 0, 1, 3 consumed_samples is 24"),
-    "fingerprint": ("on rank 0 the checksum", "on ranks 1, 2, 3 the checksum"),
+    "position": (
+        "on ranks [2] consumed_samples is 32",
+        "on ranks [0, 1, 3] consumed_samples is 24",
+    ),
+    "fingerprint": ("on ranks [0] the checksum", "on ranks [1, 2, 3] the checksum"),
     "overlap": ("rank 1 takes sample 24 ", "rank 0", "data-parallel ranks 1 and 0"),
-    "not replicas": ("on rank 1 the next samples are [26, 27]", "on rank 0 the next", "[24, 25]"),
-    "content": ("on rank 3 the checksums", "at sample 20'", "`millrace verify`"),
-    "elastic content": ("on rank 3 the checksums", "at sample 16'", "`millrace verify`"),
+    "not replicas": (
+        "on ranks [1] the next samples are [26, 27]",
+        "on ranks [0] the next",
+        "[24, 25]",
+    ),
+    "content": ("on ranks [3] the checksums", "at sample 20'", "`millrace verify`"),
+    "elastic content": ("on ranks [3] the checksums", "at sample 16'", "`millrace verify`"),
 }
 
 
@@ -57,14 +64,14 @@ def test_ranks_that_differ_are_named_on_every_rank(cases_by_rank: list[dict[str,
         for number, pair in enumerate([(0, 1), (1, 2)]):
             outside = "ConfigError: this process is not in the group"
             assert cases[f"pair {number}"].startswith("agree" if rank in pair else outside)
-        refused = "ConfigError: timeout must be above 0, up to 1,000,000 seconds, not -1"
+        refused = "ConfigError: timeout must be between 0 and 1000000, not -1.0"
         others = "" if rank == 1 else "MillraceError: rank 1: "
         assert (cases["bad argument"], cases["failure"]) == (others + refused, others + error)
 
 
 def test_a_dead_rank_does_not_hold_up_the_others(cases_by_rank: list[dict[str, str]]) -> None:
     for rank, cases in enumerate(cases_by_rank):
-        message = f"MillraceError: rank {DEAD} did not answer within "
+        message = f"MillraceError: ranks [{DEAD}] did not answer within "
         assert ("dead" in cases) == (rank != DEAD)
         assert cases.get("dead", message).startswith(message)
 

@@ -21,7 +21,7 @@ from millrace.store import IndexedDataset
 _EXCERPT = 256  # tokens of a document's head, and of its tail
 _BAR_WIDTH = 40
 _BINS = [0, *(2**n for n in range(32))]  # of lengths: the start of each, and the end
-_QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
+_QUANTILES = {"min": 0, "p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1}
 _CHUNK = 4 << 20  # tokens that are counted at a time
 # Fields of descriptions that have the same name there.
 _OF_DATASET = "prefix", "num_documents", "num_tokens", "num_bytes"
@@ -32,10 +32,25 @@ _OF_METADATA = "dtype shuffle_type num_items num_shards seed permutation carry e
 class Description:
     """An indexed dataset in numbers.
 
-    `document` has number, counts, head and tail of one document. `head` and `tail` have `tokens`
-    and, with a tokenizer, `text`; `tail` is None if the head is the whole. `origin` has `source`,
-    `line`, `byte_offset` and `id`, or is None without a sidecar of origins; `origin_error` says why
-    it cannot be read, or is None.
+    Attributes:
+        prefix: Path prefix of the pair.
+        dtype: Dtype of the tokens.
+        num_documents, num_sequences, num_tokens: Counts.
+        num_bytes: Size of both files.
+        has_modes: Whether sequences have modes.
+        lengths: Tokens of the sequences: min, quantiles, max and mean; empty without sequences.
+        document_lengths: The same of the documents.
+        histogram: Rows (from, to, number of sequences) by length.
+        special_tokens: Occurrences of each special token; None without a tokenizer.
+        document: Number, counts, head and tail of one document; None: there are none. `head` and
+            `tail` have `tokens` and, with a tokenizer, `text`; `tail` is None if the head is the
+            whole. `origin` has `source`, `line`, `byte_offset` and `id`, or is None without a
+            sidecar of origins; `origin_error` says why it cannot be read, or is None.
+        provenance: Entries of the sidecar, such as the tokenizer.
+        has_checksums: Whether `verify` can check every byte.
+        has_origins: Whether there is a sidecar of origins.
+        is_same_tokenizer: Whether the tokenizer wrote these tokens; None: not known.
+        tokenizer_warning: Text that names the other tokenizer, if another one wrote them.
     """
 
     prefix: str
@@ -43,17 +58,17 @@ class Description:
     num_documents: int
     num_sequences: int
     num_tokens: int
-    num_bytes: int  # of both files
+    num_bytes: int
     has_modes: bool
-    lengths: dict[str, float]  # of sequences, in tokens: min, quantiles, mean, max; may be empty
+    lengths: dict[str, float]
     document_lengths: dict[str, float]
-    histogram: list[tuple[int, int, int]]  # (from, to, number of sequences)
-    special_tokens: dict[str, int] | None  # occurrences of each; None without a tokenizer
-    document: dict[str, Any] | None  # None: there are none
-    provenance: dict[str, Any] | None  # from the sidecar
-    has_checksums: bool  # whether `verify` can check every byte
+    histogram: list[tuple[int, int, int]]
+    special_tokens: dict[str, int] | None
+    document: dict[str, Any] | None
+    provenance: dict[str, Any] | None
+    has_checksums: bool
     has_origins: bool
-    is_same_tokenizer: bool | None  # whether it wrote these tokens; None: not known
+    is_same_tokenizer: bool | None
     tokenizer_warning: str | None
 
 
@@ -99,12 +114,7 @@ def _spread(lengths: NDArray[Any]) -> dict[str, float]:
     if len(lengths) == 0:
         return {}
     values = np.quantile(lengths, list(_QUANTILES.values())).tolist()
-    return {
-        "min": int(lengths.min()),
-        **dict(zip(_QUANTILES, values, strict=True)),
-        "mean": float(lengths.mean()),
-        "max": int(lengths.max()),
-    }
+    return {**dict(zip(_QUANTILES, values, strict=True)), "mean": float(lengths.mean())}
 
 
 def _histogram(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:

@@ -1,6 +1,7 @@
 """Long work over many files: bounded memory, every core, the same output for any number of them."""
 
-from millrace.jobs.benchmarking import BenchResult, bench
+from millrace.jobs.benchmark_report import BenchResult
+from millrace.jobs.benchmarking import bench
 from millrace.jobs.cache import CacheEntry, list_cache, prune_cache
 from millrace.jobs.converting import convert
 from millrace.jobs.indexing import IndexResult, index

@@ -1,9 +1,93 @@
-"""The result of `bench` as text for people."""
+"""The result of `bench`, and its text for people."""
 
-from millrace.jobs.benchmarking import BenchResult
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waits:
+    """Waits of the consumer for its batches.
+
+    Attributes:
+        share: Share of the time that was spent waiting, 0 to 1.
+        median, percentile_99, longest: Seconds of a wait, over all steps and ranks.
+        by_cause: Share of the waits by the slowest step of making the batches: "sampler", "dataset"
+            or "prepare" (see `Loader.wait_stats`).
+    """
+
+    share: float
+    median: float
+    percentile_99: float
+    longest: float
+    by_cause: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One measurement, over all ranks.
+
+    Attributes:
+        name: "cold", "paced" (with simulated steps) or "warm".
+        seconds: Length of the measurement.
+        step_time: Seconds of a simulated step; 0: no pause between batches.
+        num_steps: Number of steps of all ranks.
+        samples_per_second, tokens_per_second: Rates of all ranks together.
+        accelerators: Number of accelerators that this rate feeds; None with simulated steps.
+        cores: Number of cores that were busy with all threads of the ranks.
+        disk_bytes_per_second: Bytes read from disks.
+        waits: Waits of the consumer.
+        bound_by: "step", "disk", "CPU" or "other".
+        reason: Measured quantities that decided `bound_by`.
+    """
+
+    name: str
+    seconds: float
+    step_time: float
+    num_steps: int
+    samples_per_second: float
+    tokens_per_second: float
+    accelerators: int | None
+    cores: float
+    disk_bytes_per_second: float
+    waits: Waits
+    bound_by: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchResult:
+    """What `bench` measured.
+
+    Attributes:
+        num_files: Number of token files of the training data.
+        num_samples: Number of training samples.
+        sequence_length: Tokens in a sample.
+        token_bytes: Bytes of a token in the first token file.
+        options: The `BenchOptions`, with the fields that the batches had.
+        num_cores: Number of cores that this process may use.
+        page_cache: Text on the run's files in the page cache.
+        opening_seconds: Time to open the data, and to load or build their indices, on the slowest
+            rank.
+        first_batch_seconds: Time to the first batch, opening included, on the slowest rank.
+        accelerator_tokens_per_second: Assumed rate of one accelerator.
+        measurements: The measurements, in order.
+    """
+
+    num_files: int
+    num_samples: int
+    sequence_length: int
+    token_bytes: int
+    options: dict[str, Any]
+    num_cores: int
+    page_cache: str
+    opening_seconds: float
+    first_batch_seconds: float
+    accelerator_tokens_per_second: float
+    measurements: list[Measurement]
 
 
 def format_result(result: BenchResult) -> str:
+    """The result as text for people: the facts, a row for each measurement, and accelerators."""
     options = result.options
     prefetch = "automatic" if options["prefetch"] is None else options["prefetch"]
     lines = [
@@ -12,8 +96,7 @@ def format_result(result: BenchResult) -> str:
         f"loader       micro batch {options['micro_batch_size']}, ranks {options['ranks']}, "
         f"threads {options['threads']}, prefetch {prefetch}",
         f"batch        {', '.join(options['fields'])} ({options['token_dtype']})",
-        f"machine      {result.num_cores} cores, copies memory at "
-        f"{result.copy_bytes_per_second / 1e9:.1f} GB/s (read and written)",
+        f"machine      {result.num_cores} cores",
         f"page cache   {result.page_cache}",
         f"first batch  {_time(result.first_batch_seconds)}, of which "
         f"{_time(result.opening_seconds)} to open the data and their indices",

@@ -1,28 +1,40 @@
 """Measures how fast this machine feeds a run: the user's data as it lies, through the `Loader`."""
 
+import contextlib
+import ctypes
 import gc
+import mmap
+import os
+import resource
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.cache import arrays
 from millrace.cores import available_cores
 from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
-from millrace.jobs.benchmark_limits import copy_bytes_per_second, drop_from_page_cache
-from millrace.jobs.benchmark_ranks import BenchOptions, Pass, measure_rank
+from millrace.feed import BlendedDataset, CyclicSampler, Loader, SequentialSampler
+from millrace.jobs.benchmark_report import BenchResult, Measurement, Waits
 from millrace.names import BIN, IDX
-from millrace.option_class import option
-from millrace.run import DatasetConfig, arguments
+from millrace.option_class import check_options, option
+from millrace.run import DatasetConfig, arguments, build_datasets
 from millrace.run.config import source_of
 from millrace.run.plan import Manifest
+from millrace.samples.fields import FIELDS, TOKEN_DTYPES
 
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them
-_NEAR_COPY = 0.5  # share of the copying rate above which a measurement is bound by memory
 _SMALL_WAIT = 0.02  # share of the time below which a trainer hardly waits
+_BLOCK_SIZE = 512  # bytes, the unit of `ru_inblock`
+
+_loaded = partial(option, group="loader")
+_measured = partial(option, group="measurement", least=1e-6, most=10**12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,90 +49,49 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waits:
-    """Waits of the consumer for its batches.
+class BenchOptions:
+    """An accelerator's default rate is about that of one H100 at half its peak, 495 * 10**12
+    operations per second, for 8 billion parameters: 6 operations per parameter and token."""
 
-    Attributes:
-        share: Share of the time that was spent waiting, 0 to 1.
-        median, percentile_99, longest: Seconds of a wait, over all steps and ranks.
-        by_cause: Share of the waits by the slowest step of making the batches: "sampler", "dataset"
-            or "prepare" (see `Loader.wait_stats`).
-    """
+    micro_batch_size: int = _loaded("samples in a batch", 1, least=1)
+    ranks: int = _loaded("ranks to feed, each a process", 1, least=1, most=1024)
+    threads: int = _loaded("threads of each rank", 1, least=1)
+    prefetch: int | None = _loaded(
+        "ready batches of each rank; 0: each is made on demand",
+        None,
+        default_text="by their size",
+        least=0,
+    )
+    fields: Sequence[str] | None = _loaded(
+        "arrays of a batch", None, default_text=" ".join(FIELDS), metavar="NAME"
+    )
+    token_dtype: str = _loaded(
+        "dtype of tokens and labels; file: as in the token files", "int64", choices=TOKEN_DTYPES
+    )
+    seconds: float = _measured("length of each measurement", 5.0, metavar="S")
+    step_time: float = _measured("simulated training step", 0.01, metavar="S")
+    drop_cache: bool = option(
+        "leave the page cache as it is, and make no cold measurement",
+        True,
+        flags="--keep-cache",
+        group="measurement",
+    )
+    accelerator_tokens_per_second: float = _measured(
+        "tokens that one accelerator trains on in a second", 10_000, metavar="N"
+    )
 
-    share: float
-    median: float
-    percentile_99: float
-    longest: float
-    by_cause: dict[str, float]
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """One measurement, over all ranks.
+class Pass(NamedTuple):
+    """One measurement on one rank: its length, the seconds that each step waited, their sums by
+    cause, and the fields of `Measurement` that are sums over the ranks, by name."""
 
-    Attributes:
-        name: "cold", "paced" (with simulated steps) or "warm".
-        seconds: Length of the measurement.
-        step_time: Seconds of a simulated step; 0: no pause between batches.
-        num_steps: Number of steps of all ranks.
-        samples_per_second, tokens_per_second: Rates of all ranks together.
-        accelerators: Number of accelerators that this rate feeds; None with simulated steps.
-        cores: Number of cores that were busy with all threads of the ranks.
-        disk_bytes_per_second: Bytes read from disks.
-        memory_bytes_per_second: Bytes of tokens read and of arrays written.
-        waits: Waits of the consumer.
-        bound_by: "step", "disk", "memory", "CPU" or "other".
-        reason: Measured quantities that decided `bound_by`.
-    """
-
-    name: str
     seconds: float
-    step_time: float
-    num_steps: int
-    samples_per_second: float
-    tokens_per_second: float
-    accelerators: int | None
-    cores: float
-    disk_bytes_per_second: float
-    memory_bytes_per_second: float
-    waits: Waits
-    bound_by: str
-    reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchResult:
-    """What `bench` measured.
-
-    Attributes:
-        num_files: Number of token files of the training data.
-        num_samples: Number of training samples.
-        sequence_length: Tokens in a sample.
-        token_bytes: Bytes of a token in the first token file.
-        options: The `BenchOptions`, with the fields that the batches had.
-        num_cores: Number of cores that this process may use.
-        copy_bytes_per_second: Bytes read and written in copying memory with as many threads as the
-            loaders have.
-        page_cache: Text on the run's files in the page cache.
-        opening_seconds: Time to open the data, and to load or build their indices, on the slowest
-            rank.
-        first_batch_seconds: Time to the first batch, opening included, on the slowest rank.
-        accelerator_tokens_per_second: Assumed rate of one accelerator.
-        measurements: The measurements, in order.
-    """
-
-    num_files: int
-    num_samples: int
-    sequence_length: int
-    token_bytes: int
-    options: dict[str, Any]
-    num_cores: int
-    copy_bytes_per_second: float
-    page_cache: str
-    opening_seconds: float
-    first_batch_seconds: float
-    accelerator_tokens_per_second: float
-    measurements: list[Measurement]
+    waits: NDArray[np.float64]
+    by_cause: Counter[str]
+    rates: dict[str, float]
 
 
 def bench(config: DatasetConfig, **options: Any) -> BenchResult:
@@ -146,7 +117,6 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
     page_cache = "left as it was"
     facts: dict[str, Any] = {}
     measurements: list[Measurement] = []
-    copy_rate = copy_bytes_per_second(min(own.ranks * own.threads, available_cores()))
     for names in [("cold",), ("paced", "warm")] if own.drop_cache else [("paced", "warm")]:
         if own.drop_cache:
             gc.collect()  # maps of the last round
@@ -158,13 +128,12 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
         slowest = ("opening_seconds", "first_batch_seconds")
         facts = facts or reports[0] | {name: max(one[name] for one in reports) for name in slowest}
         of_ranks = zip(names, zip(*passes, strict=True), strict=True)
-        measurements += [_merge(name, own, each, copy_rate) for name, each in of_ranks]
+        measurements += [_merge(name, own, each) for name, each in of_ranks]
     return BenchResult(
         num_files=len(set(prefixes)),
         sequence_length=config.sequence_length,
         options=asdict(own) | {"fields": facts.pop("fields")},
         num_cores=available_cores(),
-        copy_bytes_per_second=copy_rate,
         page_cache=page_cache,
         accelerator_tokens_per_second=own.accelerator_tokens_per_second,
         measurements=measurements,
@@ -210,7 +179,7 @@ def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:
     return files
 
 
-def _merge(name: str, own: BenchOptions, passes: Sequence[Pass], copy_rate: float) -> Measurement:
+def _merge(name: str, own: BenchOptions, passes: Sequence[Pass]) -> Measurement:
     step_time = own.step_time if name == "paced" else 0.0
     rates = {rate: sum(each.rates[rate] for each in passes) for rate in passes[0].rates}
     waits = np.concatenate([each.waits for each in passes])
@@ -220,7 +189,6 @@ def _merge(name: str, own: BenchOptions, passes: Sequence[Pass], copy_rate: floa
         wait_share=share if step_time else None,
         busy_share=rates["cores"] / min(own.ranks * own.threads, available_cores()),
         disk_rate=rates["disk_bytes_per_second"],
-        copy_share=rates["memory_bytes_per_second"] / copy_rate,
     )
     fed = int(rates["tokens_per_second"] // own.accelerator_tokens_per_second)
     return Measurement(
@@ -242,26 +210,144 @@ def _merge(name: str, own: BenchOptions, passes: Sequence[Pass], copy_rate: floa
     )
 
 
-def bound_by(
-    *, wait_share: float | None, busy_share: float, disk_rate: float, copy_share: float
-) -> tuple[str, str]:
+def bound_by(*, wait_share: float | None, busy_share: float, disk_rate: float) -> tuple[str, str]:
     """What bounds a measurement, and the quantities that say so.
 
     Args:
         wait_share: Share of the time that the consumer waited; None without simulated steps.
         busy_share: CPU time as a share of the time of all cores that the threads could use.
         disk_rate: Bytes read from disks per second.
-        copy_share: Rate of reading and writing memory, as a share of a plain copy's.
 
     Returns:
-        "step", "disk", "memory", "CPU" or "other", and a phrase.
+        "step", "disk", "CPU" or "other", and a phrase.
     """
     if wait_share is not None and wait_share < _SMALL_WAIT:
         return "step", f"the steps waited {wait_share:.2%} of the time"
     busy = f"the cores were busy {min(busy_share, 1):.0%} of the time"
-    if busy_share < _BUSY:
-        if disk_rate > 0:
-            return "disk", f"{busy}, and {disk_rate / 1e6:,.0f} MB/s came from disks"
-        return "other", f"{busy}, and nothing came from a disk"
-    cause = "memory" if copy_share >= _NEAR_COPY else "CPU"
-    return cause, f"{busy}, and memory at {copy_share:.0%} of a plain copy's rate"
+    if busy_share >= _BUSY:
+        return "CPU", busy
+    if disk_rate > 0:
+        return "disk", f"{busy}, and {disk_rate / 1e6:,.0f} MB/s came from disks"
+    return "other", f"{busy}, and nothing came from a disk"
+
+
+# ---- one rank, in its own process ----
+
+
+def measure_rank(
+    job: tuple[DatasetConfig, BenchOptions], task: Task
+) -> tuple[dict[str, Any], list[Pass]]:
+    """Makes the measurements that the task's payload names, on the rank of its number.
+
+    Returns the fields of `BenchResult` that a rank knows, by name, and the measurements.
+    """
+    config, own = job
+    start = time.perf_counter()
+    dataset = build_datasets(config).train
+    if dataset is None:
+        raise ConfigError("the split leaves no training data to measure: give train a share")
+    opening_seconds = time.perf_counter() - start
+    rank = {"data_parallel_rank": task.number, "data_parallel_size": own.ranks}
+    sampler = SequentialSampler(len(dataset), micro_batch_size=own.micro_batch_size, **rank)
+    if len(dataset) < 2 * sampler.block_size:
+        raise ConfigError(
+            f"a step takes micro_batch_size * ranks = {sampler.block_size} samples; the data have "
+            f"{len(dataset)}, and at least 2 steps are needed: lower one of them, or use more data"
+        )
+    first_file: Any = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
+    loader_of = partial(
+        Loader,
+        dataset,
+        fields=None if own.fields is None else tuple(own.fields),
+        token_dtype=own.token_dtype,
+        threads=own.threads,
+        prefetch=own.prefetch,
+    )
+    with loader_of(sampler=sampler) as loader:
+        facts = {
+            "num_samples": len(dataset),
+            "token_bytes": first_file.dataset.dtype.itemsize,
+            "fields": list(next(loader)),
+            "opening_seconds": opening_seconds,
+            "first_batch_seconds": time.perf_counter() - start,
+        }
+        passes = [_draw(job, loader, own.step_time if "paced" in task.payload else 0.0)]
+    if "warm" in task.payload:
+        with loader_of(sampler=sampler) as loader:
+            num_read = _draw(job, loader).waits.size * sampler.block_size
+        again = CyclicSampler(
+            num_read, micro_batch_size=own.micro_batch_size, data_sharding=False, **rank
+        )
+        with loader_of(sampler=again) as loader:
+            passes.append(_draw(job, loader))
+    return facts, passes
+
+
+def _draw(job: tuple[DatasetConfig, BenchOptions], loader: Loader, step_time: float = 0.0) -> Pass:
+    """Draws batches for some seconds, or to the end of the data; at least one."""
+    config, own = job
+    waits: list[float] = []
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    start = after = time.perf_counter()
+    while after - start < own.seconds:
+        before = time.perf_counter()
+        if next(loader, None) is None:
+            break
+        waits.append(time.perf_counter() - before)
+        if step_time:
+            time.sleep(step_time)
+        after = time.perf_counter()
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    num_samples = len(waits) * own.micro_batch_size
+    amounts = {
+        "samples_per_second": num_samples,
+        "tokens_per_second": num_samples * config.sequence_length,
+        "cores": used.ru_utime + used.ru_stime - usage.ru_utime - usage.ru_stime,
+        "disk_bytes_per_second": (used.ru_inblock - usage.ru_inblock) * _BLOCK_SIZE,
+    }
+    return Pass(
+        seconds=after - start,
+        waits=np.array(waits),
+        by_cause=Counter(loader.wait_stats().by_cause),
+        rates={name: amount / (after - start) for name, amount in amounts.items()},
+    )
+
+
+# ---- the page cache ----
+
+
+def drop_from_page_cache(paths: Sequence[str]) -> str:
+    """Drops files from the page cache, so that the next reads go to the disk.
+
+    Pages that a process has mapped and touched stay, and so do files of memory file systems.
+    Returns a text for people: "dropped (12.3 MB in 4 files)", or why not.
+    """
+    num_bytes = num_resident = 0
+    for path in paths:
+        # Opening the run says what is wrong with a file.
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            descriptor, size = file.fileno(), os.path.getsize(path)
+            os.fdatasync(descriptor)  # pages that are not on the disk cannot be dropped
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            num_bytes += size
+            num_resident += int(resident_pages(descriptor, 0, size).sum()) * mmap.PAGESIZE
+    amount = f"{num_bytes / 1e6:,.1f} MB in {len(paths)} files"
+    if num_resident > 0.01 * num_bytes:
+        return (
+            f"partly dropped: {num_resident / 1e6:,.1f} of {amount} stay in memory. Another "
+            "process has mapped them, or the file system is in memory. They are warm"
+        )
+    return f"dropped ({amount})"
+
+
+def resident_pages(descriptor: int, start: int, size: int) -> NDArray[np.bool_]:
+    """Which pages of an open file's bytes are in the page cache; asking starts no read.
+
+    `start` is the first byte of a page.
+    """
+    states = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
+    if size:
+        pages = mmap.mmap(descriptor, size, prot=mmap.PROT_READ, offset=start)
+        address = np.frombuffer(pages, np.uint8).ctypes.data
+        ctypes.CDLL(None).mincore(*map(ctypes.c_void_p, (address, size, states.ctypes.data)))
+    return (states & 1).astype(bool)

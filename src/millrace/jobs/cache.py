@@ -183,13 +183,18 @@ def _useless(entries: list[CacheEntry], older_than_days: float | None) -> Iterat
 def _entry(
     folder: str, name: str, is_whole: bool, paths: list[str], check_contents: bool
 ) -> CacheEntry:
-    stats = []
+    stats, is_readable = [], True
     for path in paths:
-        with contextlib.suppress(FileNotFoundError):  # a temporary may get its name at any moment
+        try:
             stats.append(os.stat(path))
+            open(path, "rb").close()
+        except FileNotFoundError:  # a temporary may get its name at any moment
+            pass
+        except OSError:  # no permission, or a disk that fails
+            is_readable = False
     fields: dict[str, Any] = {"kind": "unknown"}
     path = os.path.join(folder, name + arrays.JSON)
-    if all(map(_is_readable, paths)):
+    if is_readable:
         record = arrays.read_record(path) if is_whole else None
         if record is None:
             fields = {"kind": "leftover", "problems": ["a leftover: no whole set or manifest"]}
@@ -206,15 +211,6 @@ def _entry(
     age = time.time() - max((stat.st_mtime for stat in stats), default=0.0)
     num_bytes = sum(stat.st_size for stat in stats)
     return CacheEntry(name=name, paths=paths, num_bytes=num_bytes, age=age, **fields)
-
-
-def _is_readable(path: str) -> bool:
-    try:
-        with contextlib.suppress(FileNotFoundError):  # see `_entry`
-            open(path, "rb").close()
-    except OSError:  # no permission, or a disk that fails
-        return False
-    return True
 
 
 def _changes(manifest: Manifest) -> list[str]:

@@ -18,8 +18,7 @@ from millrace.names import BIN, IDX
 from millrace.option_class import StrPath, option
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 
-_CHUNK = 16 << 20  # tokens converted at a time
-_EOD_CHUNK = 4 << 20  # tokens of documents that get an end, with several copies in memory
+_CHUNK = 4 << 20  # tokens converted at a time
 _MAX_LENGTH = 2**31 - 1  # tokens in a sequence
 
 _token = partial(option, default=None, least=-(2**63), most=MAX_INT64, metavar="ID")
@@ -111,7 +110,7 @@ def _convert_pair(dataset: IndexedDataset, target: str, options: ConvertOptions)
         if eod is None:
             builder.add_index(dataset, change_dtype=options.dtype is not None)
             return
-        bounds = bounds_by_size(dataset, _EOD_CHUNK * dataset.dtype.itemsize)
+        bounds = bounds_by_size(dataset, _CHUNK * dataset.dtype.itemsize)
         for start, stop in itertools.pairwise(bounds):
             _add_with_eod(builder, dataset, start, stop, eod)
 

@@ -1,8 +1,12 @@
 """Tensors, DataLoaders, and the ranks of torch.distributed."""
 
-from millrace.torch.consistency import check_consistency
 from millrace.torch.data import BatchSampler, CheckpointState, IterableDataset, MapDataset, collate
-from millrace.torch.ranks import build_datasets, distributed_rank, first_then_rest
+from millrace.torch.ranks import (
+    build_datasets,
+    check_consistency,
+    distributed_rank,
+    first_then_rest,
+)
 from millrace.torch.tensors import to_device, to_tensors
 
 __all__ = [

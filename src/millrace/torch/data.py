@@ -17,6 +17,7 @@ import torch
 from torch.utils import data
 
 from millrace.checks import check_int, shown
+from millrace.deferred import cached_property
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
 from millrace.feed.state import STATE_VERSION, Fingerprint
@@ -24,7 +25,7 @@ from millrace.feed.stream_data import IN_TURN
 from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import form_of
 from millrace.samples.tokens import fingerprint_of
-from millrace.sampling.protocols import checked_position, explanation, num_steps
+from millrace.sampling.samplers import checked_position, explanation, num_steps
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -108,18 +109,19 @@ class _Rows(Sequence[Tensors]):
         return self._length
 
     def __getitem__(self, row: Any) -> Any:
+        return self._samples[row]
+
+    @cached_property
+    def _samples(self) -> list[Tensors]:
+        """For another function than `collate`: views of the batch."""
         remedy = "pass collate_fn=millrace.torch.collate to the DataLoader"
-        try:
-            number = range(self._length)[row]
-        except IndexError:
-            what = f"there is no sample {row} in a batch of {self._length}"
-            raise IndexError(f"{what}: if batches may be empty, {remedy}") from None
-        if isinstance(number, range):
-            return [self[one] for one in number]
+        if not self._length:
+            raise IndexError(f"the batch has no samples: if batches may be empty, {remedy}")
         for name, tensor in self.batch.items():
             if tensor.ndim == 0 or len(tensor) != self._length:
                 raise ConfigError(f"{name} belongs to a whole batch, not to its samples: {remedy}")
-        return {name: tensor[number] for name, tensor in self.batch.items()}
+        rows = zip(*self.batch.values(), strict=True)
+        return [dict(zip(self.batch, row, strict=True)) for row in rows]
 
 
 def collate(samples: Sequence[Tensors]) -> Tensors:

@@ -61,12 +61,11 @@ def to_device(
             return partial(_copy, device=target)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(f"device is {device!r}: {error}") from None
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device is {device!r}, but CUDA is not available here: use 'cpu'")
     count = torch.cuda.device_count()
+    if (target.index or 0) >= count:
+        problem = f"device is {device!r}; this process sees {count} CUDA devices"
+        raise ConfigError(f"{problem}: give one of them, or 'cpu'")
     index = torch.cuda.current_device() if target.index is None else target.index
-    if index >= count:
-        raise ConfigError(f"device is {device!r}; this process sees {count} CUDA devices")
     return partial(_copy_to_cuda, device=torch.device("cuda", index), stream=stream)
 
 
@@ -74,11 +73,9 @@ def _tensor(name: str, array: Any) -> torch.Tensor:
     if isinstance(array, torch.Tensor):
         return array
     array = np.asarray(array)
-    flags = array.flags
-    if not array.dtype.isnative or (not flags.c_contiguous and min(array.strides) < 0):
+    is_backwards = min(array.strides, default=0) < 0
+    if is_backwards or not (array.dtype.isnative and array.flags.writeable):
         array = array.astype(array.dtype.newbyteorder("="), order="C")
-    elif not flags.writeable:
-        array = array.copy()
     try:
         return torch.from_numpy(array)
     except TypeError:

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.jobs import benchmark_report, indexing
-from millrace.jobs.benchmark_ranks import BenchOptions
-from millrace.jobs.benchmarking import RunOptions, bench, run_of
+from millrace.jobs.benchmarking import BenchOptions, RunOptions, bench, run_of
 from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries, list_cache, prune_cache
 from millrace.jobs.indexing import IndexOptions
 from millrace.option_class import option, take_options

@@ -1,6 +1,7 @@
-"""`tokenize` and `train-tokenizer`."""
+"""`tokenize`, `train-tokenizer` and `shuffle`: from text to shards of token files."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -11,9 +12,11 @@ from typing import Any
 
 from millrace.encoding import ENCODERS, Tokenizer
 from millrace.encoding.training import train_tokenizer
-from millrace.engine import ENVIRONMENT
+from millrace.engine import ALREADY, ENVIRONMENT
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, option, parse_escapes, parse_size, take_options
+from millrace.shuffling import shuffle
+from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.text import SentenceSplitter, read_input_list
 from millrace.tokenizing import TokenizeOptions, tokenize
 from millrace.verbs import JsonOption, Verb
@@ -153,9 +156,7 @@ def _tokenize(
         f"{result.num_bytes / 1e6:,.1f} MB of text in {result.seconds:.1f} s, {rate:.1f} MB/s, "
         f"by {result.encoder}"
     )
-    if num_kept := result.num_chunks_kept:
-        total = num_kept + result.num_chunks_done
-        lines.append(f"{num_kept:,} of {total:,} chunks were kept from an earlier run")
+    lines += _kept_lines("chunks", result.num_chunks_kept, result.num_chunks_done)
     if result.num_skipped:
         lines.append(f"{result.num_skipped:,} lines were skipped:")
         lines += ["  {file}, line {line}: {reason}".format_map(row) for row in result.skipped]
@@ -173,6 +174,30 @@ def _train_tokenizer(**options: Any) -> str:
     )
 
 
+def _shuffle(input_dir: str | None = None, as_json: bool = False, **options: Any) -> str:
+    with contextlib.redirect_stdout(sys.stderr):  # as in `_tokenize`
+        result = shuffle(input_dir, show_progress=True, **options)
+    if as_json:
+        return json.dumps(dataclasses.asdict(result))
+    lines = [
+        f"{result.output_dir}: {result.num_items:,} {result.unit} of {len(result.domain_stats):,} "
+        f"domains in {len(result.shard_sizes):,} shards, {result.num_tokens:,} tokens"
+    ]
+    if ALREADY in result.notices:
+        return "\n".join([*lines, ALREADY])
+    rate = result.num_bytes / 1e6 / max(result.seconds, 1e-9)
+    lines.append(
+        f"{result.num_bytes / 1e6:,.1f} MB in {result.seconds:.1f} s, {rate:,.1f} MB/s, by the "
+        f"plan {result.plan}"
+    )
+    return "\n".join(lines + _kept_lines("tasks", result.num_tasks_kept, result.num_tasks_done))
+
+
+def _kept_lines(unit: str, num_kept: int, num_done: int) -> list[str]:
+    total = num_kept + num_done
+    return [f"{num_kept:,} of {total:,} {unit} were kept from an earlier run"] if num_kept else []
+
+
 VERBS = (
     Verb(
         "tokenize",
@@ -188,5 +213,13 @@ VERBS = (
         (TrainOptions,),
         "Trains a tokenizer. Reads the same files as `tokenize`, and writes a byte-level BPE "
         "tokenizer as a Hugging Face tokenizer.json.",
+    ),
+    Verb(
+        "shuffle",
+        _shuffle,
+        (ShuffleOptions, JsonOption),
+        "Shuffles token files globally. Cuts the token files of many domains into sequences "
+        "of a fixed length, permutes all of them, and writes shards that are token files "
+        "themselves. A job that was killed continues when the same command runs again.",
     ),
 )
