@@ -13,37 +13,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _core
-from millrace._core import (
+from millrace._core import (  # noqa: F401 - for the others
     GPTOrder,
-    Order as Order,
-    RowForm as RowForm,
+    Order,
+    RowForm,
     SequenceOrder,
-    TokenBuffer as TokenBuffer,
-    TokenSource as TokenSource,
-    copy_pieces as copy_pieces,
-    copy_sequences as copy_sequences,
-    fill_in_middle as fill_in_middle,
-    fill_rows as fill_rows,
-    find_documents as find_documents,
-    first_bad_document as first_bad_document,
-    first_bad_sequence as first_bad_sequence,
-    gather_samples as gather_samples,
-    gather_tokens as gather_tokens,
-    locate_spans as locate_spans,
-    look_up_draws as look_up_draws,
-    map_file as map_file,
-    mark_ranges as mark_ranges,
-    mark_repeats as mark_repeats,
-    mask_losses as mask_losses,
-    prefetch_file as prefetch_file,
-    prefetch_mapped as prefetch_mapped,
-    read_packed as read_packed,
-    read_pieces as read_pieces,
-    spans as spans,
-    start_writeback as start_writeback,
-    swap_or_not as swap_or_not,
+    TokenBuffer,
+    TokenSource,
+    copy_pieces,
+    copy_sequences,
+    fill_in_middle,
+    fill_rows,
+    find_documents,
+    first_bad_document,
+    first_bad_sequence,
+    gather_samples,
+    gather_tokens,
+    locate_spans,
+    look_up_draws,
+    map_file,
+    mark_ranges,
+    mark_repeats,
+    mask_losses,
+    prefetch_file,
+    prefetch_mapped,
+    read_packed,
+    read_pieces,
+    spans,
+    start_writeback,
+    swap_or_not,
 )
-from millrace.checks import MAX_INT32 as MAX_INT32, MAX_INT64 as MAX_INT64, check_within
+from millrace.checks import MAX_INT32, MAX_INT64, check_within
 from millrace.cores import available_cores
 from millrace.errors import ConfigError
 
@@ -194,13 +194,7 @@ def sharded_source(
     """
     sizes = np.array(shard_sizes, np.int64)
     _check_rows(sequence_length, sum(sizes.tolist()))
-    if len(shards) != len(sizes) or len(shards) == 0 or np.any(sizes < 0):
-        raise ConfigError(
-            f"there are {len(shards)} shards with {len(sizes)} sizes, {sizes}; one of at least 0 "
-            "is needed for each, and at least one shard"
-        )
-    is_mapped = any(map(len, shards))
-    return TokenSource(tuple(shards), sizes, sequence_length, is_mapped)
+    return TokenSource(tuple(shards), sizes, sequence_length, any(map(len, shards)))
 
 
 def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.options import SampleOptions
+from millrace.samples.fields import SampleOptions
 
 Numbers = NDArray[np.int64]
 Lengths = NDArray[np.int32]

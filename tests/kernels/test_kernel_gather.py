@@ -12,7 +12,7 @@ from tests.kernels import reference, twins
 from tests.kernels.twins import MODULES, assert_same
 
 from millrace import DataError, _native
-from millrace.options import SampleOptions
+from millrace.samples.fields import SampleOptions
 
 TOKEN_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
 NAMES = ("tokens", "labels", "loss_mask", "position_ids")

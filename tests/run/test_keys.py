@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from millrace import DatasetConfig, build_datasets
-from millrace.options import SampleOptions
 from millrace.order import GPTPlan, OrderInputs
 from millrace.run.build import set_key
 from millrace.run.config import NOT_IN_KEY
 from millrace.run.plan import SplitPlan, plan_run
+from millrace.samples.fields import SampleOptions
 from tests.run.test_build import write
 
 # A configuration, and another value for every field: a new field needs a line here.

@@ -313,6 +313,25 @@ def test_file_dtypes_that_differ_are_refused(make_dataset: Make) -> None:
     assert inner.batch([0], BatchForm(token_dtype="file"))["tokens"].dtype == np.int32
 
 
+def test_a_blend_of_several_options_makes_the_rows_of_each(make_dataset: Make) -> None:
+    data = make_dataset([90])
+    views: list[dict[str, Any]] = [{}, {"eod_token": 3, "eod_mask_loss": True}, {"pad_token": 5}]
+    parts = [GPTDataset(data, sequence_length=8, seed=1, **view) for view in views]
+    blend = BlendedDataset(parts)
+    numbers = np.arange(len(blend))
+    sources, in_source = blend.dataset_index, blend.dataset_sample_index
+    fields = (*FIELDS, "sample_numbers", "dataset_numbers")
+    batch = blend.batch(numbers, BatchForm(fields=fields))
+    np.testing.assert_array_equal(batch["sample_numbers"], numbers)
+    np.testing.assert_array_equal(batch["dataset_numbers"], sources)
+    for number, part in enumerate(parts):
+        for name, array in part.batch(in_source[sources == number]).items():
+            np.testing.assert_array_equal(batch[name][sources == number], array)
+    for uneven in (numbers, numbers[:1]):
+        with pytest.raises(ConfigError, match="the options differ, .* cannot make cu_seqlens"):
+            blend.batch(uneven, BatchForm(fields=("tokens", "cu_seqlens")))
+
+
 @pytest.mark.parametrize("access", ["mmap", "file"])
 def test_a_token_id_that_does_not_fit_is_named(tmp_path: Path, access: Any) -> None:
     documents = [np.arange(9) for _ in range(10)]

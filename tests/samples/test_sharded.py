@@ -28,8 +28,7 @@ from millrace import (
     _native,
 )
 from millrace.feed import BatchForm
-from millrace.options import SampleOptions
-from millrace.samples.fields import ALL_FIELDS, FIELDS
+from millrace.samples.fields import ALL_FIELDS, FIELDS, SampleOptions
 from tests.conftest import write_documents as write_pair
 from tests.feed.helpers import FORKS, is_true_in_child
 from tests.kernels import reference

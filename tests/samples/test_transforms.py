@@ -29,9 +29,8 @@ from millrace import (
     ViewChangeWarning,
     write_loss_ranges,
 )
-from millrace.options import SampleOptions
 from millrace.samples import TokenBatch
-from millrace.samples.fields import BatchForm
+from millrace.samples.fields import BatchForm, SampleOptions
 from millrace.samples.transforms import MaskedTokens
 from millrace.store import RawTokens
 from tests.conftest import write_documents

@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import absolute_path
-from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import DataError
 from millrace.files import atomic_file, fsync_folder, writers_lock
 from millrace.order import BlendIndices, GPTIndices, GPTPlan
+from millrace.order.gpt import sample_index_dtype, shuffle_index_dtype
 
 GPT_ARRAYS = GPTIndices._fields
 BLEND_ARRAYS = BlendIndices._fields

@@ -16,8 +16,7 @@ from millrace.feed.stream_data import IN_TURN, StreamDataset, check_dataset, sam
 from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import Batch, form_of
-from millrace.sampling import Sampler
-from millrace.sampling.protocols import checked_position, num_steps
+from millrace.sampling.samplers import Sampler, checked_position, num_steps
 
 _MAX_PREFETCH = 1 << 20
 _MAX_THREADS = 1024

@@ -9,7 +9,7 @@ import numpy as np
 from millrace.checks import NOTHING, check_int, differences, place_of, shown
 from millrace.errors import ConfigError, ResumeError, ViewChangeWarning
 from millrace.samples.tokens import fingerprint_of
-from millrace.sampling.protocols import explanation
+from millrace.sampling.samplers import explanation
 
 STATE_VERSION = 3
 """It rises when earlier states cannot be compared with fingerprints of today."""

@@ -35,8 +35,6 @@ _EXIT_LIMIT = 10.0  # seconds that the end of Python waits for a read
 _PATIENCE = 64  # reads in a row from memory, by all threads, after which prefetching ends
 _DISTANCE = 256  # samples to prefetch: what a disk, or an object store, serves side by side
 
-_THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
-
 
 class Step(NamedTuple):
     """A step that was made, or could not be made."""
@@ -212,8 +210,6 @@ class StepQueue:
                 thread.start()
             except BaseException as error:  # at Ctrl-C the thread may run or not
                 self.close()
-                if isinstance(error.__context__, KeyboardInterrupt):  # Ctrl-C inside `start`
-                    raise error.__context__ from None
                 if not isinstance(error, RuntimeError):
                     raise
                 raise ConfigError(
@@ -337,14 +333,14 @@ class LookAhead:
         """Does work that reads samples; those from `position` on are read soon."""
         if self._dataset is None:
             return work()
-        before = resource.getrusage(_THREAD).ru_inblock
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
         if self._is_remote or self._num_cold > 0:
             with suppress(BaseException):  # the read itself will say what is wrong
                 for numbers in self._coming(position):
                     self._dataset.prefetch(numbers)
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
-        has_read_disk = resource.getrusage(_THREAD).ru_inblock > before
+        has_read_disk = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock > before
         self._num_cold = _PATIENCE if has_read_disk else max(self._num_cold - 1, 0)
         return result
 

@@ -12,12 +12,10 @@ from millrace.checks import MAX_INT64, check_int, shown
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed.state import Position, plain
 from millrace.forks import Renewed
-from millrace.options import SampleOptions
-from millrace.samples.fields import Batch, BatchForm
+from millrace.samples.fields import Batch, BatchForm, SampleOptions
 from millrace.samples.rows import rows
 from millrace.samples.tokens import TokenBatch, TokenStream, fingerprint_of
-from millrace.sampling import SequentialSampler
-from millrace.sampling.samplers import RankSampler
+from millrace.sampling.samplers import RankSampler, SequentialSampler
 from millrace.store import IndexedDataset
 
 

@@ -19,6 +19,8 @@ from millrace.megatron.errors import DataAssertionError, MissingFileError
 from millrace.megatron.indexed import IndexedDataset
 from millrace.megatron.utils import BlendedMegatronDatasetConfig, Split, log_on_first_rank
 
+__all__ = ["_PAD_TOKEN_ID", "LowLevelDataset", "MegatronDataset"]
+
 LowLevelDataset = IndexedDataset | Iterable[Any]
 """The source of a `MegatronDataset`."""
 

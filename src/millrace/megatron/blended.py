@@ -25,6 +25,15 @@ from millrace.order import count_draws, split_ranges
 from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.torch import distributed_rank, first_then_rest
 
+__all__ = [
+    "BlendedDataset",
+    "BlendedMegatronDatasetBuilder",
+    "DistributedDataset",
+    "MidLevelDataset",
+    "TopLevelDataset",
+    "_get_size_per_split_per_dataset",
+]
+
 Sizes = Sequence[int | None]
 
 

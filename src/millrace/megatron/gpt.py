@@ -13,16 +13,24 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import megatron as cache
 from millrace.deferred import cached_property
-from millrace.dtypes import shuffle_index_dtype
 from millrace.errors import ConfigError
 from millrace.megatron.base import CachedIndices, MegatronDataset
 from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, require
 from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
 from millrace.megatron.utils import GPTDatasetConfig, Split, log_on_first_rank
-from millrace.options import SampleOptions
 from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
-from millrace.order.gpt import check_seed
+from millrace.order.gpt import check_seed, shuffle_index_dtype
+from millrace.samples.fields import SampleOptions
 from millrace.samples.stored import StoredTokens, gather
+
+__all__ = [
+    "GPTDataset",
+    "MockGPTDataset",
+    "MockGPTLowLevelDataset",
+    "_build_document_index",
+    "_build_shuffle_index",
+    "_get_ltor_masks_and_position_ids",
+]
 
 Mask = NDArray[np.bool_]
 

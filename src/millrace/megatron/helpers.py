@@ -7,8 +7,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.dtypes import sample_index_dtype
 from millrace.megatron.errors import require
+from millrace.order.gpt import sample_index_dtype
+
+__all__ = [
+    "build_blending_indices",
+    "build_exhaustive_blending_indices",
+    "build_sample_idx",
+    "build_sample_idx_int32",
+    "build_sample_idx_int64",
+]
 
 
 def build_sample_idx(

@@ -19,6 +19,17 @@ from millrace.megatron.errors import (
 )
 from millrace.storage import LOCAL, Access
 
+__all__ = [
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "_BinReader",
+    "_FileBinReader",
+    "_IndexReader",
+    "_MMapBinReader",
+    "get_bin_path",
+    "get_idx_path",
+]
+
 
 class _IndexReader:
     """The index of a token file: `IndexedDataset.index`. `token_file` is the pair, if open."""

@@ -17,6 +17,8 @@ from millrace.sampling import (
     SequentialSampler,
 )
 
+__all__ = ["build_pretraining_data_loader"]
+
 
 class RankBatches:
     """The batches of a rank as lists of ints: a `batch_sampler` of torch, over one of ours.

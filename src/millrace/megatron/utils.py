@@ -17,6 +17,18 @@ from millrace.megatron.errors import ConfigAssertionError, as_assertions, requir
 from millrace.run.arguments import parse_blend
 from millrace.torch import distributed_rank
 
+__all__ = [
+    "BlendedMegatronDatasetConfig",
+    "DType",
+    "GPTDatasetConfig",
+    "Split",
+    "compile_helpers",
+    "convert_split_vector_to_split_matrix",
+    "get_blend_from_list",
+    "normalize",
+    "parse_and_normalize_split",
+]
+
 logger = logging.getLogger(__name__)
 
 Blend = tuple[list[str], list[float] | None]

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import check_bool, check_int, check_ints, check_within, shown
 from millrace.deferred import Deferred, cached_property
-from millrace.dtypes import sample_index_dtype, shuffle_index_dtype
 from millrace.errors import ConfigError, DataError
 from millrace.order.order_plans import NOT_IN_KEY, Arrays, Layout, OrderInputs, check_range
 from millrace.order.spans import RULES_VERSION, CoreOrder
@@ -26,6 +25,16 @@ FINAL_EPOCH_THRESHOLD = 0.80
 """A final epoch is shuffled separately if less than this part of its samples is needed."""
 
 MAX_SEED = 2**32 - 1
+
+
+def sample_index_dtype(num_documents: int) -> np.dtype[Any]:
+    """The dtype of a sample index over a document index of `num_documents` entries."""
+    return np.dtype(np.int32 if num_documents < 2**31 else np.int64)
+
+
+def shuffle_index_dtype(num_samples: int) -> np.dtype[Any]:
+    """The dtype of a shuffle index of `num_samples` samples."""
+    return np.dtype(np.uint32 if num_samples < 2**32 - 2 else np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,20 +104,20 @@ def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDatas
 def _warn_of_copies(plan: RunPlan) -> None:
     """Warns of the same sequences, in whatever files, twice in a blend."""
     for split in plan.present_splits:
-        drawn: dict[tuple[str, str], list[DatasetPlan]] = {}
-        for dataset in split.datasets if split.kind == "blend" else ():
-            others = drawn.setdefault((dataset.file.fingerprint, dataset.file.lengths_checksum), [])
-            start, stop = dataset.inputs.sequences
-            for other in others:
-                if max(start, other.inputs.sequences[0]) < min(stop, other.inputs.sequences[1]):
-                    warnings.warn(
-                        f"the {split.name} blend has the data of {dataset.file.prefix} twice (also "
-                        f"as {other.file.prefix}): give it once, with the sum of the weights",
-                        DuplicateDataWarning,
-                        stacklevel=4,  # the line that calls `build_datasets`
-                    )
-                    break
-            others.append(dataset)
+        parts = sorted(
+            (part.file.fingerprint, part.file.lengths_checksum, *part.inputs.sequences, number)
+            for number, part in enumerate(split.datasets)
+            if split.kind == "blend" and part.inputs.sequences[0] < part.inputs.sequences[1]
+        )
+        for one, other in itertools.pairwise(parts):
+            if one[:2] == other[:2] and other[2] < one[3]:
+                prefixes = [split.datasets[part[-1]].file.prefix for part in (other, one)]
+                warnings.warn(
+                    f"the {split.name} blend has the data of {prefixes[0]} twice (also as "
+                    f"{prefixes[1]}): give it once, with the sum of the weights",
+                    DuplicateDataWarning,
+                    stacklevel=4,  # the line that calls `build_datasets`
+                )
 
 
 def _find(config: DatasetConfig) -> tuple[RunPlan, Mapping[str, SplitArrays]] | None:

@@ -11,12 +11,12 @@ from typing import Any, get_args
 
 from millrace.checks import check_bool, check_choice, check_floats, check_int, check_path, shown
 from millrace.errors import ConfigError
-from millrace.options import SampleOptions
 from millrace.order import SPLITS, GPTPlan, normalize, part_range, split_ranges
 from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
 from millrace.order.order_plans import PlanOf
 from millrace.order.splits import VALID, Bookends
+from millrace.samples.fields import SampleOptions
 from millrace.storage import Access
 
 Source = str | os.PathLike[str] | Mapping[str, Any]

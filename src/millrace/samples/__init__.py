@@ -5,10 +5,9 @@
 Whatever makes samples by number is a `TokenSource`, and what has no numbers a `TokenStream`.
 """
 
-from millrace.options import SampleOptions
 from millrace.samples.blended import BlendedDataset
 from millrace.samples.dataset import Dataset, TokenDataset, TransformedDataset
-from millrace.samples.fields import BatchForm
+from millrace.samples.fields import BatchForm, SampleOptions
 from millrace.samples.gpt_dataset import GPTDataset, ShardedDataset
 from millrace.samples.loss_ranges import LossRanges, write_loss_ranges
 from millrace.samples.tokens import TokenBatch, TokenSource, TokenStream

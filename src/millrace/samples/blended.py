@@ -36,7 +36,8 @@ class BlendedDataset(TokenDataset):
     """Samples of several datasets, mixed by weight or until all are used up.
 
     Args:
-        datasets: Datasets whose samples have arrays of the same names, dtypes and shapes.
+        datasets: Datasets whose samples have arrays of the same names, dtypes and shapes. If their
+            options differ, the blend gives no `cu_seqlens`, `max_seqlen` and `document_numbers`.
         weights: Weight of each dataset, normalised here; None: its length. Megatron-LM's builder
             has normalised weights once before, which may change their last bit: pass
             `normalize(weights)` for its order.
@@ -141,20 +142,14 @@ class BlendedDataset(TokenDataset):
             if leaves is not None:
                 return gather(leaves, self.options, form, numbers)
         dataset_numbers, draws = self._draws(numbers)
-        views: dict[int, Any] = {
-            number: one.options if is_ours(one) else None for number, one, *_ in draws
-        }
-        if None in views.values():
+        if self.options is None or not all(is_ours(dataset) for _, dataset, *_ in draws):
             batch = _merge_finished(draws, form)
             if form is None:
                 return batch
             batch["sample_numbers"] = numbers.copy()
             batch["dataset_numbers"] = dataset_numbers.astype(np.int64)
             return {name: batch[name] for name in form.fields}
-        tokens, kinds = self._tokens_for(numbers, form), {*views.values()}
-        if len(kinds) == 1:
-            return rows(tokens, kinds.pop(), form)
-        return rows(tokens, [views[number] for number in dataset_numbers.tolist()], form)
+        return rows(self._tokens_for(numbers, form), self.options, form)
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
         (dataset_numbers, draws), leaves = self._draws(numbers), self.leaves(numbers)
@@ -202,10 +197,10 @@ def _order(draws: list[_Draw]) -> Numbers:
 def _merge_finished(draws: list[_Draw], form: BatchForm | None) -> Batch:
     """The rows of several datasets, each read by its own method."""
     if form is not None and (uneven := [name for name in form.fields if name in _UNEVEN]):
-        finished = next(one for _, one, *_ in draws if not is_ours(one))
+        others = [one for _, one, *_ in draws if not is_ours(one)]
+        why = f"{name_of(others[0])} returns finished rows" if others else "the options differ"
         raise ConfigError(
-            f"{name_of(finished)} returns finished rows, of which a blend cannot make "
-            f"{', '.join(uneven)}: leave these fields out"
+            f"{why}, so that the blend cannot make {', '.join(uneven)}: leave these fields out"
         )
     batches: list[Batch] = []
     for _, dataset, numbers, _ in draws:

@@ -9,8 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace.checks import check_int, check_ints, shown
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError, MillraceError
-from millrace.options import SampleOptions
-from millrace.samples.fields import Batch, BatchForm
+from millrace.samples.fields import Batch, BatchForm, SampleOptions
 from millrace.samples.rows import mask_losses, rows
 from millrace.samples.stored import Leaves, StoredTokens, documents_of, gather
 from millrace.samples.tokens import (

@@ -8,11 +8,11 @@ from numpy.typing import ArrayLike
 
 from millrace.checks import check_bool
 from millrace.errors import ConfigError, DataError
-from millrace.options import SampleOptions, choose_options
 from millrace.order import GPTIndices, GPTPlan, Order, OrderInputs, SequenceOrder, Spans
 from millrace.order.gpt import check_seed
 from millrace.order.order_plans import build_order, check_range, check_token_dtype
 from millrace.samples.dataset import TokenDataset, check_numbers
+from millrace.samples.fields import SampleOptions, choose_options
 from millrace.samples.stored import StoredTokens, TokenStore
 from millrace.shards.metadata import ShardsMetadata
 from millrace.shards.shard_reader import Shards

@@ -8,10 +8,9 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.deferred import cached_property
-from millrace.options import SampleOptions
 from millrace.order import Order, Spans
 from millrace.order.spans import checked_spans
-from millrace.samples.fields import FIELDS, Batch, BatchForm, needs_parts, row_form
+from millrace.samples.fields import FIELDS, Batch, BatchForm, SampleOptions, needs_parts, row_form
 from millrace.samples.rows import core_errors, find_parts, finish, of_parts
 from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
 from millrace.shards.shard_reader import Shards

@@ -4,11 +4,11 @@ A sampler's answers are pure functions of `consumed_samples`, the number of samp
 have consumed before the step.
 """
 
-from millrace.sampling.protocols import Sampler
 from millrace.sampling.samplers import (
     CyclicSampler,
     FullValidationSampler,
     GlobalBatchSampler,
+    Sampler,
     SequentialSampler,
 )
 from millrace.sampling.schedules import BatchSizeSchedule, RampUp

@@ -8,12 +8,11 @@ document (see `layout`). `publish` says how a pair appears whole or not at all.
 import importlib
 from typing import Any
 
-from millrace.dtypes import optimal_dtype
 from millrace.storage import BinReader, gather_in_turn
 from millrace.store.builder import IndexedDatasetBuilder, finalize_together
 from millrace.store.checking import Report, verify
 from millrace.store.info import Checksums, Info
-from millrace.store.layout import DTYPES
+from millrace.store.layout import DTYPES, optimal_dtype
 from millrace.store.opened import RawTokens
 from millrace.store.reader import IndexedDataset
 

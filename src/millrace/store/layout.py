@@ -46,6 +46,13 @@ def dtype_code(dtype: DTypeLike) -> int:
         raise ConfigError(f"dtype {dtype} cannot be stored; choose one of {names}") from None
 
 
+def optimal_dtype(vocabulary_size: int | None) -> np.dtype[Any]:
+    """The dtype of a vocabulary in Megatron-LM's files: uint16 below 65,500 tokens, else int32."""
+    if vocabulary_size is not None and vocabulary_size < 65500:
+        return np.dtype(np.uint16)
+    return np.dtype(np.int32)
+
+
 @dataclass(frozen=True)
 class Header:
     """The first 34 bytes of an index file, and whether it holds modes."""
