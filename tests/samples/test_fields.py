@@ -328,7 +328,7 @@ def test_a_blend_of_several_options_makes_the_rows_of_each(make_dataset: Make) -
         for name, array in part.batch(in_source[sources == number]).items():
             np.testing.assert_array_equal(batch[name][sources == number], array)
     for uneven in (numbers, numbers[:1]):
-        with pytest.raises(ConfigError, match="the options differ, .* cannot make cu_seqlens"):
+        with pytest.raises(ConfigError, match=r"the options differ, .* cannot make cu_seqlens"):
             blend.batch(uneven, BatchForm(fields=("tokens", "cu_seqlens")))
 
 

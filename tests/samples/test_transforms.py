@@ -162,9 +162,9 @@ def test_a_sample_does_not_depend_on_its_batch(
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (FillInMiddle, {"rate": 1.5}, r"rate is 1.5; 0 to 1 is possible"),
-        (FillInMiddle, {"rate": float("nan")}, r"rate is nan; 0 to 1 is possible"),
-        (FillInMiddle, {"spm_rate": -0.1}, r"spm_rate is -0.1; 0 to 1 is possible"),
+        (FillInMiddle, {"rate": 1.5}, r"rate must be between 0 and 1, not 1.5"),
+        (FillInMiddle, {"rate": float("nan")}, r"rate must be between 0 and 1, not nan"),
+        (FillInMiddle, {"spm_rate": -0.1}, r"spm_rate must be between 0 and 1, not -0.1"),
         (FillInMiddle, {"middle_token": PREFIX}, "prefix_token and middle_token are both"),
         (
             FillInMiddle,

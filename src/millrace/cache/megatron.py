@@ -166,11 +166,10 @@ def load_or_build(
         except _UNUSABLE as error:
             built = dict(build(str(error) if isinstance(error, DataError) else ""))
             save(files, built)
-    try:
+    with contextlib.suppress(*_UNUSABLE):  # without locks, another process may be replacing them
         return load(files, check), True
-    except _UNUSABLE:  # without locks, another process may be replacing them
-        check(built)
-        return built, True
+    check(built)
+    return built, True
 
 
 def check_gpt_forms(

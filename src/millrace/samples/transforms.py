@@ -191,9 +191,7 @@ class FillInMiddle:
         for name in ("seed", *inserted):
             plain[name] = check_int(name, getattr(self, name), 0, MAX_INT64)
         for name in ("rate", "spm_rate"):
-            plain[name] = check_float(name, getattr(self, name))
-            if not 0 <= plain[name] <= 1:  # NaN too
-                raise ConfigError(f"{name} is {plain[name]}; 0 to 1 is possible")
+            plain[name] = check_float(name, getattr(self, name), 0, 1)
         for name in ("eod_token", "pad_token"):
             plain[name] = check_token(name, getattr(self, name))
         names: dict[int, str] = {}
