@@ -100,9 +100,13 @@ def check_float(
 
 
 def check_list(name: str, values: Any, kind: str, check: Callable[[str, Any], T]) -> list[T]:
-    """What `check` returns for the name and value of each entry; one text or path is not a list.
+    """A list of what a check returns for each entry; one text or one path is not a list.
 
-    `kind` is what the entries are, in the plural, for the message.
+    Args:
+        name: Name of the argument.
+        values: Any iterable of the entries.
+        kind: What the entries are, in the plural, for the message.
+        check: Function of name and value that returns an entry, or raises ConfigError.
     """
     try:
         if isinstance(values, (str, bytes, os.PathLike)):

@@ -1,4 +1,17 @@
-"""The errors and warnings of millrace, whose messages give place, value, limit and remedy."""
+"""The errors that millrace raises on purpose.
+
+    MillraceError
+    ├── ConfigError     also a ValueError
+    ├── DataError       also a ValueError
+    ├── TextError       also a ValueError
+    ├── CacheError      also an OSError
+    └── ResumeError
+
+    DuplicateDataWarning  a UserWarning
+    ViewChangeWarning     a UserWarning
+
+Each message gives the place, the value, the limit and the remedy.
+"""
 
 
 class MillraceError(Exception):

@@ -110,13 +110,13 @@ def test_a_set_survives_pickling(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_builder_leaves_nothing(tmp_path: Path) -> None:
-    def write_half(writers: Mapping[str, arrays.ArrayWriter]) -> None:
+    def write_too_much(writers: Mapping[str, arrays.ArrayWriter]) -> None:
         writers["rows"].write(0, content(1)["rows"])
-        raise ValueError("there are no numbers")
+        writers["numbers"].write(4999, np.zeros(2, np.uint32))
 
     for _ in range(2):
-        with pytest.raises(ValueError, match="there are no numbers"):
-            arrays.load_or_build(str(tmp_path), NAME, 1, FORMS, write_half)
+        with pytest.raises(ValueError, match=r"\(2,\) from row 4999 on do not fit \(5000,\)"):
+            arrays.load_or_build(str(tmp_path), NAME, 1, FORMS, write_too_much)
         assert list(tmp_path.iterdir()) == []
 
 

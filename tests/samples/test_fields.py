@@ -313,9 +313,13 @@ def test_file_dtypes_that_differ_are_refused(make_dataset: Make) -> None:
     assert inner.batch([0], BatchForm(token_dtype="file"))["tokens"].dtype == np.int32
 
 
-def test_a_blend_of_several_options_makes_the_rows_of_each(make_dataset: Make) -> None:
+@pytest.mark.parametrize("has_other_boundaries", [False, True])
+def test_a_blend_of_several_options_makes_the_rows_of_each(
+    make_dataset: Make, has_other_boundaries: bool
+) -> None:
     data = make_dataset([90])
     views: list[dict[str, Any]] = [{}, {"eod_token": 3, "eod_mask_loss": True}, {"pad_token": 5}]
+    views += [{"boundaries": "documents"}] * has_other_boundaries
     parts = [GPTDataset(data, sequence_length=8, seed=1, **view) for view in views]
     blend = BlendedDataset(parts)
     numbers = np.arange(len(blend))
@@ -327,9 +331,13 @@ def test_a_blend_of_several_options_makes_the_rows_of_each(make_dataset: Make) -
     for number, part in enumerate(parts):
         for name, array in part.batch(in_source[sources == number]).items():
             np.testing.assert_array_equal(batch[name][sources == number], array)
+    form = BatchForm(fields=("tokens", "cu_seqlens"))
     for uneven in (numbers, numbers[:1]):
-        with pytest.raises(ConfigError, match=r"the options differ, .* cannot make cu_seqlens"):
-            blend.batch(uneven, BatchForm(fields=("tokens", "cu_seqlens")))
+        if has_other_boundaries:
+            with pytest.raises(ConfigError, match=r"boundaries differ, .* cannot make cu_seqlens"):
+                blend.batch(uneven, form)
+        else:
+            assert blend.batch(uneven, form)["cu_seqlens"][-1] == 8 * len(uneven)
 
 
 @pytest.mark.parametrize("access", ["mmap", "file"])

@@ -71,10 +71,9 @@ class ArrayWriter:
         file.truncate(self._offset + self._row_size * shape[0])
 
     def write(self, first_row: int, rows: NDArray[Any]) -> None:
-        """Writes rows, which must fit the array's shape, from `first_row` on.
-
-        They are converted to the array's dtype.
-        """
+        """Writes rows from `first_row` on, converted to the array's dtype."""
+        if rows.shape[1:] != self.shape[1:] or not 0 <= first_row <= self.shape[0] - len(rows):
+            raise ValueError(f"rows {rows.shape} from row {first_row} on do not fit {self.shape}")
         data = memoryview(np.ascontiguousarray(rows, self.dtype).reshape(-1).view(np.uint8).data)
         at = self._offset + first_row * self._row_size
         while data:  # one call writes 2 GiB at most

@@ -210,6 +210,8 @@ class StepQueue:
                 thread.start()
             except BaseException as error:  # at Ctrl-C the thread may run or not
                 self.close()
+                if isinstance(error.__context__, KeyboardInterrupt):  # Ctrl-C inside `start`
+                    raise error.__context__ from None
                 if not isinstance(error, RuntimeError):
                     raise
                 raise ConfigError(

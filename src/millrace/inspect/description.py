@@ -21,7 +21,7 @@ from millrace.store import IndexedDataset
 _EXCERPT = 256  # tokens of a document's head, and of its tail
 _BAR_WIDTH = 40
 _BINS = [0, *(2**n for n in range(32))]  # of lengths: the start of each, and the end
-_QUANTILES = {"min": 0, "p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99, "max": 1}
+_QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
 _CHUNK = 4 << 20  # tokens that are counted at a time
 # Fields of descriptions that have the same name there.
 _OF_DATASET = "prefix", "num_documents", "num_tokens", "num_bytes"
@@ -114,7 +114,9 @@ def _spread(lengths: NDArray[Any]) -> dict[str, float]:
     if len(lengths) == 0:
         return {}
     values = np.quantile(lengths, list(_QUANTILES.values())).tolist()
-    return {**dict(zip(_QUANTILES, values, strict=True)), "mean": float(lengths.mean())}
+    quantiles = dict(zip(_QUANTILES, values, strict=True))
+    ends = {"mean": float(lengths.mean()), "max": int(lengths.max())}
+    return {"min": int(lengths.min()), **quantiles, **ends}
 
 
 def _histogram(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:

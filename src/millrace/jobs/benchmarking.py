@@ -39,6 +39,8 @@ _measured = partial(option, group="measurement", least=1e-6, most=10**12)
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
+    """A run to measure, as in a file or of one token file."""
+
     source: str = option(
         "arguments of a run, as for `millrace index` (.yaml, .toml), or a path prefix",
         flags="source",

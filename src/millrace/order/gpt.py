@@ -46,7 +46,8 @@ class GPTPlan:
         num_samples: Number of samples, at least as many as requested.
         num_epochs: Smallest number of epochs that holds the requested samples.
         num_samples_before_final_epoch: Where the shuffle is cut; None: it is one shuffle.
-        sequence_length, add_extra_token: As in `OrderInputs`.
+        sequence_length: Tokens to train on in a sample.
+        add_extra_token: Whether a sample has one more token, for the last label.
         allow_partial: Whether the last sample may be shorter.
     """
 
@@ -60,7 +61,11 @@ class GPTPlan:
 
     @classmethod
     def of(cls, inputs: OrderInputs) -> "GPTPlan":
-        """As `OrderPlan.of`; DataError for lengths of more tokens than the token file holds."""
+        """See `OrderPlan.of` and `plan_gpt`.
+
+        Raises:
+            DataError: Lengths of more tokens than the token file holds.
+        """
         start, stop = inputs.sequences
         num_tokens = int(np.sum(inputs.lengths[start:stop], dtype=np.int64))
         if num_tokens > inputs.num_tokens:
@@ -183,9 +188,11 @@ def plan_gpt(
 
     Args:
         num_tokens_per_epoch: Number of tokens in the range of sequences.
-        num_samples, sequence_length, add_extra_token, drop_last_partial_sequence: As in
-            `OrderInputs`. (Megatron-LM counts a partial sample in 32-bit floats, and miscounts from
-            2**24 tokens on.)
+        num_samples: Least number of samples; None: the samples of one epoch.
+        sequence_length: Tokens to train on in a sample.
+        add_extra_token: Whether a sample has one more token, so that the last one has a label.
+        drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
+            (Megatron-LM counts it in 32-bit floats, and miscounts from 2**24 tokens on.)
 
     Raises:
         ConfigError: No tokens, too few for one sample, or a number outside its limits.

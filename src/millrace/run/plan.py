@@ -7,6 +7,7 @@ process that writes or removes one holds the folder's lock.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -233,14 +234,19 @@ class Manifest:
         return RunPlan(config=config, files=files, splits=splits)
 
     def write(self, folder: str, *, limit: float | None = None) -> None:
-        """Writes the manifest, also where an equal one is: `prune` goes by its age. Waits `limit`
-        seconds for the folder's lock."""
+        """Writes the manifest, or makes an equal one as young as a new one; waits `limit` seconds
+        for the folder's lock."""
         text = arrays.seal({"logic": RULES_VERSION, **dataclasses.asdict(self)})
         path = _manifest_path(folder, self.config)
         os.makedirs(folder, exist_ok=True)
-        lock = writers_lock(manifests_lock(folder), path, limit=limit)
-        with lock, atomic_file(path, durable=False) as out:  # without it, a start plans again
-            out.write(text)
+        with writers_lock(manifests_lock(folder), path, limit=limit):
+            with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+                if file.read() == text:
+                    with contextlib.suppress(PermissionError):  # another user's: its age stays
+                        os.utime(path)
+                    return
+            with atomic_file(path) as out:
+                out.write(text)
 
 
 def manifests_lock(folder: str) -> str:

@@ -57,7 +57,9 @@ class TokenDataset:
         transforms: Functions of the token batch, applied in their order (see `Transform`).
 
     Attributes:
+        source: Where the tokens come from.
         options: What a sample looks like; None: the datasets of a blend differ in it.
+        transforms: The transforms.
 
     Raises:
         ConfigError: A source without tokens, or transforms that cannot work.
@@ -133,9 +135,10 @@ class TokenDataset:
         return batch
 
     def tokens(self, sample_numbers: ArrayLike) -> TokenBatch:
-        """The transformed tokens of the samples of these numbers, the last labels included.
+        """The transformed tokens of the samples of these numbers.
 
-        Nothing is padded or masked: a last partial sample is shorter than the others.
+        They include the extra token. Nothing is padded or masked: a last partial sample is shorter
+        than the others.
 
         Raises:
             ConfigError, IndexError, DataError: As `batch`.

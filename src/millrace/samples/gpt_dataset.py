@@ -31,8 +31,12 @@ class GPTDataset(TokenDataset):
             epochs as needed. None: one epoch.
         sequences: (start, stop), the range of sequences to draw from (see `split_ranges`). None:
             all.
-        eod_token, reset_position_ids, eod_mask_loss, pad_token, add_extra_token, boundaries: What a
-            sample looks like (see `SampleOptions`).
+        eod_token: End-of-document token; the next two options need it.
+        reset_position_ids: Whether position ids start again after each EOD.
+        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
+        pad_token: Padding token, which is never trained on; None: there is no padding.
+        add_extra_token: Whether a sample has one more token, the last label.
+        boundaries: What tells documents apart: "eod", or "documents" (see `SampleOptions`).
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
         order: Another order than Megatron-LM's, in place of seed, num_samples, sequences and
             drop_last_partial_sequence.
@@ -40,6 +44,7 @@ class GPTDataset(TokenDataset):
 
     Attributes:
         source: The tokens, in their order.
+        order, options: The order of the samples, and what a sample looks like.
 
     Raises:
         ConfigError: No tokens, too few for a sample, or an option outside its limits.
@@ -137,8 +142,11 @@ class ShardedDataset(GPTDataset):
     Args:
         folder: The output folder.
         options: The options of samples as one object, in place of the single ones below.
-        eod_token, reset_position_ids, eod_mask_loss, pad_token, boundaries: What a sample looks
-            like (see `SampleOptions`).
+        eod_token: End-of-document token; the next two options need it.
+        reset_position_ids: Whether position ids start again after each EOD.
+        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
+        pad_token: Padding token, which is never trained on; None: there is no padding.
+        boundaries: What tells documents apart: "eod", or "documents" (see `SampleOptions`).
         add_extra_token: Whether a sequence's last token is only a label.
         dtype: Dtype of the tokens ("uint16", "uint32", "int32"), for folders whose metadata do not
             say it; None: uint32.
@@ -147,6 +155,7 @@ class ShardedDataset(GPTDataset):
 
     Attributes:
         prefix: The folder.
+        metadata: Content of its `metadata.json`.
 
     Raises:
         ConfigError: A folder of documents, or options that do not fit the sequences.

@@ -270,7 +270,9 @@ class IndexedDatasetBuilder:
     def _add(self, tokens: Any, lengths: Any, modes: Any, *, ends_document: bool) -> None:
         self._turns.check_open()
         values = _as_tokens(tokens, self.dtype)  # outside a turn: a token may be any object
-        counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
+        counts = np.array([len(values)])
+        if lengths is not None or len(values) > MAX_INT32:
+            counts = _as_lengths(counts if lengths is None else lengths, len(values))
         mode_array = None if modes is None or not self.multimodal else _as_modes(modes, len(counts))
         with self._turn():
             self._append(values)

@@ -81,6 +81,8 @@ class InputListOption:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
+    """The options of `train-tokenizer`."""
+
     inputs: Sequence[StrPath] = option(
         "files, folders and patterns; - is standard input", flags="--input"
     )

@@ -22,6 +22,8 @@ from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
+    """The options of verbs that also take the output folder of a shuffle."""
+
     dtype: str | None = option(
         "dtype of a folder whose metadata.json does not say it",
         None,

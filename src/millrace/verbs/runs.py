@@ -65,6 +65,8 @@ def _prune(folder: str, as_json: bool = False, **options: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
+    """The options of `demo`."""
+
     folder: str = option("output folder", "millrace-demo", metavar="DIR")
 
 
