@@ -177,7 +177,10 @@ def test_waits_are_counted_by_their_cause() -> None:
     loader = small_loader(lambda numbers: time.sleep(0.002), 20, prefetch=2)
     assert len(list(loader)) == 10
     stats = loader.wait_stats()
-    assert (stats.steps, set(stats.by_cause)) == (10, {"dataset"})
+    # On a busy machine, a sampler may be interrupted for longer than a read takes.
+    assert stats.steps == 10
+    assert {"dataset"} <= stats.by_cause.keys() <= {"sampler", "dataset"}
+    assert sum(stats.by_cause.values()) == pytest.approx(stats.seconds)
     assert 1 <= stats.waited_steps <= 10
     assert stats.first is not None
     assert 0 < stats.first <= stats.longest <= stats.seconds
