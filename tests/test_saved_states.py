@@ -132,7 +132,8 @@ def main() -> None:
         for name in DATASETS:
             with loader_of(name, Path(folder)) as loader:
                 states[name] = saved(loader)
-    STATES.write_text(json.dumps(states, indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(state)}" for name, state in states.items()]
+    STATES.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":
