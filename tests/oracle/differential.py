@@ -557,10 +557,9 @@ def compare(case: Case, generator: Generator, folder: Path) -> str:
         mine = build(Ours, case, arguments)
         same_error(mine.error, their.error, "build")
         return f"both raise {type(their.error).__name__}"
-    if any(weights and min(weights) < 0 for _, weights in blends_of(case)):
+    has_negative = any(weights and min(weights) < 0 for _, weights in blends_of(case))
+    if has_negative and isinstance(build(Ours, case, arguments).error, millrace.ConfigError):
         # Negative ones alone become positive shares there (docs/differences.md).
-        error = build(Ours, case, arguments).error
-        require(isinstance(error, millrace.ConfigError), f"negative weights: {error!r}")
         return "known: negative weights"
     is_cached = case.cache in ("own", "beside") and (case.mock_size is None or case.cache == "own")
 
