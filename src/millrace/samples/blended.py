@@ -121,7 +121,9 @@ class BlendedDataset(TokenDataset):
         return dataset_numbers, draws
 
     def leaves(self, numbers: Numbers) -> Leaves | None:
-        dataset_numbers, draws = self._draws(numbers)
+        return self._leaves(*self._draws(numbers))
+
+    def _leaves(self, dataset_numbers: NDArray[Any], draws: list[_Draw]) -> Leaves | None:
         places, in_source = np.empty((2, len(dataset_numbers)), np.int64)
         sources: list[StoredTokens] = []
         store_numbers: list[int] = []
@@ -138,11 +140,11 @@ class BlendedDataset(TokenDataset):
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         if form is not None and form.token_dtype == "file":
             _ = self.file_dtype  # an error, if there are several
+        dataset_numbers, draws = self._draws(numbers)
         if self.options is not None and self.options.boundaries == "eod":
-            leaves = self.leaves(numbers)
+            leaves = self._leaves(dataset_numbers, draws)
             if leaves is not None:
                 return gather(leaves, self.options, form, numbers)
-        dataset_numbers, draws = self._draws(numbers)
         views: dict[int, Any] = {
             number: one.options if is_ours(one) else None for number, one, *_ in draws
         }
@@ -164,7 +166,8 @@ class BlendedDataset(TokenDataset):
         return len({view.boundaries for view in views if view is not None}) == 1
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
-        (dataset_numbers, draws), leaves = self._draws(numbers), self.leaves(numbers)
+        dataset_numbers, draws = self._draws(numbers)
+        leaves = self._leaves(dataset_numbers, draws)
         batch = self._merged(draws) if leaves is None else gather_tokens(leaves)
         return batch.with_field("dataset_numbers", "sample", dataset_numbers.astype(np.int64))
 
