@@ -215,21 +215,14 @@ void write_position_ids(const Tokens& type, std::span<const Run> runs,
   }
 }
 
-// Notes what one row needs; see survey_samples.
+// Surveys one sample; see survey_samples.
 MILLRACE_VECTOR_CODE
 std::optional<BadToken> survey_sample(const Tokens& type, std::span<const Run> runs,
-                                    std::int64_t size, const SampleOptions& options,
-                                    const RowForm& form, RowNeeds& needs) {
-  const std::int64_t length = options.sequence_length;
+                                      const SampleOptions& options, const RowForm& form,
+                                      bool& has_pads) {
   return std::visit(
       [&]<class T>(const T*) -> std::optional<BadToken> {
-        needs.pads = needs.pads || contains<T>(runs, options.pad_token);
-        const auto has_eod = [&] { return contains<T>(runs, options.eod_token); };
-        needs.loss_mask = needs.loss_mask || needs.pads || size < options.capacity() ||
-                          (options.eod_mask_loss && form.loss_mask && has_eod());
-        needs.position_ids = needs.position_ids ||
-                             (options.reset_position_ids && form.position_ids &&
-                              (size < length || has_eod()));
+        has_pads = has_pads || contains<T>(runs, options.pad_token);
         using Int32 = std::numeric_limits<std::int32_t>;
         const bool is_int32 = form.token_type == TokenType::int32;
         if (is_int32 || form.vocab_size) {
@@ -277,8 +270,8 @@ void split_samples(const Tokens& tokens, std::int64_t num_tokens, Column<std::in
 }
 
 std::optional<BadToken> survey_samples(const TokenRuns& samples, const SampleOptions& options,
-                                     const RowForm& form, RowNeeds& needs) {
-  const bool reads = options.pad_token || options.eod_token || form.vocab_size;
+                                     const RowForm& form, bool& has_pads) {
+  const bool reads = options.pad_token || form.vocab_size;
   for (std::size_t i = 0; i < samples.size(); ++i) {
     if (reads && i + 1 < samples.size()) {
       for (const Run& run : samples.of(i + 1)) {
@@ -292,7 +285,7 @@ std::optional<BadToken> survey_samples(const TokenRuns& samples, const SampleOpt
     if (form.token_type == TokenType::file && samples.types[i].index() != samples.types[0].index()) {
       fail("the token files of a batch have several dtypes, so that \"file\" is not one");
     }
-    if (auto bad = survey_sample(samples.types[i], samples.of(i), size, options, form, needs)) {
+    if (auto bad = survey_sample(samples.types[i], samples.of(i), options, form, has_pads)) {
       bad->sample = i;
       return bad;
     }
@@ -300,11 +293,11 @@ std::optional<BadToken> survey_samples(const TokenRuns& samples, const SampleOpt
   return std::nullopt;
 }
 
-void write_rows(const TokenRuns& samples, const SampleOptions& options, const RowNeeds& needs,
+void write_rows(const TokenRuns& samples, const SampleOptions& options, bool has_pads,
                 const RowArrays& arrays) {
   const std::int64_t length = options.sequence_length;
   const std::int64_t row_bytes = arrays.stride * size_of_token(arrays.type);
-  const std::optional<std::int64_t> pad = needs.pads ? options.pad_token : std::nullopt;
+  const std::optional<std::int64_t> pad = has_pads ? options.pad_token : std::nullopt;
   const std::span<const Run> all = samples.runs;
   for (std::size_t sample = 0; sample < samples.size(); ++sample) {
     const auto row = static_cast<std::int64_t>(sample);
@@ -332,7 +325,7 @@ void write_rows(const TokenRuns& samples, const SampleOptions& options, const Ro
     const std::int64_t size = samples.num_tokens(sample);
     if (arrays.loss_mask != nullptr) {
       // Without tokens the number of labels is 0, not -1.
-      write_loss_mask(type, runs, options, needs.pads, std::max<std::int64_t>(size - 1, 0),
+      write_loss_mask(type, runs, options, has_pads, std::max<std::int64_t>(size - 1, 0),
                       arrays.loss_mask + row * length);
     }
     if (arrays.position_ids != nullptr) {

@@ -37,7 +37,6 @@ struct RowForm {
   bool parts = false;  // the spans of the samples are returned too
   TokenType token_type = TokenType::int64;
   bool share_labels = false;  // tokens and labels are views of rows of one token more
-  bool share_plain = false;   // loss masks and position ids that are plain in all rows are left out
   std::optional<std::int64_t> vocab_size;
 };
 
@@ -59,13 +58,6 @@ struct TokenRuns {
     return std::span(runs).subspan(bounds[sample], bounds[sample + 1] - bounds[sample]);
   }
   std::int64_t num_tokens(std::size_t sample) const noexcept;
-};
-
-// What rows need to be written, found by reading their tokens.
-struct RowNeeds {
-  bool pads = false;  // tokens that become 0
-  bool loss_mask = false;
-  bool position_ids = false;
 };
 
 // A token id outside its limits, [least, limit).
@@ -96,15 +88,15 @@ void prefetch_run(const Run& run) noexcept;
 void split_samples(const Tokens& tokens, std::int64_t num_tokens, Column<std::int64_t> ends,
                    TokenRuns& samples);
 
-// Reads the samples where the options and the form demand it, and notes what rows need to be written.
+// Reads the samples where the options and the form demand it, and notes whether one has a pad token.
 // Returns the first token whose id does not fit. Throws std::invalid_argument for a sample that does
 // not fit its row, and for samples of several types where the form asks for the type of the file.
 std::optional<BadToken> survey_samples(const TokenRuns& samples, const SampleOptions& options,
-                                     const RowForm& form, RowNeeds& needs);
+                                     const RowForm& form, bool& has_pads);
 
 // Writes one row for each sample, padded and masked. What a sample lacks is 0, masked, and counts as a
 // pad token; where there is no pad token, it does not count as a token.
-void write_rows(const TokenRuns& samples, const SampleOptions& options, const RowNeeds& needs,
+void write_rows(const TokenRuns& samples, const SampleOptions& options, bool has_pads,
                 const RowArrays& arrays);
 
 // Writes the tokens of all samples, one sample after the other, in a type that holds them, and where

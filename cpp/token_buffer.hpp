@@ -32,10 +32,6 @@ class TokenBuffer {
   template <class From>
   void append(std::span<const From> tokens);
 
-  // Appends tokens that `token_at(place)` gives, as int64; it may throw.
-  template <class TokenAt>
-  void append_each(std::size_t count, TokenAt token_at);
-
   std::size_t num_bytes() const noexcept { return used_; }
 
   // Makes sequences of the tokens without one: their lengths, which sum to the number of these tokens,
@@ -87,8 +83,6 @@ class TokenBuffer {
                             std::int64_t, float, double>;
 
   static Type type_named(const std::string& dtype);
-  template <class To, class TokenAt>
-  void fill(To* out, std::size_t count, TokenAt token_at) const;
   [[noreturn]] void refuse(const std::string& token) const;
   void make_room(std::size_t size) {
     if (bytes_.size - used_ < size) {
@@ -128,34 +122,6 @@ void TokenBuffer::append(std::span<const From> tokens) {
         num_loose_ += static_cast<std::int64_t>(tokens.size());
       },
       type_);
-}
-
-template <class TokenAt>
-void TokenBuffer::append_each(std::size_t count, TokenAt token_at) {
-  std::visit(
-      [&]<class To>(To) {
-        if constexpr (std::is_integral_v<To>) {
-          make_room(count * sizeof(To));
-          fill(reinterpret_cast<To*>(data() + used_), count, token_at);
-          used_ += count * sizeof(To);
-          num_loose_ += static_cast<std::int64_t>(count);
-        } else {
-          fail("tokens are not ", dtype_);
-        }
-      },
-      type_);
-}
-
-// A separate function, so that the compiler can keep all arguments in registers.
-template <class To, class TokenAt>
-void TokenBuffer::fill(To* out, std::size_t count, TokenAt token_at) const {
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::int64_t token = token_at(i);
-    out[i] = static_cast<To>(token);
-    if (!std::in_range<To>(token)) [[unlikely]] {
-      refuse(std::to_string(token));
-    }
-  }
 }
 
 }  // namespace millrace

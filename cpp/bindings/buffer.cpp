@@ -1,4 +1,4 @@
-// The token buffer, from Python's lists and arrays.
+// The token buffer, from Python's arrays.
 #include <cerrno>
 #include <optional>
 
@@ -7,19 +7,6 @@
 
 namespace millrace {
 namespace {
-
-// The value of an int and of nothing else: the __index__ of another type may run any code, also some
-// that uses this buffer.
-std::int64_t integer_of(nb::handle item) {
-  if (!PyLong_CheckExact(item.ptr())) {
-    throw nb::type_error("the list holds an object that is not an int");
-  }
-  const std::int64_t value = PyLong_AsLongLong(item.ptr());
-  if (value == -1 && PyErr_Occurred() != nullptr) {
-    throw nb::python_error();
-  }
-  return value;
-}
 
 // The entries as an array; the vector is empty afterwards, and keeps its memory.
 template <class T>
@@ -33,12 +20,6 @@ Out<T> take_all(std::vector<T>& entries) {
 class PyTokenBuffer : public TokenBuffer {
  public:
   using TokenBuffer::TokenBuffer;
-
-  void append_list(const nb::list& tokens) {
-    append_each(tokens.size(), [&](std::size_t place) {
-      return integer_of(PyList_GET_ITEM(tokens.ptr(), static_cast<Py_ssize_t>(place)));
-    });
-  }
 
   void append_array(const AnyVector& tokens) {
     const auto append_as = [&]<class From>(From) {
@@ -118,7 +99,6 @@ void add_buffer(nb::module_& module) {
   nb::class_<PyTokenBuffer>(module, "TokenBuffer")
       .def(nb::init<const std::string&, std::size_t, int, bool>(), "dtype"_a, "capacity"_a,
            "file"_a = -1, "has_modes"_a = true)
-      .def("append", &PyTokenBuffer::append_list, "tokens"_a)
       .def("append", &PyTokenBuffer::append_array, "tokens"_a.noconvert())
       .def("add_sequences", &PyTokenBuffer::add_sequences, "lengths"_a, "modes"_a = nb::none(),
            "ends_document"_a = false)

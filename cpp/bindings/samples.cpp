@@ -6,6 +6,7 @@
 #include "gather.hpp"
 #include "gpt_order.hpp"
 #include "mapping.hpp"
+#include "pack_order.hpp"
 #include "order.hpp"
 #include "rows.hpp"
 #include "tokens.hpp"
@@ -77,6 +78,15 @@ void make_gpt_order(GPTOrder* self, const In<std::int32_t>& sequence_lengths,
                       sequence_length, add_extra_token);
 }
 
+void make_pack_order(PackOrder* self, const In<std::int32_t>& sequence_lengths,
+                     const AnyArray& pieces, const In<std::int64_t>& pack_ends,
+                     std::int64_t capacity, std::int64_t num_samples, std::uint64_t key) {
+  new (self) PackOrder(column_of(sequence_lengths),
+                       either_column<std::uint32_t, std::int64_t>(
+                           pieces, "pieces must be uint32 or int64"),
+                       column_of(pack_ends), capacity, num_samples, key);
+}
+
 // One field of all spans.
 Numbers field_of(const std::vector<Span>& spans, std::int64_t Span::*field) {
   return make_array<std::int64_t>(spans.size(), [&](auto out) {
@@ -145,13 +155,12 @@ SampleOptions options_from(nb::handle options, std::size_t num_rows) {
 }
 
 RowForm make_row_form(bool tokens, bool labels, bool loss_mask, bool position_ids, bool parts,
-                      const std::string& token_dtype, bool share_labels, bool share_plain,
+                      const std::string& token_dtype, bool share_labels,
                       std::optional<std::int64_t> vocab_size) {
   const TokenType type = token_dtype == "int64"   ? TokenType::int64
                          : token_dtype == "int32" ? TokenType::int32
                                                   : TokenType::file;
-  return {tokens, labels, loss_mask, position_ids, parts, type, share_labels, share_plain,
-          vocab_size};
+  return {tokens, labels, loss_mask, position_ids, parts, type, share_labels, vocab_size};
 }
 
 // The arrays of a batch, one row for each sample, in one allocation. As several, glibc gives the end
@@ -159,8 +168,7 @@ RowForm make_row_form(bool tokens, bool labels, bool loss_mask, bool position_id
 // pages in again: half of the time of a batch.
 class Rows {
  public:
-  Rows(std::size_t num_rows, std::int64_t sequence_length, const Tokens& type, const RowForm& form,
-       const RowNeeds& needs)
+  Rows(std::size_t num_rows, std::int64_t sequence_length, const Tokens& type, const RowForm& form)
       : num_rows_(num_rows), length_(static_cast<std::size_t>(sequence_length)) {
     shares_labels_ = form.share_labels && form.tokens && form.labels;
     const std::size_t stride = length_ + (shares_labels_ ? 1 : 0);
@@ -172,10 +180,10 @@ class Rows {
       size += is_needed ? (bytes + line_size - 1) / line_size * line_size : 0;
       return is_needed ? std::optional(start) : std::nullopt;
     };
-    const auto position_ids = add(form.position_ids && needs.position_ids, num_rows * length_ * 8);
+    const auto position_ids = add(form.position_ids, num_rows * length_ * 8);
     const auto tokens = add(form.tokens, row_bytes);
     const auto labels = add(form.labels && !shares_labels_, row_bytes);
-    const auto loss_mask = add(form.loss_mask && needs.loss_mask, num_rows * length_ * 4);
+    const auto loss_mask = add(form.loss_mask, num_rows * length_ * 4);
     memory_ = allocate<std::int64_t>((size + 7) / 8);
     auto* start = reinterpret_cast<std::uint8_t*>(memory_.data.get());
     const auto at = [start](std::optional<std::size_t> place) {
@@ -246,18 +254,13 @@ Tokens type_of(const RowForm& form, const Tokens& file_type) {
 
 // The rows of samples that were read already, without the GIL.
 std::array<nb::object, 4> rows_of(const TokenRuns& samples, const SampleOptions& options,
-                                  const RowForm& form, const RowNeeds& needs,
-                                  const Tokens& file_type) {
-  Rows rows(samples.size(), options.sequence_length, type_of(form, file_type), form, needs);
+                                  const RowForm& form, bool has_pads, const Tokens& file_type) {
+  Rows rows(samples.size(), options.sequence_length, type_of(form, file_type), form);
   {
     nb::gil_scoped_release unlocked;
-    read_mapped([&] { write_rows(samples, options, needs, rows.arrays()); });
+    read_mapped([&] { write_rows(samples, options, has_pads, rows.arrays()); });
   }
   return rows.take();
-}
-
-RowNeeds first_needs(const RowForm& form) {
-  return {false, !form.share_plain, !form.share_plain};
 }
 
 std::vector<SampleSource> sources_of(const nb::tuple& token_sources, const nb::tuple& orders,
@@ -303,21 +306,21 @@ nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& ord
       sources_of(token_sources, orders, source_numbers, sample_numbers);
   const Tokens file_type = file_type_of(token_sources, sources);
   const SampleOptions plain = options_from(options, sources.size());
-  RowNeeds needs = first_needs(form);
+  bool has_pads = false;
   LocatedSamples located;
   {
     nb::gil_scoped_release unlocked;
     std::optional<BadToken> bad;
     read_mapped([&] {
       locate_samples(sources, column_of(sample_numbers), located);
-      bad = survey_samples(located.runs, plain, form, needs);
+      bad = survey_samples(located.runs, plain, form, has_pads);
     });
     if (bad) {
       fail<BadData>(describe(located, *bad));
     }
   }
   auto [tokens, labels, loss_mask, position_ids] =
-      rows_of(located.runs, plain, form, needs, file_type);
+      rows_of(located.runs, plain, form, has_pads, file_type);
   if (!form.parts) {
     return nb::make_tuple(tokens, labels, loss_mask, position_ids);
   }
@@ -334,19 +337,19 @@ nb::tuple py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb:
   const RowForm& form = form_or_none == nullptr ? all_arrays : *form_or_none;
   const SampleOptions plain = options_from(options, ends.shape(0));
   const Tokens typed = tokens_of(tokens);
-  RowNeeds needs = first_needs(form);
+  bool has_pads = false;
   TokenRuns samples;
   {
     nb::gil_scoped_release unlocked;
     split_samples(typed, static_cast<std::int64_t>(tokens.size()), column_of(ends), samples);
     std::optional<BadToken> bad;
-    read_mapped([&] { bad = survey_samples(samples, plain, form, needs); });
+    read_mapped([&] { bad = survey_samples(samples, plain, form, has_pads); });
     if (bad) {
       fail<BadData>("token id ", bad->id, " is outside [", bad->least, ", ", bad->limit, "): it is token ",
            bad->place, " of row ", bad->sample);
     }
   }
-  auto [tokens_rows, labels, loss_mask, position_ids] = rows_of(samples, plain, form, needs, typed);
+  auto [tokens_rows, labels, loss_mask, position_ids] = rows_of(samples, plain, form, has_pads, typed);
   return nb::make_tuple(tokens_rows, labels, loss_mask, position_ids);
 }
 
@@ -406,13 +409,17 @@ void add_samples(nb::module_& module) {
   nb::class_<RowForm>(module, "RowForm")
       .def(nb::new_(&make_row_form), "tokens"_a = true, "labels"_a = true, "loss_mask"_a = true,
            "position_ids"_a = true, "parts"_a = false, "token_dtype"_a = "int64",
-           "share_labels"_a = false, "share_plain"_a = false, "vocab_size"_a = nb::none());
+           "share_labels"_a = false, "vocab_size"_a = nb::none());
   nb::class_<Order>(module, "Order");
   nb::class_<GPTOrder, Order>(module, "GPTOrder")
       .def("__init__", &make_gpt_order, "sequence_lengths"_array, "document_index"_array,
            "sample_index"_array, "shuffle_index"_array, "sequence_length"_a, "add_extra_token"_a,
            nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>(),
            nb::keep_alive<1, 5>());
+  nb::class_<PackOrder, Order>(module, "PackOrder")
+      .def("__init__", &make_pack_order, "sequence_lengths"_array, "pieces"_array,
+           "pack_ends"_array, "capacity"_a, "num_samples"_a, "key"_a, nb::keep_alive<1, 2>(),
+           nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   nb::class_<SequenceOrder, Order>(module, "SequenceOrder")
       .def(nb::init<std::int64_t, std::int64_t>(), "num_sequences"_a, "sequence_length"_a);
   module.def("spans", &py_spans, "order"_a, "sample_numbers"_array);

@@ -206,8 +206,35 @@ class GPTOrder(NamedTuple):
         return out
 
 
+class PackOrder(NamedTuple):
+    sequence_lengths: Lengths
+    pieces: NDArray[Any]
+    pack_ends: Numbers
+    capacity: int
+    num_samples: int
+    key: int
+
+    def spans(self, sample_number: int) -> list[Span]:
+        """A sample's (sequence, offset, count): one pack in the permutation of its epoch."""
+        if not 0 <= sample_number < self.num_samples:
+            raise ValueError(f"there is no sample number {sample_number}")
+        epoch, place = divmod(sample_number, len(self.pack_ends))
+        key = (self.key + epoch * 0x9E3779B97F4A7C15) % 2**64
+        pack = int(swap_or_not(np.array([place]), len(self.pack_ends), key, True)[0])
+        start = 0 if pack == 0 else int(self.pack_ends[pack - 1])
+        out = []
+        for piece in self.pieces[start : self.pack_ends[pack]].tolist():
+            sequence, offset = piece % 2**32, self.capacity * (piece >> 32)
+            length = int(_entry(self.sequence_lengths, sequence))
+            out.append((sequence, offset, min(length - offset, self.capacity)))
+        counts = [count for _, _, count in out]
+        if min(counts) < 1 or sum(counts) > self.capacity:
+            raise ValueError(f"the sequences of pack {pack} do not fit {self.capacity} tokens")
+        return out
+
+
 gpt_order = GPTOrder
-AnyOrder = GPTOrder | SequenceOrder
+AnyOrder = GPTOrder | SequenceOrder | PackOrder
 Sources = tuple[TokenSource, ...]
 Orders = tuple[AnyOrder, ...]
 
@@ -234,7 +261,6 @@ class RowForm(NamedTuple):
     parts: bool = False
     token_dtype: str = "int64"
     share_labels: bool = False
-    share_plain: bool = False
     vocab_size: int | None = None
 
 
@@ -329,14 +355,11 @@ def _rows(
             loss_mask[i][ends[:-1]] = 0.0
         loss_mask[i][is_pad[1:]] = 0.0
         position_ids[i] = _positions(ends[:-1] if options.reset_position_ids else [False] * length)
-    plain_mask = [1.0] * capacity + [0.0] * (length + 1 - capacity)
-    is_plain_mask = form.share_plain and np.all(loss_mask == plain_mask[1:])
-    are_plain_ids = form.share_plain and np.all(position_ids == range(length))
     return (
         both[:, :-1] if form.tokens else None,
         both[:, 1:] if form.labels else None,
-        loss_mask if form.loss_mask and not is_plain_mask else None,
-        position_ids if form.position_ids and not are_plain_ids else None,
+        loss_mask if form.loss_mask else None,
+        position_ids if form.position_ids else None,
     )
 
 
@@ -475,6 +498,86 @@ def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numb
         hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         values = np.where(hashes >> np.uint64(63) == 1, partners, values)
     return values.astype(np.int64)
+
+
+def pack(lengths: Lengths, capacity: int, is_in_order: bool) -> tuple[Numbers, Numbers]:
+    """Packs are lists of documents, and a document looks at all of them."""
+    if len(lengths) > 0 and not 1 <= lengths.min() <= lengths.max() <= capacity:
+        raise ValueError(f"a document does not fit a pack of {capacity} tokens")
+    packs: list[list[int]] = []
+    rooms: list[int] = []
+    filled: list[int] = []  # when each pack was filled last
+    numbers = range(len(lengths))
+    order = numbers if is_in_order else sorted(numbers, key=lambda number: -lengths[number])
+    for time, number in enumerate(order):
+        open_packs = range(len(packs))[-1:] if is_in_order else range(len(packs))
+        fitting = [pack for pack in open_packs if rooms[pack] >= lengths[number]]
+        pack = min(fitting, key=lambda pack: (rooms[pack], -filled[pack]), default=len(packs))
+        if pack == len(packs):
+            packs.append([])
+            rooms.append(capacity)
+            filled.append(time)
+        packs[pack].append(number)
+        rooms[pack] -= int(lengths[number])
+        filled[pack] = time
+    documents = [number for pack in packs for number in sorted(pack)]
+    return np.array(documents, np.int64), np.cumsum([len(pack) for pack in packs], dtype=np.int64)
+
+
+def deal(costs: NDArray[np.float64], num_ranks: int) -> Numbers:
+    """Lists of places among the sorted costs, which each step searches from end to end."""
+    if num_ranks == 0 or len(costs) % num_ranks != 0 or not np.all((costs >= 0) & (costs <= 1e300)):
+        raise ValueError(f"{len(costs)} costs cannot be dealt to {num_ranks} ranks")
+    order = np.argsort(-costs, kind="stable")
+    dearest, share = costs[order].tolist(), len(costs) // num_ranks
+    if share == 0:
+        return np.empty(0, np.int64)
+
+    def fill(limit: float, reserve: float) -> list[list[int]] | None:
+        free, ranks = list(range(len(dearest))), []
+        for _ in range(num_ranks):
+            mine, room = [], limit
+            for left in range(share, 0, -1):
+                rest = sum(dearest[place] for place in free[:-left:-1])
+                place = free[0]
+                if left < share:
+                    most = room - max(rest, (left - 1) * reserve)
+                    fitting = [place for place in free if dearest[place] <= most]
+                    if not fitting:
+                        last = len(free) - left + 1
+                        fitting = [one for one in free[:last] if dearest[one] <= room - rest]
+                    if not fitting:
+                        return None
+                    place = fitting[0]
+                if dearest[place] > room - (rest if left == share else 0):
+                    return None
+                free.remove(place)
+                mine.append(place)
+                room -= dearest[place]
+            ranks.append(mine)
+        return ranks
+
+    def fits(limit: float) -> list[list[int]] | None:
+        return fill(limit, 0) or fill(limit, dearest[len(dearest) * 31 // 32])
+
+    least, total, cheapest = sum(dearest) / num_ranks, 0.0, iter(dearest[::-1])
+    for rank in range(num_ranks):
+        total += dearest[rank]
+        for _ in range(share - 1):
+            total += next(cheapest)
+        least = max(least, total / (rank + 1))
+    excess = 0.001
+    while (ranks := fits(least * (1 + excess))) is None:
+        excess *= 2
+    too_low, best = excess / 2, ranks
+    for _ in range(6):
+        if excess - too_low > 0.001:
+            middle = (too_low + excess) / 2
+            if (ranks := fits(least * (1 + middle))) is None:
+                too_low = middle
+            else:
+                excess, best = middle, ranks
+    return np.array([order[place] for places in best for place in sorted(places)], np.int64)
 
 
 def fill_in_middle(

@@ -536,27 +536,11 @@ def test_samples_that_are_longer_than_their_rows_are_refused(wrong: dict[str, An
 # ---- forms ----
 
 
-def plain(name: str, options: dict[str, Any], num_rows: int) -> np.ndarray:
-    """The loss mask, or the position ids, that a form with `share_plain` leaves out."""
-    length = options["sequence_length"]
-    if name == "position_ids":
-        return np.tile(np.arange(length), (num_rows, 1))
-    mask = np.ones((num_rows, length), np.float32)
-    mask[:, length - (not options["add_extra_token"]) :] = 0.0
-    return mask
-
-
-def assert_same_rows(actual: Any, expected: Any, form: dict[str, Any], **options: Any) -> None:
-    """Compares rows; what the core leaves out must be plain."""
+def assert_same_rows(actual: Any, expected: Any, form: dict[str, Any]) -> None:
     assert len(actual) == len(expected)
-    num_rows = next((len(rows) for rows in expected[:4] if rows is not None), 0)
     for name, left, right in zip((*NAMES, "", "", ""), actual, expected, strict=False):
         if name and not form.get(name, True):
             assert left is right is None
-        elif left is None:
-            assert form["share_plain"]
-            assert name in ("loss_mask", "position_ids")
-            np.testing.assert_array_equal(plain(name, options, num_rows), right, strict=True)
         else:
             np.testing.assert_array_equal(left, right, err_msg=name, strict=True)
     tokens, labels = actual[:2]
@@ -581,18 +565,16 @@ def test_any_form_equals_its_twin(data: st.DataObject) -> None:
     batch = any_batch(data, arrays)
     form = {name: data.draw(st.booleans()) for name in (*NAMES, "parts", "share_labels")}
     form |= {
-        "share_plain": data.draw(st.booleans()),
         "token_dtype": data.draw(st.sampled_from(["int64", "int32", "file"])),
         "vocab_size": data.draw(st.sampled_from([None, None, 1, 11, 12, 100, 2**15, 2**40])),
     }
     results = []
     for module in MODULES:
         parts = *parts_of(module, arrays, **options), *batch
-        plain_form = form | ({"share_plain": False} if module is reference else {})
         shape = options_of(**options)
         gathered = module.gather_tokens(*parts)
         rows = [
-            rows_or_error(call, *inputs, shape, module.RowForm(**plain_form))
+            rows_or_error(call, *inputs, shape, module.RowForm(**form))
             for call, inputs in ((module.gather_samples, parts), (module.fill_rows, gathered[:2]))
         ]
         results.append((gathered, rows))
@@ -602,7 +584,7 @@ def test_any_form_equals_its_twin(data: st.DataObject) -> None:
         if isinstance(expected, ValueError):
             assert isinstance(actual, ValueError)
         else:
-            assert_same_rows(actual, expected, form, **options)
+            assert_same_rows(actual, expected, form)
 
 
 def rows_or_error(call: Any, *arguments: Any) -> Any:
@@ -631,28 +613,11 @@ def test_rows_of_any_length_equal_their_twin(dtype: Any, token_dtype: str, lengt
         ends = np.array([num_tokens, num_tokens])
         for pad_token, share_labels in ((None, True), (None, False), (5, True), (5, False)):
             shape = options_of(sequence_length=length, pad_token=pad_token, eod_token=7)
-            form = {"token_dtype": token_dtype, "share_labels": share_labels, "share_plain": False}
+            form = {"token_dtype": token_dtype, "share_labels": share_labels}
             actual, expected = (
                 module.fill_rows(tokens, ends, shape, module.RowForm(**form)) for module in MODULES
             )
             assert_same_rows(actual, expected, form)
-
-
-def test_plain_masks_and_ids_are_left_out() -> None:
-    tokens, ends = np.arange(1, 19, dtype=np.uint16), np.array([9, 18])
-    form = _native.RowForm(share_plain=True)
-
-    def left_out(ends: np.ndarray = ends, **options: Any) -> list[str]:
-        rows = _native.fill_rows(tokens, ends, options_of(**options), form)
-        return [name for name, array in zip(NAMES, rows, strict=True) if array is None]
-
-    assert left_out() == ["loss_mask", "position_ids"]
-    assert left_out(pad_token=0, eod_token=0) == ["loss_mask", "position_ids"]
-    assert left_out(pad_token=5) == ["position_ids"]
-    assert left_out(ends=np.array([9, 17])) == ["position_ids"]
-    assert left_out(eod_token=5) == ["loss_mask", "position_ids"]
-    assert left_out(eod_token=5, eod_mask_loss=True) == ["position_ids"]
-    assert left_out(eod_token=5, reset_position_ids=True) == ["loss_mask"]
 
 
 @pytest.mark.parametrize(

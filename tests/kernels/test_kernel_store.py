@@ -176,29 +176,13 @@ def test_the_buffer_takes_what_fits_and_nothing_else(target: str, source: str) -
     assert np.array_equal(held(buffer, target), whole)
 
 
-def test_the_buffer_takes_lists() -> None:
-    buffer = _native.TokenBuffer("uint16", 4)
-    buffer.append([1, 2, 65535])
-    buffer.append([])
-    for misfit in ([1, 65536], [-1]):
-        with pytest.raises(ValueError, match="does not fit"):
-            buffer.append(misfit)
-    # What has an __index__ of its own may run any code, also some that uses the buffer.
-    for bad in ([1.5], ["1"], [None], [np.int64(2)], [True], (1, 2), 3, None):
-        with pytest.raises(TypeError):
-            buffer.append(bad)  # type: ignore[arg-type]
-    with pytest.raises(OverflowError):
-        buffer.append([2**63])
-    assert held(buffer, "uint16").tolist() == [1, 2, 65535]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_buffer_takes_floats_as_they_are(dtype: str) -> None:
     buffer = _native.TokenBuffer(dtype, 4)
     values = np.array([0.1, -np.inf, np.nan, -0.0], dtype)
     buffer.append(values)
     assert held(buffer, dtype).tobytes() == values.tobytes()
-    for bad in ([1.5], values.astype("float16"), np.arange(3), values[::2]):
+    for bad in ([1], values.astype("float16"), np.arange(3), values[::2]):
         with pytest.raises((TypeError, ValueError)):
             buffer.append(bad)
     assert buffer.num_bytes == values.nbytes
@@ -206,7 +190,7 @@ def test_the_buffer_takes_floats_as_they_are(dtype: str) -> None:
 
 def test_tokens_become_sequences() -> None:
     buffer = _native.TokenBuffer("int32", 4)
-    buffer.append([1, 2, 3])
+    buffer.append(int64([1, 2, 3]))
     buffer.append(np.array([4, 5]))
     for bad in ([2, 2], [6], [-1, 6], []):
         with pytest.raises(ValueError, match=r"sum to|lengths hold"):
@@ -214,7 +198,7 @@ def test_tokens_become_sequences() -> None:
     with pytest.raises(ValueError, match="1 modes for 2 sequences"):
         buffer.add_sequences(int64([2, 3]), np.zeros(1, np.int8))
     buffer.add_sequences(int64([2, 3]), np.array([7, 8], np.int8), True)
-    buffer.append([6])
+    buffer.append(int64([6]))
     with pytest.raises(ValueError, match="sum to 2; there are 1 tokens"):
         buffer.add_documents(int64([1, 1]))
     buffer.add_documents(int64([0, 1, 0]))
@@ -249,7 +233,7 @@ def test_the_buffer_writes_documents_behind(
         for document in documents:
             cuts = sorted(data.draw(st.lists(st.integers(0, len(document)), max_size=3)))
             parts = np.diff([0, *cuts, len(document)]).tolist()
-            values = data.draw(st.sampled_from([document, int64(document)]))
+            values = int64(document)
             if not all(0 <= token <= 255 for token in document):
                 with pytest.raises(ValueError, match="does not fit"):
                     buffer.append(values)
@@ -278,7 +262,7 @@ def test_the_buffer_says_what_stopped_a_write(tmp_path: Path) -> None:
     (tmp_path / "read-only").touch()
     with open(tmp_path / "read-only", "rb") as file:
         buffer = _native.TokenBuffer("uint8", 4, file.fileno())
-    buffer.append([1])
+    buffer.append(int64([1]))
     buffer.flush()  # on a descriptor of its own, of a file that is open for reading
     with pytest.raises(OSError, match="Bad file descriptor"):
         buffer.wait()

@@ -2,7 +2,8 @@
 
 `spans` says what an order is, and `plans` how a run makes one. `splits` cuts a dataset into train,
 valid and test. `gpt` is the order of one dataset, and `blends` mixes datasets by weight: both equal
-Megatron-LM's bit for bit. `permutation` shuffles without a table.
+Megatron-LM's bit for bit. `packed` is the order of
+packs of whole documents. `permutation` shuffles without a table.
 """
 
 from millrace.order.blends import (
@@ -25,6 +26,7 @@ from millrace.order.gpt import (
     plan_gpt,
 )
 from millrace.order.order_plans import OrderInputs, OrderPlan
+from millrace.order.packed import PackedOrder, PackPlan
 from millrace.order.permutation import KeyedPermutation
 from millrace.order.spans import RULES_VERSION, Order, SequenceOrder, Spans
 from millrace.order.splits import SPLITS, parse_split, part_range, split_ranges
@@ -42,6 +44,8 @@ __all__ = [
     "Order",
     "OrderInputs",
     "OrderPlan",
+    "PackPlan",
+    "PackedOrder",
     "SequenceOrder",
     "Spans",
     "blend",

@@ -122,14 +122,21 @@ def check_token_dtype(dtype: np.dtype[Any], name: str) -> None:
         raise DataError(f"{name} holds {dtype}; token ids are integers")
 
 
-def plan_order(order: PlanOf, inputs: OrderInputs, name: str) -> OrderPlan:
+def plan_order(
+    order: PlanOf, inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
+) -> OrderPlan:
     """The plan of a dataset of that name, which must keep to `OrderPlan`."""
     start, stop = check_range(inputs.sequences, inputs.num_sequences)
     if inputs.num_samples is not None:
         check_int("num_samples", inputs.num_samples, 0, MAX_INT64)
     try:
         make = order.of if isinstance(order, type) else order  # type: ignore[attr-defined]
-        plan: OrderPlan = make(inputs)
+        try:
+            plan: OrderPlan = make(inputs, **(options or {}))
+        except TypeError as error:
+            if not options:
+                raise
+            raise ConfigError(f"order_options are {shown(options)}: {error}") from None
         _check_plan(plan, inputs)
     except MillraceError as error:
         raise type(error)(f"{name}, sequences {start} to {stop}: {error}") from None

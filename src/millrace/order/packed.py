@@ -1,0 +1,263 @@
+"""Packs: whole documents in rows of a fixed number of tokens, in a shuffled order of their own.
+
+The documents are shuffled and cut into windows, and each window is packed: best fit, the longest
+first. That is done once; every epoch takes the same packs in another permutation. "Document" is
+Megatron-LM's word here: what is packed are the sequences of the token file.
+"""
+
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from millrace import _native
+from millrace.checks import MAX_INT32, MAX_INT64, check_bool, check_choice, check_int, check_ints
+from millrace.deferred import Deferred, cached_property
+from millrace.errors import ConfigError, DataError
+from millrace.order.order_plans import NOT_IN_KEY, Arrays, Layout, OrderInputs
+from millrace.order.spans import RULES_VERSION, CoreOrder
+from millrace.ragged import even_sizes, spread, starts_of
+
+LONG_DOCUMENTS = ("error", "cut", "split", "drop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackPlan:
+    """The plan of packs of whole documents: an `OrderPlan`, `order: millrace.order:PackPlan`.
+
+    Attributes:
+        capacity: Tokens of a pack: the sequence length, and the extra token if samples have one.
+        num_samples: Number of samples; they count through the epochs.
+        num_packs: Number of packs, which are the samples of one epoch.
+        num_pieces: Number of documents, and of parts of documents that are split, in all packs.
+        num_tokens: Number of tokens in all packs, without padding.
+        num_long: Number of documents that are longer than a pack.
+        num_lost_tokens: Number of tokens of these that no pack has.
+        long_documents: What becomes of documents that are longer than a pack: "error", "cut" (their
+            rest is lost), "split" (into parts that are packed like documents) or "drop".
+        in_order: Whether to pack documents as they are stored, the next pack beginning with the
+            first one that does not fit; else by best fit in windows of the shuffled documents.
+        window_documents, window_packs: Least size of a window: so many documents, or documents
+            worth so many packs if these are more. Larger windows leave less padding.
+        multiple: Number of tokens to whose multiples the trainer pads documents; packs have room
+            for the padding.
+    """
+
+    capacity: int
+    num_samples: int = field(default=0, metadata=NOT_IN_KEY)
+    num_packs: int = field(default=0, metadata=NOT_IN_KEY)
+    num_pieces: int = field(default=0, metadata=NOT_IN_KEY)
+    num_tokens: int = field(default=0, metadata=NOT_IN_KEY)
+    num_long: int = field(default=0, metadata=NOT_IN_KEY)
+    num_lost_tokens: int = field(default=0, metadata=NOT_IN_KEY)
+    long_documents: str = "error"
+    in_order: bool = False
+    window_documents: int = 10_000
+    window_packs: int = 1_000
+    multiple: int = 1
+
+    def __post_init__(self) -> None:
+        check_int("the capacity of packs", self.capacity, 1, MAX_INT32)
+        check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
+        check_bool("in_order", self.in_order)
+        for name in ("window_documents", "window_packs", "multiple"):
+            check_int(name, getattr(self, name), 1, MAX_INT32)
+        if self.capacity % self.multiple != 0:
+            raise ConfigError(
+                f"a pack of {self.capacity} tokens must be a multiple of {self.multiple}"
+            )
+
+    @classmethod
+    def of(cls, inputs: OrderInputs, **options: Any) -> "PackPlan":
+        """The plan of packs of the inputs' sequence length; `options` are those of the class.
+
+        Raises:
+            ConfigError: An option outside its limits, documents that are longer than a pack, or no
+                document at all.
+            DataError: Lengths of more tokens than the token file holds.
+        """
+        capacity = inputs.sequence_length + inputs.add_extra_token
+        plan = cls(capacity=capacity, **options)
+        start, stop = inputs.sequences
+        lengths = inputs.lengths[start:stop]
+        total = int(lengths.sum(dtype=np.int64))
+        if total > inputs.num_tokens or lengths.min(initial=0) < 0:
+            raise DataError(
+                f"the index says {total} tokens, and the .bin holds {inputs.num_tokens}, or a "
+                "length is negative: the index is damaged; write the pair again"
+            )
+        num_long = int(np.count_nonzero(lengths > capacity))
+        if num_long > 0 and plan.long_documents == "error":
+            raise ConfigError(
+                f"{num_long} of {stop - start} documents ({num_long / (stop - start):.2%}) have "
+                f"more than {capacity} tokens, up to {lengths.max()}. Choose longer packs, or "
+                'long_documents "cut", "split" or "drop"'
+            )
+        pieces, sizes = plan._pieces(inputs)
+        if len(pieces) == 0:
+            raise ConfigError("no document can be packed: the split has none with tokens")
+        num_tokens = int(sizes.sum(dtype=np.int64))
+        packs = plan._pack(pieces, sizes, inputs.seed)
+        num_packs = len(packs["pack_index"])
+        plan = replace(
+            plan,
+            num_samples=num_packs if inputs.num_samples is None else inputs.num_samples,
+            num_packs=num_packs,
+            num_pieces=len(packs["piece_index"]),
+            num_tokens=num_tokens,
+            num_long=num_long,
+            num_lost_tokens=total - num_tokens,
+        )
+        vars(plan)["_packs"] = packs  # for `build`: packing is what takes time
+        return plan
+
+    def arrays(self, inputs: OrderInputs) -> Layout:
+        dtype = np.int64 if self.long_documents == "split" and self.num_long > 0 else np.uint32
+        return {
+            "piece_index": (dtype, (self.num_pieces,)),
+            "pack_index": (np.int64, (self.num_packs,)),
+        }
+
+    def build(self, inputs: OrderInputs) -> Arrays:
+        packs: Arrays | None = vars(self).pop("_packs", None)
+        return self._pack(*self._pieces(inputs), inputs.seed) if packs is None else packs
+
+    def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> "PackedOrder":
+        return _order_of(self, inputs, arrays)
+
+    def _pieces(self, inputs: OrderInputs) -> tuple[NDArray[Any], NDArray[np.int32]]:
+        """What is packed, and number of tokens of each.
+
+        A piece is the number of its sequence; with "split", which piece of it stands in the high 32
+        bits. The first pieces of all sequences come first, then the others of each.
+        """
+        start, stop = inputs.sequences
+        lengths = inputs.lengths[start:stop]
+        is_long = lengths > self.capacity
+        sizes: NDArray[np.int32] = np.minimum(lengths, np.int32(self.capacity))
+        if self.long_documents == "drop":
+            sizes[is_long] = 0
+        pieces = np.flatnonzero(sizes)
+        sizes, pieces = sizes[pieces], pieces + start
+        if self.long_documents != "split" or not is_long.any():
+            return pieces.astype(np.uint32), sizes
+        rests = lengths[is_long].astype(np.int64) - self.capacity
+        counts = -(-rests // self.capacity)
+        rows, places = spread(counts)
+        rest_sizes = np.minimum(rests[rows] - places * self.capacity, self.capacity)
+        others = (start + np.flatnonzero(is_long))[rows] | (places + 1) << 32
+        return np.append(pieces, others), np.append(sizes, rest_sizes.astype(np.int32))
+
+    def _pack(self, pieces: NDArray[Any], sizes: NDArray[np.int32], seed: int) -> Arrays:
+        sizes = -(-sizes // self.multiple)
+        num_windows = 1
+        if not self.in_order:
+            tokens = int(sizes.sum(dtype=np.int64)) * self.multiple
+            worth = self.window_packs * self.capacity * len(pieces) // tokens
+            num_windows = max(len(pieces) // max(self.window_documents, worth), 1)
+        packed, ends = np.empty_like(pieces), []
+        for start, stop in pairwise(starts_of(even_sizes(len(pieces), num_windows)).tolist()):
+            places = np.arange(start, stop)
+            if not self.in_order:
+                places = _native.swap_or_not(places, len(pieces), _keys(seed)[0], True)
+            room = self.capacity // self.multiple
+            order, window_ends = _native.pack(sizes[places], room, self.in_order)
+            packed[start:stop] = pieces[places[order]]
+            ends.append(start + window_ends)
+        return {"piece_index": packed, "pack_index": np.concatenate(ends)}
+
+
+class PackedOrder(CoreOrder):
+    """Whole documents in packs, which every epoch takes in another permutation.
+
+    Args:
+        lengths: Number of tokens of each document: integers [documents].
+        capacity: Number of tokens of a pack.
+        seed: Seed of both permutations, of the documents and of the packs of each epoch.
+        num_samples: Number of samples; None: one epoch.
+        options: See `PackPlan`.
+
+    Raises:
+        ConfigError: See `PackPlan.of`.
+
+    Example:
+        >>> order = PackedOrder([5, 3, 8, 2, 6], 8, seed=1)
+        >>> spans = order.spans([0, 1, 2])
+        >>> [part.tolist() for part in np.split(spans.sequences, spans.bounds[1:-1])]
+        [[2], [0, 1], [3, 4]]
+    """
+
+    plan: PackPlan
+    inputs: OrderInputs
+    _arrays: Deferred[Arrays]
+
+    def __init__(
+        self,
+        lengths: ArrayLike,
+        capacity: int,
+        seed: int,
+        *,
+        num_samples: int | None = None,
+        **options: Any,
+    ) -> None:
+        numbers = check_ints("lengths", lengths)
+        if numbers.size > 0:
+            check_int("a length", int(numbers.min()), 0)
+            check_int("a length", int(numbers.max()), 0, MAX_INT32)
+        if num_samples is not None:
+            num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
+        inputs = OrderInputs(
+            num_sequences=len(numbers),
+            num_tokens=int(numbers.sum()),
+            sequences=(0, len(numbers)),
+            num_samples=num_samples,
+            sequence_length=check_int("capacity", capacity, 1, MAX_INT32),
+            add_extra_token=False,
+            drop_last_partial_sequence=True,
+            seed=check_int("seed", seed, 0),
+            load_lengths=partial(np.asarray, numbers, np.int32),
+        )
+        plan = PackPlan.of(inputs, **options)
+        vars(self).update(vars(_order_of(plan, inputs, Deferred.of(plan.build(inputs)))))
+
+    def __len__(self) -> int:
+        return self.plan.num_samples
+
+    @cached_property
+    def core(self) -> _native.Order:
+        plan, arrays = self.plan, self._arrays.value
+        return _native.PackOrder(
+            self.inputs.lengths,
+            arrays["piece_index"],
+            arrays["pack_index"],
+            plan.capacity,
+            plan.num_samples,
+            _keys(self.inputs.seed)[1],
+        )
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """What decides the spans, apart from the lengths: the same for any number of samples."""
+        values = asdict(self.plan)
+        del values["num_samples"]
+        return {
+            "kind": "packs",
+            "rules": RULES_VERSION,
+            "sequences": list(self.inputs.sequences),
+            "seed": self.inputs.seed,
+            **values,
+        }
+
+
+def _order_of(plan: PackPlan, inputs: OrderInputs, arrays: Deferred[Arrays]) -> PackedOrder:
+    order = object.__new__(PackedOrder)
+    vars(order).update(plan=plan, inputs=inputs, _arrays=arrays)
+    return order
+
+
+def _keys(seed: int) -> tuple[int, int]:
+    """The keys of the permutations of the documents and of the packs."""
+    documents, packs = np.random.SeedSequence(seed).generate_state(2, np.uint64).tolist()
+    return documents, packs
