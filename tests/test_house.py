@@ -30,7 +30,7 @@ FLOORS = [
     {"cache", "text"},
     {"encoding"},
     {"samples", "sampling"},
-    {"feed"},
+    {"feed", "outputs"},
     {"engine"},
     {"tokenizing", "shuffling"},
     {"run"},

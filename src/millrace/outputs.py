@@ -1,0 +1,262 @@
+"""Batches of whole documents in the forms that trainers read: functions of the token batch.
+
+They are for packs, whose samples have no extra token: a document has one target less than tokens,
+and no target is a token of another document. `FinishedDataset(dataset, padding_free)` is a dataset
+of such batches for a `Loader`. Names, shapes and dtypes are those of the trainers named below.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from millrace.checks import check_int
+from millrace.errors import ConfigError, DataError
+from millrace.ragged import spread
+from millrace.samples.fields import Batch
+from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
+
+__all__ = [
+    "IGNORED",
+    "FinishedDataset",
+    "count_targets",
+    "document_starts",
+    "mask_blocks",
+    "megatron_packed",
+    "megatron_thd",
+    "padding_free",
+    "torchtitan",
+]
+
+IGNORED = -100
+"""The label of a token that is not trained on, of PyTorch's cross entropy."""
+
+
+class FinishedDataset:
+    """A dataset whose batches a function makes of the token batches of another one.
+
+    Args:
+        dataset: A dataset with a method `tokens`.
+        output: Function from a `TokenBatch` to the arrays of a batch by name, such as
+            `padding_free`, or `functools.partial(megatron_thd, multiple=8)`.
+    """
+
+    def __init__(self, dataset: Any, output: Callable[[TokenBatch], Mapping[str, Any]]) -> None:
+        self.dataset, self.output = dataset, output
+
+    @property
+    def prefix(self) -> str:
+        return str(getattr(self.dataset, "prefix", type(self.dataset).__name__))
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batch(self, sample_numbers: ArrayLike) -> Batch:
+        """What the function makes of the samples of these numbers."""
+        return dict(self.output(self.dataset.tokens(sample_numbers)))
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """That of the dataset: the form of a batch does not decide which tokens it has."""
+        return fingerprint_of(self.dataset, consumed_samples)
+
+
+class _Documents(NamedTuple):
+    """The documents of a token batch, and their tokens as rows of the arrays of a trainer."""
+
+    tokens: Numbers
+    labels: Numbers  # the next token; IGNORED at the end of a document, or where it is not trained
+    positions: Numbers
+    starts: Numbers
+    lengths: Numbers
+    samples: Numbers  # of each document
+
+
+def _documents(batch: TokenBatch) -> _Documents:
+    if batch.part_starts is None:
+        raise ConfigError("the documents of the samples are not known: give the dataset an order")
+    tokens, starts, lengths = batch.tokens.astype(np.int64), batch.part_starts, batch.part_counts
+    trained = np.ones(len(tokens), np.bool_) if batch.trained is None else batch.trained
+    labels = np.where(trained, tokens, IGNORED)
+    labels[starts] = IGNORED  # no token comes before the first one of a document
+    labels = np.append(labels[1:], IGNORED)[: len(tokens)]
+    _, positions = spread(lengths)
+    samples, _ = spread(np.diff(batch.part_bounds))
+    return _Documents(tokens, labels, positions, starts, lengths, samples)
+
+
+def count_targets(batch: TokenBatch) -> int:
+    """The number of tokens that a batch trains on."""
+    return int(np.count_nonzero(_documents(batch).labels != IGNORED))
+
+
+def padding_free(batch: TokenBatch) -> dict[str, Any]:
+    """One row for `transformers` and TRL, with FlashAttention's arguments.
+
+    Returns:
+        input_ids, labels (not shifted: the model does that) and position_ids, int64 [1, tokens];
+        cu_seq_lens_q and cu_seq_lens_k, int32 [documents + 1]; max_length_q and max_length_k, ints;
+        seq_idx, the document of each token, int32 [1, tokens]. There is no attention_mask, which
+        would make FlashAttention ignore the rest.
+    """
+    one = _documents(batch)
+    labels = np.append(IGNORED, one.labels[:-1])[: len(one.tokens)]
+    edges = np.append(one.starts, len(one.tokens)).astype(np.int32)
+    longest = int(one.lengths.max(initial=0))
+    numbers, _ = spread(one.lengths)
+    return {
+        "input_ids": one.tokens[None],
+        "labels": labels[None],
+        "position_ids": one.positions[None],
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), edges),
+        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
+        "seq_idx": numbers.astype(np.int32)[None],
+    }
+
+
+def megatron_packed(batch: TokenBatch, *, sequence_length: int, pad_token: int = 0) -> Batch:
+    """Rows for Megatron-LM's SFT and its inter-document masking.
+
+    Padding belongs to the last document of its row.
+
+    Returns:
+        tokens, labels and position_ids, int64 [batch, sequence_length]; loss_mask, float32, 0 where
+        the label, then 0, is of no document; cu_seqlens, int32 [batch, sequence_length + 1], filled
+        up with sequence_length; max_seqlen, int32 [batch].
+    """
+    one = _documents(batch)
+    num_rows = len(batch)
+    rows, places = spread(batch.sizes)
+    if batch.sizes.max(initial=0) > sequence_length:
+        raise DataError(f"a sample has {batch.sizes.max()} tokens; rows have {sequence_length}")
+    arrays: Batch = {
+        "tokens": np.full((num_rows, sequence_length), pad_token, np.int64),
+        "labels": np.zeros((num_rows, sequence_length), np.int64),
+        "position_ids": np.zeros((num_rows, sequence_length), np.int64),
+        "loss_mask": np.zeros((num_rows, sequence_length), np.float32),
+    }
+    is_target = one.labels != IGNORED
+    arrays["tokens"][rows, places] = one.tokens
+    arrays["labels"][rows, places] = np.where(is_target, one.labels, 0)
+    arrays["loss_mask"][rows, places] = is_target
+    edges = np.full((num_rows, sequence_length + 1), sequence_length, np.int32)
+    firsts = one.starts - (batch.ends - batch.sizes)[one.samples]  # in their rows
+    in_row = np.arange(len(firsts)) - batch.part_bounds[one.samples]
+    edges[one.samples, in_row] = firsts
+    edges[batch.sizes == 0, 0] = 0
+    marks = np.zeros((num_rows, sequence_length), np.int64)
+    marks[one.samples, firsts] = firsts
+    starts = np.maximum.accumulate(marks, axis=1)
+    arrays["position_ids"][:] = np.arange(sequence_length) - starts
+    longest = np.diff(edges, axis=1).max(axis=1, initial=0).astype(np.int32)
+    return {**arrays, "cu_seqlens": edges, "max_seqlen": longest}
+
+
+def megatron_thd(batch: TokenBatch, *, multiple: int = 1, pad_token: int = 0) -> dict[str, Any]:
+    """One row for Megatron-LM's and Transformer Engine's "thd" format, each document padded.
+
+    Args:
+        batch: The token batch.
+        multiple: Number of tokens to whose multiples documents are padded: 2 * context parallel
+            size, times the tensor parallel size with sequence parallelism.
+        pad_token: Token of the padding.
+
+    Returns:
+        tokens, labels and position_ids, int64 [tokens]; loss_mask, float32 [tokens]; cu_seqlens and
+        cu_seqlens_padded, int32 [documents + 1], of the documents without and with padding;
+        max_seqlen, an int, of the padded ones; padding_mask, bool [1, tokens], true in padding.
+    """
+    check_int("multiple", multiple, 1)
+    one = _documents(batch)
+    padded = -(-one.lengths // multiple) * multiple
+    edges, padded_edges = (np.append(0, np.cumsum(counts)) for counts in (one.lengths, padded))
+    documents, positions = spread(padded)
+    is_padding = positions >= one.lengths[documents]
+    take = np.minimum(one.starts[documents] + positions, len(one.tokens) - 1)
+    labels = np.where(is_padding, IGNORED, one.labels[take])
+    return {
+        "tokens": np.where(is_padding, pad_token, one.tokens[take]),
+        "labels": np.where(labels == IGNORED, 0, labels),
+        "loss_mask": (labels != IGNORED).astype(np.float32),
+        "position_ids": positions,
+        "cu_seqlens": edges.astype(np.int32),
+        "cu_seqlens_padded": padded_edges.astype(np.int32),
+        "max_seqlen": int(padded.max(initial=0)),
+        "padding_mask": is_padding[None],
+    }
+
+
+def torchtitan(batch: TokenBatch, *, sequence_length: int) -> dict[str, Any]:
+    """Rows for torchtitan: each document without its last token, which is only a label.
+
+    Returns:
+        input and positions, int64 [batch, sequence_length], and labels with IGNORED. Positions
+        restart at each document; the padding, of token 0, is one more document.
+    """
+    one = _documents(batch)
+    is_last = np.zeros(len(one.tokens), np.bool_)
+    is_last[one.starts + one.lengths - 1] = True
+    keep = ~is_last
+    samples, _ = spread(batch.sizes)
+    rows, places = spread(np.bincount(samples[keep], minlength=len(batch)))
+    if places.max(initial=-1) >= sequence_length:
+        raise DataError(f"a sample has {places.max() + 1} inputs; rows have {sequence_length}")
+    inputs = np.zeros((len(batch), sequence_length), np.int64)
+    labels = np.full_like(inputs, IGNORED)
+    sizes = np.bincount(rows, minlength=len(batch))
+    positions = np.arange(sequence_length) - sizes[:, None]  # of the padding
+    inputs[rows, places] = one.tokens[keep]
+    labels[rows, places] = one.labels[keep]
+    positions[rows, places] = one.positions[keep]
+    return {"input": inputs, "positions": positions, "labels": labels}
+
+
+def document_starts(batch: TokenBatch, *, sequence_length: int) -> Batch:
+    """What masks of flex attention need.
+
+    Returns:
+        document_ids, the document of each token in its row, and starts, the first token of that
+        document, both int32 [batch, sequence_length]; padding is a document of its own.
+    """
+    one = _documents(batch)
+    firsts = one.starts - (batch.ends - batch.sizes)[one.samples]
+    has_padding = np.flatnonzero(batch.sizes < sequence_length)
+    rows = np.concatenate((one.samples, has_padding))
+    firsts = np.concatenate((firsts, batch.sizes[has_padding]))
+    ids, starts = np.zeros((2, len(batch), sequence_length), np.int32)
+    ids[rows, firsts] = firsts > 0
+    starts[rows, firsts] = firsts
+    return {
+        "document_ids": np.cumsum(ids, axis=1, dtype=np.int32),
+        "starts": np.maximum.accumulate(starts, axis=1),
+    }
+
+
+def mask_blocks(starts: NDArray[np.int32], block_size: int = 128) -> Batch:
+    """The blocks of flex attention's causal mask within documents, from `document_starts`.
+
+    A query block sees the key blocks from the first token of its first document on. A block is full
+    if its queries all see all its keys; the others are masked token by token. Equal to
+    `torch.nn.attention.flex_attention.create_block_mask`, at the cost of its blocks.
+
+    Returns:
+        kv_num_blocks and full_kv_num_blocks [batch, 1, blocks], kv_indices and full_kv_indices
+        [batch, 1, blocks, blocks], int32, as `BlockMask.from_kv_blocks` takes them; the blocks that
+        are not counted follow in ascending order.
+    """
+    num_rows, length = starts.shape
+    if length % block_size != 0:
+        raise ConfigError(f"rows of {length} tokens must be a multiple of {block_size}")
+    size = length // block_size
+    blocks = starts.reshape(num_rows, size, block_size)
+    queries, keys = np.arange(size)[:, None], np.arange(size)
+    # Starts ascend, so a block's first query sees the furthest back, and its last one the least.
+    first_seen = blocks[:, :, 0, None] // block_size
+    is_seen = (keys >= first_seen) & (keys <= queries)
+    is_full = (blocks[:, :, -1, None] <= keys * block_size) & (keys < queries)
+    answer: Batch = {}
+    for prefix, marks in (("", is_seen & ~is_full), ("full_", is_full)):
+        order = np.argsort(~marks, axis=-1, kind="stable").astype(np.int32)
+        answer[f"{prefix}kv_num_blocks"] = marks.sum(axis=-1, dtype=np.int32)[:, None]
+        answer[f"{prefix}kv_indices"] = order[:, None]
+    return answer
