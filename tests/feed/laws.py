@@ -53,7 +53,7 @@ from millrace.feed import (
     ShardedDataset,
     TransformedDataset,
 )
-from millrace.order import Spans
+from millrace.order import PackedOrder, Spans
 from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import ALL_FIELDS, FIELDS, TOKEN_DTYPES
 from tests.conftest import write_documents
@@ -130,6 +130,13 @@ def shards(**options: Any) -> ShardedDataset:
     return ShardedDataset(folder() / "shards", **options)
 
 
+def packs() -> GPTDataset:
+    data = IndexedDataset(folder() / "a")
+    order = PackedOrder(data.sequence_lengths, 48, 3, num_samples=130, long_documents="split")
+    options: Any = {"sequence_length": 48, "add_extra_token": False, "boundaries": "documents"}
+    return GPTDataset(data, order=order, **options)
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     "gpt": lambda: gpt("a", seed=5, num_samples=150),
     "masked": lambda: gpt("b", seed=6, eod_token=7, reset_position_ids=True, eod_mask_loss=True),
@@ -141,6 +148,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
         [dataset_of(kind) for kind in ("inner blend", "file", "python order")]
     ),
     "transformed": lambda: TransformedDataset(gpt("b", seed=9, eod_token=7), TRANSFORMS),
+    "packs": packs,
     "own": Squares,
     "sharded": lambda: shards(eod_token=7, reset_position_ids=True, access="file"),
     "blend with shards": lambda: BlendedDataset(

@@ -4,6 +4,7 @@ A sampler's answers are pure functions of `consumed_samples`, the number of samp
 have consumed before the step.
 """
 
+from millrace.sampling.balanced import BalancedSampler, DocumentCosts, imbalance, least_imbalance
 from millrace.sampling.samplers import (
     CyclicSampler,
     FullValidationSampler,
@@ -14,11 +15,15 @@ from millrace.sampling.samplers import (
 from millrace.sampling.schedules import BatchSizeSchedule, RampUp
 
 __all__ = [
+    "BalancedSampler",
     "BatchSizeSchedule",
     "CyclicSampler",
+    "DocumentCosts",
     "FullValidationSampler",
     "GlobalBatchSampler",
     "RampUp",
     "Sampler",
     "SequentialSampler",
+    "imbalance",
+    "least_imbalance",
 ]
