@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millrace import DatasetConfig, build_datasets
-from millrace.order import GPTPlan, OrderInputs
+from millrace.order import GPTPlan, OrderInputs, PackPlan
 from millrace.run.build import set_key
 from millrace.run.config import NOT_IN_KEY
 from millrace.run.plan import SplitPlan, plan_run
@@ -45,6 +45,7 @@ OTHERS: dict[str, Any] = {
     "num_threads": 2,
     "any_tokenizer": True,
     "order": GPTPlan,
+    "order_options": {"window_packs": 3},
 }
 NEEDED: dict[str, dict[str, Any]] = {
     "blend": {"blend_per_split": None, "split": "1,1,1"},
@@ -52,6 +53,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "reset_position_ids": {"eod_token": 7},
     "eod_mask_loss": {"eod_token": 7},
     "trust_cache": {"cache": "cache"},
+    "order_options": {"order": PackPlan},
 }
 
 

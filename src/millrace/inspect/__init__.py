@@ -8,14 +8,19 @@ from millrace.inspect.description import (
     format_description,
     format_shards,
 )
+from millrace.inspect.packs import PackDescription, describe_packs, format_packs, packs_svg
 from millrace.inspect.shares import shares_svg
 
 __all__ = [
     "Description",
+    "PackDescription",
     "ShardsDescription",
     "describe",
+    "describe_packs",
     "describe_shards",
     "format_description",
+    "format_packs",
     "format_shards",
+    "packs_svg",
     "shares_svg",
 ]

@@ -1,7 +1,7 @@
 """A picture of the domains' shares along the output of a global shuffle, as SVG."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
@@ -13,6 +13,7 @@ from millrace.shuffling.permutations import Parts
 
 _WIDTH, _LEFT, _RIGHT = 900, 70, 670  # pixels: of the picture, and the ends of its plot
 _TITLE, _PLOT, _FOOT = 64, 220, 40
+_HEIGHT = _TITLE + _PLOT + _FOOT
 _INK = "#222"
 _COLOURS = "#3b6fb5 #e08a2b #4f9d5b #c1483f #8363b0 #8c6248 #d681b6 #5f7f8f #b0aa37 #3aa7b5".split()
 _ALL_COLOURS = [*_COLOURS, "#b8b8b8"]  # the last: domains without their own
@@ -31,22 +32,41 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
             "`millrace shuffle` writes one"
         )
     bands = _bands(parts_of(metadata, name, "windows"))
-    height = _TITLE + _PLOT + _FOOT
     item = "documents" if metadata.has_documents else "sequences"
     title = f"{metadata.num_items:,} {item} in {metadata.num_shards:,} shards"
     title = f"{name + ': ' if name else ''}{title}, {len(bands.counts)} windows"
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 '
-        f'0 {_WIDTH} {height}" font-family="sans-serif" font-size="13" fill="{_INK}">',
-        _shape("rect", width=_WIDTH, height=height, fill="#fff"),
-        _text(_LEFT, 24, "Shares of the domains along the output", size=17),
-        _text(_LEFT, 46, title),
-        *_shares(bands),
-        *_legend(bands),
-        _text(_LEFT, height - 12, "first item"),
-        _text(_RIGHT, height - 12, "last item", anchor="end"),
+    ends = (
+        text(_LEFT, _HEIGHT - 12, "first item"),
+        text(_RIGHT, _HEIGHT - 12, "last item", anchor="end"),
+    )
+    lines = [*_shares(bands), *_legend(bands), *ends]
+    return picture("Shares of the domains along the output", title, lines)
+
+
+def picture(title: str, about: str, lines: Sequence[str]) -> str:
+    """An SVG with a title, a line below it, and shapes."""
+    start = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 '
+        f'0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="13" fill="{_INK}">',
+        _shape("rect", width=_WIDTH, height=_HEIGHT, fill="#fff"),
+        text(_LEFT, 24, title, size=17),
+        text(_LEFT, 46, about),
     ]
-    return "\n".join([*lines, "</svg>", ""])
+    return "\n".join([*start, *lines, "</svg>", ""])
+
+
+def polyline(row: int, name: str, values: Sequence[float]) -> list[str]:
+    """A line through values from 0 to 1 along the plot, and its entry of the legend."""
+    places = np.linspace(_LEFT, _RIGHT, max(len(values), 2))
+    points = [
+        f"{x:.1f} {_TITLE + _PLOT * (1 - y):.1f}" for x, y in zip(places, values, strict=False)
+    ]
+    colour, y = _COLOURS[row], _TITLE + 12 + 20 * row
+    return [
+        _shape("path", d="M" + "L".join(points), fill="none", stroke=colour),
+        _shape("rect", x=_RIGHT + 16, y=y - 10, width=12, height=12, fill=colour),
+        text(_RIGHT + 34, y, name),
+    ]
 
 
 def _shape(name: str, **attributes: float | str) -> str:
@@ -56,8 +76,8 @@ def _shape(name: str, **attributes: float | str) -> str:
     return f"<{name} {text}/>"
 
 
-def _text(x: float, y: float, text: str, *, size: int = 13, anchor: str = "start") -> str:
-    """A line of text, whose start, or `anchor`, is at x."""
+def text(x: float, y: float, text: str, *, size: int = 13, anchor: str = "start") -> str:
+    """A line of text; `anchor` says which end of it is at x."""
     text = "".join(one if one.isprintable() else "?" for one in text)  # else it may not be XML
     place = f'x="{x:.0f}" y="{y:.0f}" font-size="{size}" text-anchor="{anchor}"'
     return f"<text {place}>{escape(text)}</text>"
@@ -84,7 +104,7 @@ def _shares(bands: Parts) -> Iterator[str]:
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = bottom - _PLOT * share
         yield _shape("path", d=f"M{_LEFT - 4} {y:.1f}H{_LEFT}", stroke=_INK)
-        yield _text(_LEFT - 8, y + 4, f"{share:.0%}", anchor="end")
+        yield text(_LEFT - 8, y + 4, f"{share:.0%}", anchor="end")
     expected = np.cumsum(bands.totals)[:-1] / bands.totals.sum()
     for y in (bottom - _PLOT * expected).tolist():
         yield _shape("path", d=f"M{_LEFT} {y:.1f}H{_RIGHT}", stroke="#fff", stroke_dasharray="4 4")
@@ -97,4 +117,4 @@ def _legend(bands: Parts) -> Iterator[str]:
         x, y = _RIGHT + 16, _TITLE + 12 + 20 * (len(shares) - 1 - row)  # as in the plot: upwards
         label = name if len(name) <= 20 else f"{name[:19]}…"
         yield _shape("rect", x=x, y=y - 10, width=12, height=12, fill=colour)
-        yield _text(x + 18, y, f"{label} {share:.2%}")
+        yield text(x + 18, y, f"{label} {share:.2%}")

@@ -135,7 +135,10 @@ _READERS: dict[str, Reader | None] = {
     "split": _shares,
     **dict.fromkeys(("num_samples", "rampup_batch_size"), _three),
     "mid_level_dataset_surplus": functools.partial(_number, kind=float),
-    **dict.fromkeys(("order", *_UNKNOWN_COUNTS), None),  # taken as they are
+    "add_extra_token": check_bool,
+    **dict.fromkeys(
+        ("order", "order_options", "boundaries", *_UNKNOWN_COUNTS), None
+    ),  # taken as they are
 }
 
 _FIELDS = {
@@ -144,14 +147,14 @@ _FIELDS = {
     "dataloader_fast_cache_load": "trust_cache",
     "num_dataset_builder_threads": "num_threads",
     "mid_level_dataset_surplus": "surplus",
-    **{name: name for name in ("seed", "order", "any_tokenizer", "full_validation")},
-    "multiple_validation_sets": "multiple_validation_sets",
+    **{name: name for name in ("seed", "order", "order_options", "add_extra_token", "boundaries")},
+    **{name: name for name in ("any_tokenizer", "full_validation", "multiple_validation_sets")},
 }
 """The fields of a configuration by the argument of the same value."""
 
 NAMES = tuple(_READERS)
-"""The arguments that concern data. Three are millrace's own: `num_samples` (train, valid, test),
-`any_tokenizer` and `order`."""
+"""The arguments that concern data. Millrace's own are `num_samples` (train, valid, test),
+`any_tokenizer`, `order`, `order_options`, `add_extra_token` and `boundaries`."""
 
 
 def _read(name: str, value: Any) -> Any:

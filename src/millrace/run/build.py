@@ -221,6 +221,8 @@ def set_key(config: DatasetConfig, split: SplitPlan) -> dict[str, Any]:
     }
     if config.order is not None:
         key["order"] = name_of_order(config.order)
+        if config.order_options:
+            key["order_options"] = dict(config.order_options)
         key["inputs"] = [[one.num_samples, one.drop_last_partial_sequence] for one in inputs]
     return key
 

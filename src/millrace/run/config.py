@@ -65,6 +65,7 @@ class DatasetConfig:
             are compared when a plan is made, not when one is found in the cache.
         order: Another order than Megatron-LM's: a class (see `OrderPlan`), a function that returns
             the plan of `OrderInputs`, or the name of one, "package.module:name".
+        order_options: Keyword arguments for that order's plan, plain JSON values.
 
     Raises:
         ConfigError: Options outside their limits, or that do not go together.
@@ -92,6 +93,7 @@ class DatasetConfig:
     num_threads: int = 1
     any_tokenizer: bool = False
     order: PlanOf | str | None = None
+    order_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         per_split = self.blend_per_split
@@ -117,6 +119,7 @@ class DatasetConfig:
             blend_per_split=None if per_split is None else blends,
             split=split,
             order=_checked_order(self.order, is_cached=self.cache is not None),
+            order_options=self._checked_order_options(),
         )
 
     def _check_options(self) -> None:
@@ -144,6 +147,18 @@ class DatasetConfig:
             raise ConfigError(f"num_samples[1] is {size}: with full_validation it must be None")
         if self.multiple_validation_sets and self.blend_per_split is None:
             raise ConfigError("multiple_validation_sets needs a blend_per_split")
+
+    def _checked_order_options(self) -> dict[str, Any] | None:
+        options = self.order_options
+        if not options:
+            return None
+        if not isinstance(options, Mapping) or self.order is None:
+            why = "must be keyword arguments of another order"
+            raise ConfigError(f"order_options {why}, not {shown(options)}")
+        plain = json.loads(json.dumps(dict(options), default=str))
+        if plain != options:
+            raise ConfigError(f"order_options must be plain JSON values, not {shown(options)}")
+        return dict(options)
 
     def _checked_blend(self, number: int) -> Blend | None:
         """The blend of a split as plain JSON values."""
@@ -184,6 +199,8 @@ class DatasetConfig:
         names = [field.name for field in dataclasses.fields(self) if field.name not in NOT_IN_KEY]
         if self.order is None:  # as in keys from before there were others
             names.remove("order")
+        if self.order_options is None:
+            names.remove("order_options")
         values = {name: getattr(self, name) for name in names}
         key: dict[str, Any] = json.loads(json.dumps(values, default=name_of_order))
         return key

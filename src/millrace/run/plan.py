@@ -175,12 +175,12 @@ def _plan_dataset(
         seed=config.seed,
         load_lengths=file.sequence_lengths,
     )
-    make = config.plan_of
+    make, options = config.plan_of, config.order_options or {}
     if entries is None:
         check_token_dtype(file.dataset.dtype, file.prefix)
-        order = plan_order(make, inputs, file.prefix)
+        order = plan_order(make, inputs, file.prefix, options)
     else:
-        order = make(**entries) if isinstance(make, type) else make(inputs)
+        order = make(**entries) if isinstance(make, type) else make(inputs, **options)
         if not isinstance(make, type) and entries_of(order) != entries:
             raise ValueError(f"the plan was {entries}, and is {order}")
     return DatasetPlan(file=file, inputs=inputs, order=order)

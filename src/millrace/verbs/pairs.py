@@ -14,6 +14,7 @@ from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
 from millrace.option_class import check_options, option
+from millrace.run.arguments import config_from, read_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
 from millrace.store import IndexedDataset, verify
@@ -38,7 +39,10 @@ class ShardOptions:
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(ShardOptions):
     prefix: str = option(
-        "path prefix of a token file, or folder of a shuffle", flags="prefix", metavar="PREFIX"
+        "path prefix of a token file, folder of a shuffle, or YAML or TOML file of a run that "
+        "packs documents",
+        flags="prefix",
+        metavar="PREFIX",
     )
     tokenizer: str | None = option("tokenizer file or folder to decode with", None, metavar="FILE")
     tiktoken_pattern: str | None = option(
@@ -46,8 +50,13 @@ class InspectOptions(ShardOptions):
     )
     document: int = option("document number", 0)
     svg: str | None = option(
-        "write a picture of the domains' shares along the output of a shuffle", None, metavar="FILE"
+        "write a picture: of a shuffle the domains' shares along the output, of a run the work of "
+        "its ranks",
+        None,
+        metavar="FILE",
     )
+    ranks: int = option("of a run: data-parallel ranks that share a global batch", 8, least=1)
+    micro_batches: int = option("of a run: packs of a rank in a global batch", 4, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,16 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
     folder, decoder, number = options.prefix, None, options.document
     if options.tokenizer is not None:
         decoder = Tokenizer(options.tokenizer, tiktoken_pattern=options.tiktoken_pattern)
+    if folder.endswith((".yaml", ".yml", ".toml")):
+        packs = inspect.describe_packs(
+            config_from(read_arguments(folder)),
+            ranks=options.ranks,
+            micro_batches=options.micro_batches,
+        )
+        if options.svg is not None:
+            with atomic_file(options.svg) as file:
+                file.write(inspect.packs_svg(packs, folder).encode())
+        return json_text(packs) if as_json else inspect.format_packs(packs)
     if is_shards_folder(folder):
         shards = inspect.describe_shards(
             folder, dtype=options.dtype, tokenizer=decoder, document=number
@@ -136,7 +155,8 @@ VERBS = (
         "Describes a token file, or the output folder of a shuffle. Prints counts, dtype and "
         "lengths, and the head and tail of a document, and where it came from. With a tokenizer, "
         "the document is decoded. Of a shuffle, prints the shards, the domains and how evenly "
-        "they are spread.",
+        "they are spread. Of a run that packs documents, prints how full the packs are, and how "
+        "even the work of the ranks is.",
     ),
     Verb(
         "verify",

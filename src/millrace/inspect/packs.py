@@ -1,0 +1,124 @@
+"""What the packs of a run hold, and how even the work of the ranks is: as a table and a picture."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace import _native
+from millrace.checks import check_int, printable, text_table
+from millrace.errors import ConfigError
+from millrace.inspect.shares import picture, polyline, text
+from millrace.order.packed import PackedOrder
+from millrace.run.build import build_run
+from millrace.run.config import DatasetConfig
+from millrace.sampling import DocumentCosts, imbalance, least_imbalance
+
+_MOST_BATCHES = 200  # global batches that are dealt: the first of an epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackDescription:
+    """The packs of one dataset of a run in numbers.
+
+    Attributes:
+        split: "train", "valid" or "test".
+        prefix: Path prefix of the token file.
+        plan: What is known of the packs, as in `millrace.order.PackPlan`.
+        fill: Share of the packs' tokens that documents take.
+        drawn, dealt, least: Of some global batches, the work of the dearest rank over the mean: as
+            the packs are drawn, as a `BalancedSampler` deals them, and at least for any deal.
+    """
+
+    split: str
+    prefix: str
+    plan: dict[str, Any]
+    fill: float
+    drawn: list[float]
+    dealt: list[float]
+    least: list[float]
+
+
+def describe_packs(
+    config: DatasetConfig, *, ranks: int = 8, micro_batches: int = 4
+) -> list[PackDescription]:
+    """The packs of each dataset of a run, which are built if they are not in its cache.
+
+    Args:
+        config: Configuration of a run whose order packs documents.
+        ranks: Number of data-parallel ranks that a global batch is dealt to.
+        micro_batches: Number of packs of each rank in a global batch.
+
+    Raises:
+        ConfigError: A run with another order, or a number below 1.
+    """
+    ranks, share = check_int("ranks", ranks, 1), check_int("micro_batches", micro_batches, 1)
+    plan, datasets = build_run(config)
+    descriptions = []
+    for split, found in zip(plan.present_splits, filter(None, datasets), strict=True):
+        each = found if isinstance(found, list) else getattr(found, "datasets", [found])
+        for dataset in each:
+            if not isinstance(dataset.order, PackedOrder):
+                raise ConfigError(
+                    f"the order of {dataset.prefix} packs no documents: name "
+                    "order: millrace.order:PackPlan in the run, or inspect its token files"
+                )
+            descriptions.append(_describe(split.name, dataset, ranks, share))
+    return descriptions
+
+
+def _describe(split: str, dataset: Any, ranks: int, share: int) -> PackDescription:
+    plan, size = dataset.order.plan, ranks * share
+    num_batches = min(_MOST_BATCHES, min(plan.num_packs, len(dataset)) // size)
+    costs = DocumentCosts(spans=dataset.spans, multiple=plan.multiple)(
+        np.arange(num_batches * size)
+    ).reshape(num_batches, size)
+    return PackDescription(
+        split=split,
+        prefix=dataset.prefix,
+        plan=asdict(plan),
+        fill=plan.num_tokens / (plan.num_packs * plan.capacity),
+        drawn=[imbalance(batch, ranks) for batch in costs],
+        dealt=[imbalance(batch[_native.deal(batch, ranks)], ranks) for batch in costs],
+        least=[least_imbalance(batch, ranks) for batch in costs],
+    )
+
+
+def format_packs(descriptions: Sequence[PackDescription]) -> str:
+    """The packs as a table for people, and below it what was lost."""
+    rows = ["dataset packs documents docs/pack fill drawn dealt least".split()]
+    lost = []
+    for one in descriptions:
+        plan, name = one.plan, f"{one.split}: {printable(one.prefix)}"
+        counts = f"{plan['num_packs']:,}", f"{plan['num_pieces']:,}"
+        mean = f"{plan['num_pieces'] / plan['num_packs']:.1f}"
+        parts = one.drawn, one.dealt, one.least
+        ends = [f"{np.mean(part):.3f}" if part else "-" for part in parts]
+        rows.append([name, *counts, mean, f"{one.fill:.2%}", *ends])
+        if plan["num_long"]:
+            lost.append(
+                f"{name}: {plan['num_long']:,} documents longer than {plan['capacity']:,} tokens "
+                f"({plan['long_documents']}), {plan['num_lost_tokens']:,} tokens lost"
+            )
+    note = "drawn, dealt, least: work of the dearest rank over the mean, in the mean of batches"
+    return "\n".join([*text_table(rows), note, *lost])
+
+
+def packs_svg(descriptions: Sequence[PackDescription], title: str = "") -> str:
+    """An SVG of the work of the dearest rank over the mean, batch by batch, of the first dataset
+    that fills a global batch: as drawn, as dealt, and the least of any deal."""
+    one = next((one for one in descriptions if one.drawn), None)
+    if one is None:
+        raise ConfigError("no dataset has enough packs for a global batch of all ranks")
+    curves = {"as drawn": one.drawn, "as dealt": one.dealt, "least": one.least}
+    most = max(*one.drawn, 1.01)
+    lines = []
+    for row, (name, values) in enumerate(curves.items()):
+        lines += polyline(row, name, [(value - 1) / (most - 1) for value in values])
+    scale = [
+        text(62, 284 - 220 * part, f"{1 + part * (most - 1):.2f}", anchor="end")
+        for part in (0, 0.5, 1)
+    ]
+    about = f"{title + ': ' if title else ''}{one.prefix}, {len(one.drawn)} global batches"
+    return picture("Work of the dearest rank over the mean", about, [*lines, *scale])
