@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 import millrace
+from millrace.order import PackedOrder
 
-VOCABULARY, SEQUENCE_LENGTH, GLOBAL_BATCH = 50, 16, 8
+VOCABULARY, SEQUENCE_LENGTH, PACK_LENGTH, GLOBAL_BATCH = 50, 16, 64, 8
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -29,7 +30,28 @@ def arguments(description: str) -> argparse.Namespace:
 
 
 def make_dataset(options: argparse.Namespace) -> millrace.GPTDataset:
-    """Samples of random documents; rank 0 writes the token file, and the others wait for it."""
+    """Samples of random documents."""
+    return millrace.GPTDataset(
+        make_token_file(options), sequence_length=SEQUENCE_LENGTH, seed=3, num_samples=400
+    )
+
+
+def make_packs(options: argparse.Namespace) -> millrace.GPTDataset:
+    """Packs of whole documents; longer ones are split."""
+    data = make_token_file(options)
+    lengths = data.sequence_lengths
+    order = PackedOrder(lengths, PACK_LENGTH, 3, num_samples=400, long_documents="split")
+    return millrace.GPTDataset(
+        data,
+        sequence_length=PACK_LENGTH,
+        add_extra_token=False,
+        order=order,
+        boundaries="documents",
+    )
+
+
+def make_token_file(options: argparse.Namespace) -> millrace.IndexedDataset:
+    """Random documents; rank 0 writes the token file, and the others wait for it."""
     prefix, index = options.folder / "text", options.folder / "text.idx"
     if options.rank == 0 and not index.exists():
         random = np.random.default_rng(7)
@@ -38,9 +60,7 @@ def make_dataset(options: argparse.Namespace) -> millrace.GPTDataset:
                 builder.add_document(random.integers(0, VOCABULARY, length))
     while not index.exists():
         time.sleep(0.05)
-    return millrace.GPTDataset(
-        millrace.IndexedDataset(prefix), sequence_length=SEQUENCE_LENGTH, seed=3, num_samples=400
-    )
+    return millrace.IndexedDataset(prefix)
 
 
 def log(options: argparse.Namespace, step: int, loss: float) -> None:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 import torch
-from tiny_data import GLOBAL_BATCH, SEQUENCE_LENGTH, VOCABULARY
+from tiny_data import GLOBAL_BATCH, PACK_LENGTH, VOCABULARY
 from torch import distributed, nn
 
 WIDTH = 16
@@ -30,7 +30,7 @@ class TinyGPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(SEQUENCE_LENGTH, WIDTH)
+        self.positions = nn.Embedding(PACK_LENGTH, WIDTH)
         self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
@@ -38,18 +38,26 @@ class TinyGPT(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.double()
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        document_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits; with document ids, no token sees those of another document."""
         x = self.embedding(tokens) + self.positions(position_ids)
         query, key, value = self.query_key_value(x).chunk(3, dim=-1)
         scores = query @ key.transpose(-1, -2) / WIDTH**0.5
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        x = x + scores.masked_fill(future, float("-inf")).softmax(-1) @ value
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        if document_ids is not None:
+            hidden = hidden | (document_ids[:, :, None] != document_ids[:, None, :])
+        x = x + scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
         return self.head(x + self.mlp(x))
 
 
 def sample_losses(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The mean loss of each sample: [batch]."""
-    logits = model(batch["tokens"], batch["position_ids"])
+    logits = model(batch["tokens"], batch["position_ids"], batch.get("document_ids"))
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
     return (losses * batch["loss_mask"]).sum(1) / batch["loss_mask"].sum(1)
 

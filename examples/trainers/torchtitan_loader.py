@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import tiny_data
 import tiny_gpt
-import torch
 from torch import distributed
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
@@ -27,27 +26,36 @@ def inputs_and_labels(batch):
     return {"input": tensors["tokens"], "positions": tensors["position_ids"]}, labels
 
 
+def document_ids(positions):
+    """As torchtitan's masks tell documents apart: a position 0 begins one."""
+    return (positions == 0).cumsum(1)
+
+
 class MillraceDataLoader(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         seed: int = 3
         num_samples: int = 400
 
+    transform = staticmethod(inputs_and_labels)
+
     def __init__(self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, **_):
-        dataset = millrace.GPTDataset(
+        self.loader = millrace.Loader(
+            self.dataset(config, seq_len),
+            micro_batch_size=local_batch_size,
+            data_parallel_rank=dp_rank,
+            data_parallel_size=dp_world_size,
+            transform=self.transform,
+        )
+        self.state = CheckpointState(self.loader)
+
+    def dataset(self, config, seq_len):
+        return millrace.GPTDataset(
             millrace.IndexedDataset(config.dataset_path),
             sequence_length=seq_len,
             seed=config.seed,
             num_samples=config.num_samples,
         )
-        self.loader = millrace.Loader(
-            dataset,
-            micro_batch_size=local_batch_size,
-            data_parallel_rank=dp_rank,
-            data_parallel_size=dp_world_size,
-            transform=inputs_and_labels,
-        )
-        self.state = CheckpointState(self.loader)
 
     def __iter__(self):
         return iter(self.loader)
@@ -60,16 +68,16 @@ class MillraceDataLoader(BaseDataLoader):
             self.state.load_state_dict(state)
 
 
-def main() -> None:
+def main(kind=MillraceDataLoader, seq_len=tiny_data.SEQUENCE_LENGTH) -> None:
     options = tiny_data.arguments("train with torchtitan's loader interface and checkpointer")
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
     distributed.init_process_group("gloo")
-    tiny_data.make_dataset(options)
-    loader = MillraceDataLoader.Config(dataset_path=str(options.folder / "text")).build(
+    tiny_data.make_token_file(options)
+    loader = kind.Config(dataset_path=str(options.folder / "text")).build(
         dp_world_size=options.ranks,
         dp_rank=options.rank,
         tokenizer=None,
-        seq_len=tiny_data.SEQUENCE_LENGTH,
+        seq_len=seq_len,
         local_batch_size=tiny_data.GLOBAL_BATCH // options.ranks,
     )
     model, optimizer = tiny_gpt.make_model()
@@ -86,7 +94,8 @@ def main() -> None:
     checkpointer.load()
     for inputs, labels in loader:
         batch = {"tokens": inputs["input"], "position_ids": inputs["positions"]}
-        batch |= {"labels": labels, "loss_mask": torch.ones(labels.shape)}
+        batch |= {"labels": labels, "loss_mask": (labels != -100).double()}
+        batch["document_ids"] = document_ids(inputs["positions"])
         loss = tiny_gpt.train_step(model, optimizer, batch)
         progress.step += 1
         checkpointer.save(progress.step)
