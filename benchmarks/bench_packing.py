@@ -138,6 +138,7 @@ def balance_rows(capacity: int, mean: float, count: int, batches: int) -> list[R
         if size > len(costs):
             continue
         found: dict[str, list[float]] = {"drawn": [], "longest": [], "dealt": [], "ms": []}
+        in_step: dict[str, list[float]] = {"drawn": [], "longest": [], "dealt": []}
         for _ in range(batches if ranks == 64 else max(batches // 100, 3)):
             batch = costs[random.choice(len(costs), size, replace=False)]
             start = time.perf_counter()
@@ -147,6 +148,7 @@ def balance_rows(capacity: int, mean: float, count: int, batches: int) -> list[R
             deals = {"drawn": batch, "longest": longest_first(batch, ranks), "dealt": batch[places]}
             for kind, deal in deals.items():
                 found[kind].append(imbalance(deal, ranks) / least)
+                in_step[kind].append(imbalance(deal, ranks, SHARE))
         label = f"{name}, {ranks} ranks"
         time_name = f"{label}: a deal"
         rows.append(limited(time_name, [statistics.median(found["ms"])], limit, "ms", LOWER))
@@ -160,6 +162,9 @@ def balance_rows(capacity: int, mean: float, count: int, batches: int) -> list[R
             values = [float(np.mean(found[kind]))]
             row = f"{label}: slowest, {peer}"
             rows.append(Row.compare(row, [np.mean(dealt)], values, "", better=LOWER))
+            row = f"{label}: waiting after each micro batch, {peer}"
+            ours, values = [np.mean(in_step["dealt"])], [float(np.mean(in_step[kind]))]
+            rows.append(Row.compare(row, ours, values, "", better=LOWER))
     return rows
 
 

@@ -29,6 +29,8 @@ class PackDescription:
         fill: Share of the packs' tokens that documents take.
         drawn, dealt, least: Of some global batches, the work of the dearest rank over the mean: as
             the packs are drawn, as a `BalancedSampler` deals them, and at least for any deal.
+        drawn_in_step, dealt_in_step: The same for ranks that wait for each other after each micro
+            batch, as with FSDP and pipelines.
     """
 
     split: str
@@ -38,6 +40,8 @@ class PackDescription:
     drawn: list[float]
     dealt: list[float]
     least: list[float]
+    drawn_in_step: list[float]
+    dealt_in_step: list[float]
 
 
 def describe_packs(
@@ -74,26 +78,30 @@ def _describe(split: str, dataset: Any, ranks: int, share: int) -> PackDescripti
     costs = DocumentCosts(spans=dataset.spans, multiple=plan.multiple)(
         np.arange(num_batches * size)
     ).reshape(num_batches, size)
+    dealt = [batch[_native.deal(batch, ranks)] for batch in costs]
     return PackDescription(
         split=split,
         prefix=dataset.prefix,
         plan=asdict(plan),
         fill=plan.num_tokens / (plan.num_packs * plan.capacity),
         drawn=[imbalance(batch, ranks) for batch in costs],
-        dealt=[imbalance(batch[_native.deal(batch, ranks)], ranks) for batch in costs],
+        dealt=[imbalance(batch, ranks) for batch in dealt],
         least=[least_imbalance(batch, ranks) for batch in costs],
+        drawn_in_step=[imbalance(batch, ranks, share) for batch in costs],
+        dealt_in_step=[imbalance(batch, ranks, share) for batch in dealt],
     )
 
 
 def format_packs(descriptions: Sequence[PackDescription]) -> str:
     """The packs as a table for people, and below it what was lost."""
-    rows = ["dataset packs documents docs/pack fill drawn dealt least".split()]
+    names = "dataset packs documents docs/pack fill drawn dealt least in-step-drawn in-step-dealt"
+    rows = [names.split()]
     lost = []
     for one in descriptions:
         plan, name = one.plan, f"{one.split}: {printable(one.prefix)}"
         counts = f"{plan['num_packs']:,}", f"{plan['num_pieces']:,}"
         mean = f"{plan['num_pieces'] / plan['num_packs']:.1f}"
-        parts = one.drawn, one.dealt, one.least
+        parts = one.drawn, one.dealt, one.least, one.drawn_in_step, one.dealt_in_step
         ends = [f"{np.mean(part):.3f}" if part else "-" for part in parts]
         rows.append([name, *counts, mean, f"{one.fill:.2%}", *ends])
         if plan["num_long"]:
@@ -101,7 +109,10 @@ def format_packs(descriptions: Sequence[PackDescription]) -> str:
                 f"{name}: {plan['num_long']:,} documents longer than {plan['capacity']:,} tokens "
                 f"({plan['long_documents']}), {plan['num_lost_tokens']:,} tokens lost"
             )
-    note = "drawn, dealt, least: work of the dearest rank over the mean, in the mean of batches"
+    note = (
+        "drawn, dealt, least: work of the dearest rank over the mean, in the mean of batches; "
+        "in-step: of ranks that wait for each other after each micro batch"
+    )
     return "\n".join([*text_table(rows), note, *lost])
 
 

@@ -82,6 +82,8 @@ class PackPlan:
         capacity = inputs.sequence_length + inputs.add_extra_token
         plan = cls(capacity=capacity, **options)
         start, stop = inputs.sequences
+        if stop > 2**32:
+            raise ConfigError(f"packs take at most 2**32 documents of a token file, not {stop}")
         lengths = inputs.lengths[start:stop]
         total = int(lengths.sum(dtype=np.int64))
         if total > inputs.num_tokens or lengths.min(initial=0) < 0:

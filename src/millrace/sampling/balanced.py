@@ -93,10 +93,17 @@ class DocumentCosts:
         return np.diff(sums[spans.bounds])
 
 
-def imbalance(costs: ArrayLike, num_ranks: int) -> float:
-    """The cost of the dearest rank over the mean, of ranks that take equal runs of samples."""
-    sums = np.asarray(costs, np.float64).reshape(num_ranks, -1).sum(axis=1)
-    return float(sums.max() / sums.mean())
+def imbalance(costs: ArrayLike, num_ranks: int, waits: int = 1) -> float:
+    """The work of a step over the mean of the ranks, where the ranks wait for the dearest one.
+
+    Args:
+        costs: Costs of the samples, those of a rank side by side: floats [num_ranks * share].
+        num_ranks: Number of ranks.
+        waits: How often the ranks wait for each other in a step, at equal distances: 1, or with
+            FSDP and pipelines the number of micro batches.
+    """
+    work = np.asarray(costs, np.float64).reshape(num_ranks, waits, -1).sum(axis=2)
+    return float(work.max(axis=0).sum() / work.sum() * num_ranks)
 
 
 def least_imbalance(costs: ArrayLike, num_ranks: int) -> float:
