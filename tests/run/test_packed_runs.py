@@ -92,6 +92,52 @@ def test_a_file_of_arguments_names_packs(folder: Path) -> None:
     assert len(build_datasets(run).train) == 30
 
 
+def test_a_file_of_arguments_names_a_sampler(folder: Path) -> None:
+    arguments = {
+        "train_data_path": [0.5, str(folder / "a"), 0.5, str(folder / "b")],
+        "seq_length": 16,
+        "num_samples": [60, None, None],
+        "order": "millrace.order:PackPlan",
+        "order_options": OPTIONS,
+        "add_extra_token": False,
+    }
+    share: dict[str, Any] = {"micro_batch_size": 1, "data_parallel_size": 3}
+    balance = {"sampler": "millrace.feed:BalancedSampler"}
+    options: dict[str, Any] = {"global_batch_size": 12, "linear": 50.0}
+    run = config_from({**arguments, **balance, "sampler_options": options})
+    blend = build_datasets(run).train
+    ranks = [run.make_sampler(blend, **share, data_parallel_rank=rank) for rank in range(3)]
+    for start in range(0, 60, 12):
+        parts = [sampler.sample_numbers(start) for sampler in ranks]
+        assert sorted(np.concatenate(parts).tolist()) == [*range(start, start + 12)]
+        lengths = [
+            [
+                np.diff(blend.tokens([number]).part_starts, append=blend.tokens([number]).ends[-1])
+                for number in part
+            ]
+            for part in parts
+        ]
+        work = [sum(float((one * one + 50 * one).sum()) for one in part) for part in lengths]
+        assert work == pytest.approx([ranks[0].costs(part).sum() for part in parts])
+    # Without a name, or with another one, the sampler is that of a Loader, or the other one.
+    kinds = {
+        "SequentialSampler": config_from(arguments),
+        "GlobalBatchSampler": config_from(
+            {
+                **arguments,
+                "sampler": "millrace.feed:GlobalBatchSampler",
+                "sampler_options": {"global_batch_size": 12},
+            }
+        ),
+    }
+    for name, other in kinds.items():
+        assert type(other.make_sampler(blend, **share)).__name__ == name
+        assert other.order_key() == run.order_key()
+    bad = config_from({**arguments, **balance, "sampler_options": {**options, "cubic": 1}})
+    with pytest.raises(ConfigError, match=r"sampler_options are .*cubic"):
+        bad.make_sampler(blend, **share)
+
+
 def test_wrong_options_of_an_order_are_refused(folder: Path) -> None:
     for changes, message in (
         ({"order_options": {"windows": 3}}, r"order_options are .*windows"),
@@ -100,7 +146,13 @@ def test_wrong_options_of_an_order_are_refused(folder: Path) -> None:
         ({"order_options": ["split"]}, "order_options must be keyword arguments"),
         ({"order_options": {"window_packs": 1e400}}, "window_packs must be"),
         ({"order_options": {"long_documents": np.str_}}, "plain JSON values"),
-        ({"order": None}, "keyword arguments of another order"),
+        ({"order": None}, "order_options must be keyword arguments of order"),
+        (
+            {"sampler_options": {"linear": 1}},
+            "sampler_options must be keyword arguments of sampler",
+        ),
+        ({"sampler": 3}, "sampler must be a class"),
+        ({"sampler": "millrace.feed:Balanced"}, "sampler .* cannot be imported"),
     ):
         with pytest.raises(ConfigError, match=message):
             build_datasets(config(folder, **changes))

@@ -59,7 +59,8 @@ def describe_packs(
     """
     ranks, share = check_int("ranks", ranks, 1), check_int("micro_batches", micro_batches, 1)
     plan, datasets = build_run(config)
-    descriptions = []
+    descriptions, options = [], config.sampler_options or {}
+    weights = {name: options[name] for name in ("quadratic", "linear") if name in options}
     for split, found in zip(plan.present_splits, filter(None, datasets), strict=True):
         each = found if isinstance(found, list) else getattr(found, "datasets", [found])
         for dataset in each:
@@ -68,16 +69,17 @@ def describe_packs(
                     f"the order of {dataset.prefix} packs no documents: name "
                     "order: millrace.order:PackPlan in the run, or inspect its token files"
                 )
-            descriptions.append(_describe(split.name, dataset, ranks, share))
+            descriptions.append(_describe(split.name, dataset, ranks, share, weights))
     return descriptions
 
 
-def _describe(split: str, dataset: Any, ranks: int, share: int) -> PackDescription:
+def _describe(
+    split: str, dataset: Any, ranks: int, share: int, weights: dict[str, float]
+) -> PackDescription:
     plan, size = dataset.order.plan, ranks * share
     num_batches = min(_MOST_BATCHES, min(plan.num_packs, len(dataset)) // size)
-    costs = DocumentCosts(spans=dataset.spans, multiple=plan.multiple)(
-        np.arange(num_batches * size)
-    ).reshape(num_batches, size)
+    costs_of = DocumentCosts(spans=dataset.spans, multiple=plan.multiple, **weights)
+    costs = costs_of(np.arange(num_batches * size)).reshape(num_batches, size)
     dealt = [batch[_native.deal(batch, ranks)] for batch in costs]
     return PackDescription(
         split=split,

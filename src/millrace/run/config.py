@@ -5,7 +5,7 @@ import functools
 import importlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -17,6 +17,8 @@ from millrace.order.gpt import check_seed
 from millrace.order.order_plans import PlanOf
 from millrace.order.splits import VALID, Bookends
 from millrace.samples.fields import SampleOptions
+from millrace.samples.dataset import Dataset
+from millrace.sampling import Sampler, SequentialSampler
 from millrace.storage import Access
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
@@ -33,6 +35,7 @@ NOT_IN_KEY = frozenset(
         "full_validation",  # says only that num_samples[1] must be None, which is in the key
         *("access", "cache", "trust_cache", "num_threads"),  # how, not what
         "any_tokenizer",  # which data are refused
+        *("sampler", "sampler_options"),  # who takes a sample
     }
 )
 """The fields that do not decide the order; all others are in the key of a configuration."""
@@ -66,6 +69,9 @@ class DatasetConfig:
         order: Another order than Megatron-LM's: a class (see `OrderPlan`), a function that returns
             the plan of `OrderInputs`, or the name of one, "package.module:name".
         order_options: Keyword arguments for that order's plan, plain JSON values.
+        sampler: What `make_sampler` makes: a class of samplers, a function, or the name of one,
+            "package.module:name".
+        sampler_options: Keyword arguments for it, plain JSON values.
 
     Raises:
         ConfigError: Options outside their limits, or that do not go together.
@@ -94,6 +100,8 @@ class DatasetConfig:
     any_tokenizer: bool = False
     order: PlanOf | str | None = None
     order_options: Mapping[str, Any] | None = None
+    sampler: Callable[..., Any] | str | None = None
+    sampler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         per_split = self.blend_per_split
@@ -119,7 +127,9 @@ class DatasetConfig:
             blend_per_split=None if per_split is None else blends,
             split=split,
             order=_checked_order(self.order, is_cached=self.cache is not None),
-            order_options=self._checked_order_options(),
+            order_options=_checked_options("order", self.order, self.order_options),
+            sampler=_imported("sampler", self.sampler),
+            sampler_options=_checked_options("sampler", self.sampler, self.sampler_options),
         )
 
     def _check_options(self) -> None:
@@ -147,18 +157,6 @@ class DatasetConfig:
             raise ConfigError(f"num_samples[1] is {size}: with full_validation it must be None")
         if self.multiple_validation_sets and self.blend_per_split is None:
             raise ConfigError("multiple_validation_sets needs a blend_per_split")
-
-    def _checked_order_options(self) -> dict[str, Any] | None:
-        options = self.order_options
-        if not options:
-            return None
-        if not isinstance(options, Mapping) or self.order is None:
-            why = "must be keyword arguments of another order"
-            raise ConfigError(f"order_options {why}, not {shown(options)}")
-        plain = json.loads(json.dumps(dict(options), default=str))
-        if plain != options:
-            raise ConfigError(f"order_options must be plain JSON values, not {shown(options)}")
-        return dict(options)
 
     def _checked_blend(self, number: int) -> Blend | None:
         """The blend of a split as plain JSON values."""
@@ -194,6 +192,39 @@ class DatasetConfig:
     def plan_of(self) -> PlanOf:
         return GPTPlan if self.order is None else self.order  # type: ignore[return-value]
 
+    def make_sampler(
+        self,
+        dataset: Dataset,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+    ) -> Sampler:
+        """The sampler of a rank that the configuration names, or a `SequentialSampler`.
+
+        It is `sampler.of(dataset, ...)`, `sampler(len(dataset), ...)` of a class without a method
+        `of`, or `sampler(dataset, ...)` of a function, with the other arguments of this method and
+        `sampler_options`.
+
+        Raises:
+            ConfigError: Arguments that the sampler does not take, or refuses.
+        """
+        make: Any = self.sampler or SequentialSampler
+        first = dataset if hasattr(make, "of") or not isinstance(make, type) else len(dataset)
+        share = {
+            "micro_batch_size": micro_batch_size,
+            "data_parallel_rank": data_parallel_rank,
+            "data_parallel_size": data_parallel_size,
+        }
+        try:
+            sampler: Sampler = getattr(make, "of", make)(
+                first, **{**share, **(self.sampler_options or {})}
+            )
+        except TypeError as error:
+            options = shown(self.sampler_options)
+            raise ConfigError(f"sampler_options are {options}: {error}") from None
+        return sampler
+
     def order_key(self) -> dict[str, Any]:
         """The fields that decide the order, as plain JSON values; the token files add the rest."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in NOT_IN_KEY]
@@ -206,18 +237,38 @@ class DatasetConfig:
         return key
 
 
+def _imported(name: str, value: Any) -> Any:
+    """A class or function, or the one that a text "package.module:name" names."""
+    if isinstance(value, str):
+        module, _, attribute = value.partition(":")
+        try:
+            value = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"{name} {shown(value)} cannot be imported as module:name: {error}"
+            ) from None
+    if value is not None and not callable(value):
+        raise ConfigError(f'{name} must be a class, a function or "module:name", not {value!r}')
+    return value
+
+
+def _checked_options(name: str, value: Any, options: Any) -> dict[str, Any] | None:
+    """The keyword arguments of what is named, plain JSON values; None without any."""
+    if not options:
+        return None
+    if not isinstance(options, Mapping) or value is None:
+        raise ConfigError(f"{name}_options must be keyword arguments of {name}, not {options!r}")
+    if json.loads(json.dumps(dict(options), default=str)) != options:
+        raise ConfigError(f"{name}_options must be plain JSON values, not {shown(options)}")
+    return dict(options)
+
+
 def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
     """The class or function that makes plans; None for Megatron-LM's."""
-    if isinstance(order, str):
-        module, _, attribute = order.partition(":")
-        try:
-            order = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError, ValueError) as error:
-            problem = f"cannot be imported as module:name: {error}"
-            raise ConfigError(f"order {shown(order)} {problem}") from None
+    order = _imported("order", order)
     if order is None:
         return None
-    if not callable(order) or "<" in getattr(order, "__qualname__", "<"):
+    if "<" in getattr(order, "__qualname__", "<"):
         raise ConfigError(f'order must be at module level, or "module:name", not {shown(order)}')
     needed = ("of", "arrays", "build", "load") if isinstance(order, type) else ()
     missing = [name for name in needed if not hasattr(order, name)]

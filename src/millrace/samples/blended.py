@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from millrace.checks import check_floats, check_int
 from millrace.deferred import Deferred, cached_property
 from millrace.errors import ConfigError, DataError
-from millrace.order import BlendOrder, Mixture, build_blend_indices, normalize
+from millrace.order import BlendOrder, Mixture, Spans, build_blend_indices, normalize
+from millrace.ragged import spread, starts_of
 from millrace.samples.dataset import (
     Dataset,
     TokenDataset,
@@ -185,6 +186,20 @@ class BlendedDataset(TokenDataset):
                 batch = batch.with_arrays(part_source=sources + inner)
             batches.append(batch)
         return batches[0] if len(batches) == 1 else concatenate(batches).select(_order(draws))
+
+    def spans(self, sample_numbers: ArrayLike) -> Spans:
+        """Which tokens the samples are made of; each dataset numbers sequences of its own."""
+        _, draws = self._draws(check_numbers(sample_numbers, len(self)))
+        parts = [dataset.spans(in_dataset) for _, dataset, in_dataset, _ in draws]
+        order = _order(draws)
+        sizes = np.concatenate([np.diff(part.bounds) for part in parts])
+        rows_of_spans, places = spread(sizes[order])
+        take = starts_of(sizes.tolist())[order][rows_of_spans] + places
+        sequences, offsets, counts = (
+            None if any(one is None for one in columns) else np.concatenate(columns)[take]
+            for columns in zip(*(part[:3] for part in parts), strict=True)
+        )
+        return Spans(sequences, offsets, counts, starts_of(sizes[order].tolist()))
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         for _, dataset, numbers, _ in self._draws(check_numbers(sample_numbers, len(self)))[1]:

@@ -47,6 +47,24 @@ class BalancedSampler(GlobalBatchSampler):
 
     costs: Callable[[NDArray[np.int64]], Any]
 
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        *,
+        quadratic: float = 1.0,
+        linear: float = LINEAR,
+        multiple: int = 1,
+        **options: Any,
+    ) -> "BalancedSampler":
+        """The sampler of a dataset with a method `spans`, by the `DocumentCosts` of its samples."""
+        spans = getattr(dataset, "spans", None)
+        if spans is None:
+            name = type(dataset).__name__
+            raise ConfigError(f"a {name} has no method `spans`, which gives lengths: give costs")
+        costs = DocumentCosts(spans=spans, quadratic=quadratic, linear=linear, multiple=multiple)
+        return cls(len(dataset), costs=costs, **options)
+
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
         start, end = self._bounds(consumed_samples)
         if end > self.num_samples:
