@@ -16,8 +16,8 @@ from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
 from millrace.order.order_plans import PlanOf
 from millrace.order.splits import VALID, Bookends
-from millrace.samples.fields import SampleOptions
 from millrace.samples.dataset import Dataset
+from millrace.samples.fields import SampleOptions
 from millrace.sampling import Sampler, SequentialSampler
 from millrace.storage import Access
 
