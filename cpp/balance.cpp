@@ -11,7 +11,6 @@ namespace millrace {
 namespace {
 
 constexpr int num_bisections = 6;
-constexpr double max_cost = 1e300;  // sums are finite
 
 // Places among `costs`, the dearest first, each free or taken.
 class FreePlaces {
@@ -47,19 +46,19 @@ class FreePlaces {
 
 class Deal {
  public:
-  Deal(std::vector<double> costs, std::size_t num_ranks)
-      : costs_(std::move(costs)),
+  Deal(std::span<const double> costs, std::size_t num_ranks)
+      : costs_(costs),
         ranks_(num_ranks),
-        items_of_rank_(costs_.size() / num_ranks),
-        rank_of_(costs_.size()) {}
+        items_of_rank_(costs.size() / num_ranks),
+        rank_of_(costs.size()) {}
 
-  void run() {
+  std::vector<std::int64_t> best() {
     const double least = lower_bound();
     double excess = 0.001;
     while (!fits(least * (1 + excess))) {  // at the latest when all items fit each rank
       excess *= 2;
     }
-    std::vector<std::size_t> best = rank_of_;
+    std::vector<std::int64_t> best = rank_of_;
     double too_low = excess / 2;
     for (int i = 0; i < num_bisections && excess - too_low > 0.001; ++i) {
       const double middle = (too_low + excess) / 2;
@@ -70,10 +69,8 @@ class Deal {
         too_low = middle;
       }
     }
-    rank_of_ = best;
+    return best;
   }
-
-  const std::vector<std::size_t>& rank_of() const noexcept { return rank_of_; }
 
  private:
   // What some rank costs at least: the mean, and for any number of the dearest items the mean of so
@@ -128,45 +125,33 @@ class Deal {
         }
         free.take(place);
         room -= costs_[place];
-        rank_of_[place] = rank;
+        rank_of_[place] = static_cast<std::int64_t>(rank);
       }
     }
     return true;
   }
 
-  std::vector<double> costs_;  // the dearest first
+  std::span<const double> costs_;
   std::size_t ranks_;
   std::size_t items_of_rank_;
-  std::vector<std::size_t> rank_of_;  // of each place
+  std::vector<std::int64_t> rank_of_;  // of each item
 };
 
 }  // namespace
 
-void deal(std::span<const double> costs, std::size_t num_ranks, std::span<std::int64_t> items) {
+void deal(std::span<const double> costs, std::size_t num_ranks, std::span<std::int64_t> ranks) {
   if (num_ranks == 0 || costs.size() % num_ranks != 0) {
     fail(costs.size(), " items cannot be dealt evenly to ", num_ranks, " ranks");
   }
+  double most = 1e300;  // sums are finite
   for (const double cost : costs) {
-    if (!(cost >= 0 && cost <= max_cost)) {
-      fail("a cost is ", cost, "; it must be between 0 and 1e300");
+    if (!(cost >= 0 && cost <= most)) {
+      fail("a cost is ", cost, "; costs must be between 0 and 1e300, the dearest first");
     }
+    most = cost;
   }
-  if (costs.empty()) {
-    return;
-  }
-  std::vector<std::size_t> order(costs.size());
-  std::iota(order.begin(), order.end(), std::size_t{0});
-  std::ranges::stable_sort(order, [&](auto one, auto two) { return costs[one] > costs[two]; });
-  std::vector<double> sorted(costs.size());
-  std::ranges::transform(order, sorted.begin(), [&](auto item) { return costs[item]; });
-  Deal dealt(std::move(sorted), num_ranks);
-  dealt.run();
-  std::vector<std::size_t> ends(num_ranks);
-  for (std::size_t rank = 0; rank < num_ranks; ++rank) {
-    ends[rank] = rank * (costs.size() / num_ranks);
-  }
-  for (std::size_t place = 0; place < order.size(); ++place) {
-    items[ends[dealt.rank_of()[place]]++] = static_cast<std::int64_t>(order[place]);
+  if (!costs.empty()) {
+    std::ranges::copy(Deal(costs, num_ranks).best(), ranks.begin());
   }
 }
 

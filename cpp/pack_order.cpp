@@ -6,11 +6,6 @@
 #include "swap_or_not.hpp"
 
 namespace millrace {
-namespace {
-
-constexpr std::int64_t max_length = std::int64_t{1} << 31;  // lengths are int32
-
-}  // namespace
 
 // Samples count through epochs, each with a key of its own: these lie apart by the golden ratio, as in
 // SplitMix64.
@@ -27,7 +22,7 @@ std::size_t PackOrder::pack_of(std::int64_t sample_number) const {
 Span PackOrder::span_of(std::int64_t piece) const {
   const auto num_sequences = static_cast<std::int64_t>(sequence_lengths_.size());
   const std::int64_t sequence = checked(piece & 0xFFFFFFFF, num_sequences, "a packed sequence");
-  const std::int64_t offset = capacity_ * checked(piece >> 32, max_length, "a piece's number");
+  const std::int64_t offset = capacity_ * (piece >> 32);
   const std::int64_t length = sequence_lengths_[static_cast<std::size_t>(sequence)];
   return {sequence, offset, std::min(length - offset, capacity_)};
 }
@@ -45,7 +40,7 @@ void PackOrder::append_spans(std::int64_t sample_number, std::vector<Span>& span
     for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
       const Span span = span_of(static_cast<std::int64_t>(pieces[i]));
       room -= span.count;
-      if (span.count < 1 || room < 0) {
+      if (span.offset < 0 || span.count < 1 || room < 0) {
         fail("the sequences of pack ", pack, " do not fit its ", capacity_, " tokens");
       }
       spans.push_back(span);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
+#include <functional>
 #include <limits>
 #include <numeric>
 
@@ -12,13 +13,6 @@ namespace millrace {
 namespace {
 
 constexpr std::size_t none = std::numeric_limits<std::size_t>::max();
-
-std::size_t checked_length(std::int64_t length, std::int64_t capacity) {
-  if (length < 1 || length > capacity) {
-    fail("a document has ", length, " tokens; a pack takes 1 to ", capacity);
-  }
-  return static_cast<std::size_t>(length);
-}
 
 // A set of numbers below a size that finds its least number above another one: bits in words, and
 // above them, level by level, bits that tell which words of the level below are not 0.
@@ -33,14 +27,14 @@ class NumberSet {
 
   void insert(std::size_t number) {
     for (auto& level : levels_) {
-      level[number / 64] |= bit(number);
+      level[number / 64] |= 1ULL << (number % 64);
       number /= 64;
     }
   }
 
   void erase(std::size_t number) {
     for (auto& level : levels_) {
-      level[number / 64] &= ~bit(number);
+      level[number / 64] &= ~(1ULL << (number % 64));
       if (level[number / 64] != 0) {
         return;
       }
@@ -68,12 +62,10 @@ class NumberSet {
   }
 
  private:
-  static std::uint64_t bit(std::size_t number) { return std::uint64_t{1} << (number % 64); }
-
   std::vector<std::vector<std::uint64_t>> levels_;
 };
 
-// The packs that have room, by their room.
+// The packs by their room. No document has 0 tokens, so that full packs are not found again.
 class Rooms {
  public:
   explicit Rooms(std::size_t capacity)
@@ -96,9 +88,7 @@ class Rooms {
     room -= length;
     before_[pack] = last_[room];
     last_[room] = pack;
-    if (room > 0) {
-      rooms_.insert(room);
-    }
+    rooms_.insert(room);
     return pack;
   }
 
@@ -113,49 +103,31 @@ class Rooms {
 
 }  // namespace
 
-Packs pack_best_fit(Column<std::int32_t> lengths, std::int64_t capacity) {
-  const std::size_t size = lengths.size();
-  std::vector<std::size_t> order(size);
+Packs pack(Column<std::int32_t> lengths, std::int64_t capacity) {
+  std::vector<std::size_t> order(lengths.size());
   std::iota(order.begin(), order.end(), std::size_t{0});
-  std::vector<std::size_t> sizes(size);
-  for (std::size_t i = 0; i < size; ++i) {
-    sizes[i] = checked_length(lengths[i], capacity);
-  }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::size_t one, std::size_t other) { return sizes[one] > sizes[other]; });
-  Rooms rooms(static_cast<std::size_t>(capacity));
-  std::vector<std::size_t> pack_of(size);
+  const auto length_of = [&](std::size_t document) { return lengths[document]; };
   for (const std::size_t document : order) {
-    pack_of[document] = rooms.put(sizes[document]);
+    if (length_of(document) < 1 || length_of(document) > capacity) {
+      fail("a document has ", length_of(document), " tokens; a pack takes 1 to ", capacity);
+    }
+  }
+  std::ranges::stable_sort(order, std::greater<>(), length_of);
+  Rooms rooms(static_cast<std::size_t>(capacity));
+  std::vector<std::size_t> pack_of(order.size());
+  for (const std::size_t document : order) {
+    pack_of[document] = rooms.put(static_cast<std::size_t>(length_of(document)));
   }
   // Each document behind those of earlier packs, and behind earlier ones of its pack.
-  Packs packs{std::vector<std::int64_t>(size), std::vector<std::int64_t>(rooms.num_packs())};
+  Packs packs{std::vector<std::int64_t>(order.size()),
+              std::vector<std::int64_t>(rooms.num_packs())};
   for (const std::size_t pack : pack_of) {
     ++packs.ends[pack];
   }
   std::exclusive_scan(packs.ends.begin(), packs.ends.end(), packs.ends.begin(), std::int64_t{0});
-  for (std::size_t document = 0; document < size; ++document) {
+  for (std::size_t document = 0; document < order.size(); ++document) {
     const auto place = static_cast<std::size_t>(packs.ends[pack_of[document]]++);
     packs.documents[place] = static_cast<std::int64_t>(document);
-  }
-  return packs;
-}
-
-Packs pack_in_order(Column<std::int32_t> lengths, std::int64_t capacity) {
-  Packs packs{std::vector<std::int64_t>(lengths.size()), {}};
-  std::iota(packs.documents.begin(), packs.documents.end(), std::int64_t{0});
-  std::int64_t room = capacity;
-  for (std::size_t i = 0; i < lengths.size(); ++i) {
-    const std::int64_t length = lengths[i];
-    checked_length(length, capacity);
-    if (length > room) {
-      packs.ends.push_back(static_cast<std::int64_t>(i));
-      room = capacity;
-    }
-    room -= length;
-  }
-  if (lengths.size() > 0) {
-    packs.ends.push_back(static_cast<std::int64_t>(lengths.size()));
   }
   return packs;
 }

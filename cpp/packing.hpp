@@ -20,9 +20,6 @@ struct Packs {
 // of several to the one that was filled last, and else begins a pack. Documents of one length are
 // taken in their order. Packs are in the order in which they began, and a pack's documents in theirs.
 // Throws std::invalid_argument for a length outside [1, capacity].
-Packs pack_best_fit(Column<std::int32_t> lengths, std::int64_t capacity);
-
-// The same documents in their order: one that does not fit begins the next pack.
-Packs pack_in_order(Column<std::int32_t> lengths, std::int64_t capacity);
+Packs pack(Column<std::int32_t> lengths, std::int64_t capacity);
 
 }  // namespace millrace

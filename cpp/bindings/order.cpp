@@ -74,11 +74,11 @@ Out<std::int64_t> py_swap_or_not(const In<std::int64_t>& numbers, std::int64_t s
 }
 
 std::tuple<Out<std::int64_t>, Out<std::int64_t>> py_pack(const In<std::int32_t>& lengths,
-                                                         std::int64_t capacity, bool is_in_order) {
+                                                         std::int64_t capacity) {
   Packs packs;
   {
     nb::gil_scoped_release unlocked;
-    packs = (is_in_order ? pack_in_order : pack_best_fit)(column_of(lengths), capacity);
+    packs = pack(column_of(lengths), capacity);
   }
   const auto copy = [](const std::vector<std::int64_t>& numbers) {
     return make_array<std::int64_t>(
@@ -89,7 +89,7 @@ std::tuple<Out<std::int64_t>, Out<std::int64_t>> py_pack(const In<std::int32_t>&
 
 Out<std::int64_t> py_deal(const In<double>& costs, std::size_t num_ranks) {
   return make_array<std::int64_t>(
-      costs.shape(0), [&](auto items) { deal(span_of(costs), num_ranks, items); });
+      costs.shape(0), [&](auto ranks) { deal(span_of(costs), num_ranks, ranks); });
 }
 
 template <class T>
@@ -164,7 +164,7 @@ void add_order(nb::module_& module) {
   add_randperm(std::int64_t{});
   module.def("swap_or_not", &py_swap_or_not, "numbers"_array, "size"_a, "key"_a, "is_inverse"_a);
   module.def("deal", &py_deal, "costs"_array, "num_ranks"_a);
-  module.def("pack", &py_pack, "lengths"_array, "capacity"_a, "is_in_order"_a);
+  module.def("pack", &py_pack, "lengths"_array, "capacity"_a);
   const auto add_sample_index = [&module]<class T>(T) {
     module.def("sample_index", &py_sample_index<T>, "sequence_lengths"_array,
                "document_index"_array, "sequence_length"_a, "num_samples"_a, "add_extra_token"_a,

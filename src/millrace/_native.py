@@ -23,7 +23,6 @@ from millrace._core import (  # noqa: F401 - for the others
     TokenSource,
     copy_pieces,
     copy_sequences,
-    deal,
     fill_in_middle,
     fill_rows,
     find_documents,
@@ -183,6 +182,23 @@ def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> Blend:
     if np.any(sizes < 0) or total > MAX_INT64 // 8:
         raise ConfigError(f"sizes are {sizes}; each must be at least 0, and their sum fit memory")
     return _core.blend_by_sizes(sizes, total, threads or available_cores())
+
+
+def deal(costs: NDArray[np.float64], num_ranks: int) -> Numbers:
+    """Items dealt to ranks, as many to each, so that the dearest rank costs little: `balance.hpp`.
+
+    Args:
+        costs: float64 [items], from 0 to 1e300.
+        num_ranks: Number of ranks, which divides that of the items.
+
+    Returns:
+        int64 [items]: those of rank 0, the dearest first, then those of rank 1, and so on.
+
+    Raises:
+        ValueError: Other costs, or ranks that cannot have as many items each.
+    """
+    order = np.argsort(-costs, kind="stable")
+    return order[np.argsort(_core.deal(costs[order], num_ranks), kind="stable")]
 
 
 def sharded_source(

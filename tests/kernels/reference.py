@@ -500,18 +500,16 @@ def swap_or_not(numbers: Numbers, size: int, key: int, is_inverse: bool) -> Numb
     return values.astype(np.int64)
 
 
-def pack(lengths: Lengths, capacity: int, is_in_order: bool) -> tuple[Numbers, Numbers]:
+def pack(lengths: Lengths, capacity: int) -> tuple[Numbers, Numbers]:
     """Packs are lists of documents, and a document looks at all of them."""
     if len(lengths) > 0 and not 1 <= lengths.min() <= lengths.max() <= capacity:
         raise ValueError(f"a document does not fit a pack of {capacity} tokens")
     packs: list[list[int]] = []
     rooms: list[int] = []
     filled: list[int] = []  # when each pack was filled last
-    numbers = range(len(lengths))
-    order = numbers if is_in_order else sorted(numbers, key=lambda number: -lengths[number])
+    order = sorted(range(len(lengths)), key=lambda number: -lengths[number])
     for time, number in enumerate(order):
-        open_packs = range(len(packs))[-1:] if is_in_order else range(len(packs))
-        fitting = [pack for pack in open_packs if rooms[pack] >= lengths[number]]
+        fitting = [pack for pack in range(len(packs)) if rooms[pack] >= lengths[number]]
         pack = min(fitting, key=lambda pack: (rooms[pack], -filled[pack]), default=len(packs))
         if pack == len(packs):
             packs.append([])

@@ -46,6 +46,8 @@ OTHERS: dict[str, Any] = {
     "any_tokenizer": True,
     "order": GPTPlan,
     "order_options": {"window_packs": 3},
+    "sampler": "millrace.feed:BalancedSampler",
+    "sampler_options": {"linear": 3},
 }
 NEEDED: dict[str, dict[str, Any]] = {
     "blend": {"blend_per_split": None, "split": "1,1,1"},
@@ -54,6 +56,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "eod_mask_loss": {"eod_token": 7},
     "trust_cache": {"cache": "cache"},
     "order_options": {"order": PackPlan},
+    "sampler_options": {"sampler": "millrace.feed:BalancedSampler"},
 }
 
 

@@ -21,6 +21,7 @@ from millrace.order.order_plans import NOT_IN_KEY, Arrays, Layout, OrderInputs
 from millrace.order.spans import RULES_VERSION, CoreOrder
 from millrace.ragged import even_sizes, spread, starts_of
 
+_MAX_CAPACITY = 1 << 26  # packing takes 8 bytes for each number of tokens that a pack may have left
 LONG_DOCUMENTS = ("error", "cut", "split", "drop")
 
 
@@ -60,7 +61,7 @@ class PackPlan:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        check_int("the capacity of packs", self.capacity, 1, MAX_INT32)
+        check_int("the capacity of packs", self.capacity, 1, _MAX_CAPACITY)
         check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
         check_bool("in_order", self.in_order)
         for name in ("window_documents", "window_packs", "multiple"):
@@ -154,22 +155,31 @@ class PackPlan:
         return np.append(pieces, others), np.append(sizes, rest_sizes.astype(np.int32))
 
     def _pack(self, pieces: NDArray[Any], sizes: NDArray[np.int32], seed: int) -> Arrays:
-        sizes = -(-sizes // self.multiple)
-        num_windows = 1
-        if not self.in_order:
-            tokens = int(sizes.sum(dtype=np.int64)) * self.multiple
-            worth = self.window_packs * self.capacity * len(pieces) // tokens
-            num_windows = max(len(pieces) // max(self.window_documents, worth), 1)
+        sizes, room = -(-sizes // self.multiple), self.capacity // self.multiple
+        if self.in_order:
+            return {"piece_index": pieces, "pack_index": _ends_in_order(sizes, room)}
+        worth = self.window_packs * room * len(pieces) // int(sizes.sum(dtype=np.int64))
+        num_windows = max(len(pieces) // max(self.window_documents, worth), 1)
         packed, ends = np.empty_like(pieces), []
         for start, stop in pairwise(starts_of(even_sizes(len(pieces), num_windows)).tolist()):
             places = np.arange(start, stop)
-            if not self.in_order:
-                places = _native.swap_or_not(places, len(pieces), _keys(seed)[0], True)
-            room = self.capacity // self.multiple
-            order, window_ends = _native.pack(sizes[places], room, self.in_order)
+            places = _native.swap_or_not(places, len(pieces), _keys(seed)[0], True)
+            order, window_ends = _native.pack(sizes[places], room)
             packed[start:stop] = pieces[places[order]]
             ends.append(start + window_ends)
         return {"piece_index": packed, "pack_index": np.concatenate(ends)}
+
+
+def _ends_in_order(sizes: NDArray[np.int32], room: int) -> NDArray[np.int64]:
+    """Ends of packs of pieces in their order: one that does not fit begins the next pack."""
+    sums = np.cumsum(sizes, dtype=np.int64)
+    # For each piece, the end of a pack that begins with it.
+    end_of = np.searchsorted(sums, sums - sizes + room, side="right")
+    ends, end = [], 0
+    while end < len(sizes):
+        end = int(end_of[end])
+        ends.append(end)
+    return np.array(ends, np.int64)
 
 
 class PackedOrder(CoreOrder):
@@ -189,7 +199,7 @@ class PackedOrder(CoreOrder):
         >>> order = PackedOrder([5, 3, 8, 2, 6], 8, seed=1)
         >>> spans = order.spans([0, 1, 2])
         >>> [part.tolist() for part in np.split(spans.sequences, spans.bounds[1:-1])]
-        [[2], [0, 1], [3, 4]]
+        [[1, 0], [2], [4, 3]]
     """
 
     plan: PackPlan
@@ -216,7 +226,7 @@ class PackedOrder(CoreOrder):
             num_tokens=int(numbers.sum()),
             sequences=(0, len(numbers)),
             num_samples=num_samples,
-            sequence_length=check_int("capacity", capacity, 1, MAX_INT32),
+            sequence_length=check_int("capacity", capacity, 1, _MAX_CAPACITY),
             add_extra_token=False,
             drop_last_partial_sequence=True,
             seed=check_int("seed", seed, 0),

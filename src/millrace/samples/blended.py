@@ -190,16 +190,21 @@ class BlendedDataset(TokenDataset):
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens the samples are made of; each dataset numbers sequences of its own."""
         _, draws = self._draws(check_numbers(sample_numbers, len(self)))
-        parts = [dataset.spans(in_dataset) for _, dataset, in_dataset, _ in draws]
+        for _, dataset, *_ in draws:
+            if not hasattr(dataset, "spans"):
+                raise ConfigError(f"a {type(dataset).__name__} of the blend has no method `spans`")
+        parts: list[Spans] = [dataset.spans(numbers) for _, dataset, numbers, _ in draws]
         order = _order(draws)
         sizes = np.concatenate([np.diff(part.bounds) for part in parts])
-        rows_of_spans, places = spread(sizes[order])
-        take = starts_of(sizes.tolist())[order][rows_of_spans] + places
-        sequences, offsets, counts = (
-            None if any(one is None for one in columns) else np.concatenate(columns)[take]
-            for columns in zip(*(part[:3] for part in parts), strict=True)
+        rows, places = spread(sizes[order])
+        take = starts_of(sizes.tolist())[order][rows] + places
+        sequences = [part.sequences for part in parts if part.sequences is not None]
+        return Spans(
+            np.concatenate(sequences)[take] if len(sequences) == len(parts) else None,
+            np.concatenate([part.offsets for part in parts])[take],
+            np.concatenate([part.counts for part in parts])[take],
+            starts_of(sizes[order].tolist()),
         )
-        return Spans(sequences, offsets, counts, starts_of(sizes[order].tolist()))
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         for _, dataset, numbers, _ in self._draws(check_numbers(sample_numbers, len(self)))[1]:
