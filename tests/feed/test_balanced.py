@@ -62,7 +62,7 @@ def test_each_global_batch_keeps_its_samples(ranks: int, micro: int, steps: int,
             if whole:
                 assert all(np.all(np.diff(costs_of(part)) <= 0) for part in one)
                 drawn, even = (costs_of(np.concatenate(parts)) for parts in (other, one))
-                assert imbalance(even, ranks) <= imbalance(drawn, ranks) * 1.001
+                assert imbalance(even, ranks) <= imbalance(drawn, ranks) * 1.03
             position = plain[0].consumed_after(position)
         assert not dealt[0].has_step(position)
 

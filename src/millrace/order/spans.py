@@ -1,5 +1,6 @@
 """What an order is: a function from sample numbers to token spans."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ from millrace import _native
 from millrace.checks import check_bool, check_int, check_ints
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
+from millrace.ragged import spread
 
 RULES_VERSION = 1
 """Version of the rules of all orders. It rises when the same inputs would give another order;
@@ -121,3 +123,20 @@ def checked_spans(order: Order, sample_numbers: NDArray[np.int64]) -> Spans:
             f"{num_bounds} bounds, from 0 up to the number of spans"
         )
     return Spans(sequences, offsets, counts, bounds)
+
+
+def join_spans(parts: Sequence[Spans], order: NDArray[np.int64]) -> Spans:
+    """The spans of the samples of all parts, whose numbers among these `order` has.
+
+    Each part numbers sequences of its own; `sequences` is None if that of a part is.
+    """
+    sizes = np.concatenate([np.diff(part.bounds) for part in parts])
+    rows, places = spread(sizes[order])
+    take = (np.cumsum(sizes) - sizes)[order][rows] + places
+    sequences = [part.sequences for part in parts if part.sequences is not None]
+    return Spans(
+        np.concatenate(sequences)[take] if len(sequences) == len(parts) else None,
+        np.concatenate([part.offsets for part in parts])[take],
+        np.concatenate([part.counts for part in parts])[take],
+        np.append(0, np.cumsum(sizes[order])),
+    )

@@ -12,7 +12,7 @@ from millrace.checks import check_floats, check_int
 from millrace.deferred import Deferred, cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.order import BlendOrder, Mixture, Spans, build_blend_indices, normalize
-from millrace.ragged import spread, starts_of
+from millrace.order.spans import join_spans
 from millrace.samples.dataset import (
     Dataset,
     TokenDataset,
@@ -193,18 +193,8 @@ class BlendedDataset(TokenDataset):
         for _, dataset, *_ in draws:
             if not hasattr(dataset, "spans"):
                 raise ConfigError(f"a {type(dataset).__name__} of the blend has no method `spans`")
-        parts: list[Spans] = [dataset.spans(numbers) for _, dataset, numbers, _ in draws]
-        order = _order(draws)
-        sizes = np.concatenate([np.diff(part.bounds) for part in parts])
-        rows, places = spread(sizes[order])
-        take = starts_of(sizes.tolist())[order][rows] + places
-        sequences = [part.sequences for part in parts if part.sequences is not None]
-        return Spans(
-            np.concatenate(sequences)[take] if len(sequences) == len(parts) else None,
-            np.concatenate([part.offsets for part in parts])[take],
-            np.concatenate([part.counts for part in parts])[take],
-            starts_of(sizes[order].tolist()),
-        )
+        parts = [dataset.spans(numbers) for _, dataset, numbers, _ in draws]
+        return join_spans(parts, _order(draws))
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         for _, dataset, numbers, _ in self._draws(check_numbers(sample_numbers, len(self)))[1]:
