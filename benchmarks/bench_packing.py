@@ -2,11 +2,14 @@
 
 .venv/bin/python benchmarks/bench_packing.py
 
-TRL and OLMo-core are rows where they can be imported (`pip install '.[peers]'`).
+TRL and OLMo-core are rows where they can be imported (`pip install trl ai2-olmo-core`, in an
+environment apart: they are of other versions of `datasets` than other peers).
 """
 
+import collections
 import heapq
 import importlib.util
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -16,9 +19,9 @@ import numpy as np
 from common import HIGHER, LOWER, Report, Row, alternate, finish, number_of_runs, parser
 from numpy.typing import NDArray
 
-from millrace import _native
 from millrace.feed import DocumentCosts, imbalance, least_imbalance
 from millrace.order import PackedOrder
+from millrace.sampling.balanced import deal
 
 SETS = [(8192, 700), (8192, 2500), (32_768, 700), (32_768, 2500), (131_072, 700), (131_072, 2500)]
 LEAST_FILL = {8192: 0.999, 32_768: 0.998, 131_072: 0.998}
@@ -29,15 +32,18 @@ SHARE = 4  # micro batches
 MEAN_BAR, WORST_BAR, LARGE_BAR = 1.02, 1.08, 1.03
 
 NOTES = [
-    "Lengths are log-normal with sigma 1, cut at the capacity. Ours: from the array of lengths to "
-    "the tables of an order, one core. A pack: one sample number to its documents.",
+    "Lengths are log-normal, of sigma 1 where nothing else is said, cut at the capacity. Ours: "
+    "from the array of lengths to the tables of an order, one core. A pack: one sample number to "
+    "its documents.",
     "TRL's packer (`pack_dataset`, strategy bfd, in one batch) also copies the tokens, here of "
-    "8 bits; OLMo-core's (`InstancePacker`) is its loop alone. Both get 100,000 documents, and so "
-    "do we in these rows.",
+    "8 bits; \"TRL's tree\" is the loop of it, over its segment tree, alone, as is OLMo-core's "
+    "(`InstancePacker`). All get 100,000 documents, and so do we in these rows.",
     "Limits in the place of a peer: the bars themselves.",
     "Balance: work L**2 + 61,000 L, {share} micro batches of one pack. Slowest: the dearest rank "
     "over the lower bound of `least_imbalance`, of {batches} global batches drawn at random. "
-    "Longest first: each pack, the dearest first, to the cheapest rank that has room.",
+    "Longest first: each pack, the dearest first, to the cheapest rank that has room. Waiting "
+    "after each micro batch: the sum of the dearest micro batches over the mean rank, ours with "
+    "`lockstep`.",
 ]
 
 
@@ -51,15 +57,15 @@ def main() -> None:
         print(f"{capacity} tokens, mean {mean}", flush=True)
         report.rows += packing_rows(capacity, mean, count, runs)
     for capacity in (32_768, 131_072):
-        for mean in (700, 2500):
-            print(f"balance of {capacity} tokens, mean {mean}", flush=True)
-            report.rows += balance_rows(capacity, mean, count // 3, batches)
+        for mean, sigma in itertools.product((700, 2500), (1.0, 1.5)):
+            print(f"balance of {capacity} tokens, mean {mean}, sigma {sigma}", flush=True)
+            report.rows += balance_rows(capacity, mean, sigma, count // 3, batches)
     finish(report, options)
 
 
-def make_lengths(capacity: int, mean: float, count: int) -> NDArray[np.int32]:
+def make_lengths(capacity: int, mean: float, count: int, sigma: float = 1) -> NDArray[np.int32]:
     random = np.random.default_rng(0)
-    lengths = random.lognormal(np.log(mean) - 0.5, 1, count)
+    lengths = random.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
     return np.clip(lengths, 1, capacity).astype(np.int32)
 
 
@@ -99,6 +105,7 @@ def peer_rows(name: str, lengths: NDArray[np.int32], capacity: int, runs: int) -
         import pyarrow as pa
         from datasets import Dataset
         from trl import pack_dataset
+        from trl.data_utils import _SegmentTree
 
         ends = np.append(0, np.cumsum(lengths)).astype(np.int64)
         tokens = pa.LargeListArray.from_arrays(ends, np.zeros(ends[-1], np.uint8))
@@ -107,6 +114,21 @@ def peer_rows(name: str, lengths: NDArray[np.int32], capacity: int, runs: int) -
         sides["TRL"] = lambda: (
             len(lengths) / seconds_of(lambda: pack_dataset(data, capacity, "bfd", **options))
         )
+
+        def pack_by_tree() -> None:
+            tree, packs = _SegmentTree(capacity), collections.defaultdict(collections.deque)
+            tree.add(capacity)
+            for number in np.argsort(-lengths, kind="stable").tolist():
+                room = tree.search(size := int(lengths[number]))
+                pack = packs[room].popleft() if room < capacity else []
+                pack.append(number)
+                if room < capacity and not packs[room]:
+                    tree.remove(room)
+                packs[room - size].append(pack)
+                if room > size:
+                    tree.add(room - size)
+
+        sides["TRL's tree"] = lambda: len(lengths) / seconds_of(pack_by_tree)
     if importlib.util.find_spec("olmo_core"):
         from olmo_core.data.utils import InstancePacker
 
@@ -129,10 +151,10 @@ def seconds_of(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def balance_rows(capacity: int, mean: float, count: int, batches: int) -> list[Row]:
-    order = PackedOrder(make_lengths(capacity, mean, count), capacity, 1)
+def balance_rows(capacity: int, mean: float, sigma: float, count: int, batches: int) -> list[Row]:
+    order = PackedOrder(make_lengths(capacity, mean, count, sigma), capacity, 1)
     costs = DocumentCosts(spans=order.spans)(np.arange(len(order)))
-    name, rows = f"{capacity} tokens, mean {mean}", []
+    name, rows = f"{capacity} tokens, mean {mean}, sigma {sigma}", []
     for ranks, limit in DEAL_MS.items():
         size, random = ranks * SHARE, np.random.default_rng(2)
         if size > len(costs):
@@ -142,13 +164,22 @@ def balance_rows(capacity: int, mean: float, count: int, batches: int) -> list[R
         for _ in range(batches if ranks == 64 else max(batches // 100, 3)):
             batch = costs[random.choice(len(costs), size, replace=False)]
             start = time.perf_counter()
-            places = _native.deal(batch, ranks)
+            places = deal(batch, ranks)
             found["ms"].append(1e3 * (time.perf_counter() - start))
             least = least_imbalance(batch, ranks)
-            deals = {"drawn": batch, "longest": longest_first(batch, ranks), "dealt": batch[places]}
-            for kind, deal in deals.items():
-                found[kind].append(imbalance(deal, ranks) / least)
-                in_step[kind].append(imbalance(deal, ranks, SHARE))
+            longest, in_lockstep = longest_first(batch, ranks), deal(batch, ranks, lockstep=True)
+            for kind, costs_by_rank in (
+                ("drawn", batch),
+                ("longest", longest),
+                ("dealt", batch[places]),
+            ):
+                found[kind].append(imbalance(costs_by_rank, ranks) / least)
+            for kind, costs_by_rank in (
+                ("drawn", batch),
+                ("longest", longest),
+                ("dealt", batch[in_lockstep]),
+            ):
+                in_step[kind].append(imbalance(costs_by_rank, ranks, SHARE))
         label = f"{name}, {ranks} ranks"
         time_name = f"{label}: a deal"
         rows.append(limited(time_name, [statistics.median(found["ms"])], limit, "ms", LOWER))

@@ -1,12 +1,12 @@
 """What the packs of a run hold, and how even the work of the ranks is: as a table and a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from millrace import _native
 from millrace.checks import check_int, printable, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import picture, polyline, text
@@ -14,6 +14,7 @@ from millrace.order.packed import PackedOrder
 from millrace.run.build import build_run
 from millrace.run.config import DatasetConfig
 from millrace.sampling import DocumentCosts, imbalance, least_imbalance
+from millrace.sampling.balanced import deal
 
 _MOST_BATCHES = 200  # global batches that are dealt: the first of an epoch
 
@@ -61,6 +62,7 @@ def describe_packs(
     plan, datasets = build_run(config)
     descriptions, options = [], config.sampler_options or {}
     weights = {name: options[name] for name in ("quadratic", "linear") if name in options}
+    dealer = partial(deal, num_ranks=ranks, lockstep=options.get("lockstep", False))
     for split, found in zip(plan.present_splits, filter(None, datasets), strict=True):
         each = found if isinstance(found, list) else getattr(found, "datasets", [found])
         for dataset in each:
@@ -69,18 +71,23 @@ def describe_packs(
                     f"the order of {dataset.prefix} packs no documents: name "
                     "order: millrace.order:PackPlan in the run, or inspect its token files"
                 )
-            descriptions.append(_describe(split.name, dataset, ranks, share, weights))
+            descriptions.append(_describe(split.name, dataset, ranks, share, weights, dealer))
     return descriptions
 
 
 def _describe(
-    split: str, dataset: Any, ranks: int, share: int, weights: dict[str, float]
+    split: str,
+    dataset: Any,
+    ranks: int,
+    share: int,
+    weights: dict[str, float],
+    dealer: Callable[[Any], Any],
 ) -> PackDescription:
     plan, size = dataset.order.plan, ranks * share
     num_batches = min(_MOST_BATCHES, min(plan.num_packs, len(dataset)) // size)
     costs_of = DocumentCosts(spans=dataset.spans, multiple=plan.multiple, **weights)
     costs = costs_of(np.arange(num_batches * size)).reshape(num_batches, size)
-    dealt = [batch[_native.deal(batch, ranks)] for batch in costs]
+    dealt = [batch[dealer(batch)] for batch in costs]
     return PackDescription(
         split=split,
         prefix=dataset.prefix,

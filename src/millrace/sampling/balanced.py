@@ -9,13 +9,15 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import check_float, check_int
+from millrace.checks import check_bool, check_float, check_int, shown
 from millrace.errors import ConfigError
 from millrace.sampling.samplers import GlobalBatchSampler
 
 LINEAR = 61_000.0
 """Cost of a token, in units of a pair of tokens that attention multiplies, of a dense model of 8 B
 parameters."""
+
+_MAX_COST = 1e300  # sums of costs are finite
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -24,16 +26,18 @@ class BalancedSampler(GlobalBatchSampler):
 
     The step that starts at sample number c takes the global batch [c, c + global_batch_size), as a
     `GlobalBatchSampler` does, but deals it so that the dearest rank costs as little as can be found
-    quickly (see `_native.deal`). Every rank computes the same deal from the costs alone. A rank has
-    its samples in descending order of their costs, so that the ranks' micro batches are alike. An
-    incomplete last global batch is not dealt.
+    quickly. Every rank computes the same deal from the costs alone. A rank has its samples in
+    descending order of their costs. An incomplete last global batch is not dealt.
 
     Which samples a global batch has does not change, nor do its loss and gradients, if the trainer
     divides by the number of tokens that the whole batch trains on.
 
     Args:
-        costs: Function from sample numbers, int64 [batch], to their costs: floats [batch], finite
-            and at least 0; see `DocumentCosts`.
+        costs: Function from sample numbers, int64 [batch], to their costs: floats [batch], from 0
+            to 1e300; see `DocumentCosts`.
+        lockstep: Whether the ranks wait for each other after each micro batch, as with FSDP and
+            pipelines, rather than once a step: micro batches are then more alike, and the ranks'
+            sums a little less; see `deal`.
 
     The other arguments, and errors, are those of a `GlobalBatchSampler`.
 
@@ -46,6 +50,11 @@ class BalancedSampler(GlobalBatchSampler):
     """
 
     costs: Callable[[NDArray[np.int64]], Any]
+    lockstep: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_bool("lockstep", self.lockstep)
 
     @classmethod
     def of(
@@ -71,14 +80,41 @@ class BalancedSampler(GlobalBatchSampler):
             return super().sample_numbers(consumed_samples)
         numbers = np.arange(start, end, dtype=np.int64)
         costs = np.ascontiguousarray(self.costs(numbers), np.float64)
-        if costs.shape != numbers.shape:
-            raise ConfigError(f"costs returned {costs.shape} for {len(numbers)} samples")
-        try:
-            places = _native.deal(costs, self.data_parallel_size)
-        except ValueError as error:
-            raise ConfigError(f"samples {start} to {end} cannot be dealt: {error}") from None
-        parts = np.split(numbers[places], self.data_parallel_size)
-        return parts[self.data_parallel_rank]
+        if costs.shape != numbers.shape or not np.all((costs >= 0) & (costs <= _MAX_COST)):
+            raise ConfigError(
+                f"costs of the samples {start} to {end} must be {len(numbers)} numbers from 0 to "
+                f"{_MAX_COST}; they are {shown(costs)}"
+            )
+        places = deal(costs, self.data_parallel_size, lockstep=self.lockstep)
+        return np.split(numbers[places], self.data_parallel_size)[self.data_parallel_rank]
+
+
+def deal(
+    costs: NDArray[np.float64], num_ranks: int, *, lockstep: bool = False
+) -> NDArray[np.int64]:
+    """Places of samples, dealt to ranks so that these have about as much work.
+
+    In lockstep, the dearest samples, as many as there are ranks, come first, then the next ones,
+    and of each such group the dearest goes to the rank that has the least so far. Else the dearest
+    rank costs as little as can be found quickly; see `cpp/balance.hpp`.
+
+    Args:
+        costs: Costs of the samples: float64 [num_ranks * share], from 0 to 1e300.
+        num_ranks: Number of ranks.
+        lockstep: Whether the ranks wait for each other after each of their samples.
+
+    Returns:
+        int64 [num_ranks * share], the places of rank 0, the dearest first, then of rank 1, etc.
+    """
+    if not lockstep:
+        return _native.deal(costs, num_ranks)
+    groups: NDArray[np.int64] = np.argsort(-costs, kind="stable").reshape(-1, num_ranks)
+    work = np.zeros(num_ranks)
+    for group in groups:
+        ranks = np.argsort(work, kind="stable")
+        work[ranks] += costs[group]
+        group[ranks] = group.copy()
+    return groups.ravel(order="F")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,33 +157,31 @@ def imbalance(costs: ArrayLike, num_ranks: int, waits: int = 1) -> float:
             FSDP and pipelines the number of micro batches.
     """
     work = np.asarray(costs, np.float64).reshape(num_ranks, waits, -1).sum(axis=2)
-    return float(work.max(axis=0).sum() / work.sum() * num_ranks)
+    return float(work.max(axis=0).sum() / work.sum() * num_ranks) if work.any() else 1.0
 
 
 def least_imbalance(costs: ArrayLike, num_ranks: int) -> float:
     """A lower bound on `imbalance` for any deal of as many samples to each rank.
 
-    The greatest of 1; of the mean over the ranks that have the j dearest samples and else the
-    cheapest, for any j; of the same without the q cheapest samples, which q of these ranks may
-    have, unless two of the dearest are on one rank; and of the ranks of which one must have i + 1
-    of the i * ranks + 1 dearest.
+    The greatest of 1; of the mean of k ranks that have the k dearest samples and else the cheapest
+    ones, for any k; and of the cost of a rank that must exist in any deal: with i + 1 of the
+    i * num_ranks + 1 dearest samples, for any i; or, for any q < j, with some number m of the j
+    dearest and at most m * q / j of the q cheapest.
     """
     dearest = np.sort(np.asarray(costs, np.float64))[::-1]
     size, share = len(dearest), len(dearest) // num_ranks
-    sums = np.append(0.0, np.cumsum(dearest))
-    least = sums[-1] / num_ranks
-    for cheap in range(min(num_ranks, 64)):
-        j = np.arange(cheap + 1, num_ranks + 1)
-        ranks = j - cheap
-        end = size - cheap
-        apart = sums[j] - sums[cheap] + sums[end] - sums[end - (share - 1) * ranks]
-        together = np.inf
-        if cheap > 0 and share > 1:
-            together = dearest[j - 1] + dearest[j - 2] + sums[size] - sums[size - share + 2]
-        least = max(least, np.minimum(apart / ranks, together).max())
-    for i in range(share):
-        first = i * num_ranks
-        least = max(
-            least, sums[first + 1] - sums[first - i] + sums[size] - sums[size - share + i + 1]
-        )
-    return float(least / (sums[-1] / num_ranks))
+    sums, cheap = (np.append(0.0, np.cumsum(one)) for one in (dearest, dearest[::-1]))
+    mean = sums[-1] / num_ranks
+    k, i = np.arange(1, num_ranks + 1), np.arange(share)
+    first = i * num_ranks
+    least = max(mean, ((sums[k] + cheap[k * (share - 1)]) / k).max())
+    least = max(least, (sums[first + 1] - sums[first - i] + cheap[share - 1 - i]).max())
+    for q in range(min(num_ranks, 32)):
+        j = np.arange(q + 1, min(q + num_ranks, size - q - share) + 1)
+        costs_of_m = np.full((share, len(j)), np.inf)
+        for m in range(1, share + 1):
+            t = np.minimum(m * q // j, share - m)
+            rest = cheap[t] + cheap[q + share - m - t] - cheap[q]
+            costs_of_m[m - 1] = np.where(m > j, np.inf, sums[j] - sums[np.maximum(j - m, 0)] + rest)
+        least = max(least, costs_of_m.min(axis=0).max(initial=0))
+    return float(least / mean) if mean > 0 else 1.0
