@@ -258,6 +258,7 @@ def test_packs_of_a_token_file_come_in_any_form(tmp_path: Any) -> None:
     again.load_state_dict(state)
     for name, array in next(again).items():
         np.testing.assert_array_equal(array, second[name])
+    assert count_targets(packs.spans(range(40))) == count_targets(packs.tokens(range(40)))
     rows = packs.batch([0, 1])
     for name in ("tokens", "labels", "loss_mask"):
         np.testing.assert_array_equal(rows[name], first[name])

@@ -64,7 +64,7 @@ def main() -> None:
         step = saved["step"]
     while step < options.steps:
         start = loader.consumed_samples
-        num_targets = count_targets(packs.tokens(range(start, start + tiny_data.GLOBAL_BATCH)))
+        num_targets = count_targets(packs.spans(range(start, start + tiny_data.GLOBAL_BATCH)))
         loss = train_step(model, optimizer, next(loader), num_targets)
         step += 1
         if step % options.save_every == 0 and options.rank == 0:

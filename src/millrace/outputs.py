@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import check_int
 from millrace.errors import ConfigError, DataError
+from millrace.order import Spans
 from millrace.ragged import spread
 from millrace.samples.fields import Batch
 from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
@@ -85,9 +86,16 @@ def _documents(batch: TokenBatch) -> _Documents:
     return _Documents(tokens, labels, positions, starts, lengths, samples)
 
 
-def count_targets(batch: TokenBatch) -> int:
-    """The number of tokens that a batch trains on."""
-    return int(np.count_nonzero(_documents(batch).labels != IGNORED))
+def count_targets(samples: TokenBatch | Spans) -> int:
+    """The number of tokens that samples train on.
+
+    Args:
+        samples: Their tokens; or their spans, if every token of a document but its first is trained
+            on. Then no token is read: any rank can count those of a large global batch.
+    """
+    if isinstance(samples, Spans):
+        return int(np.maximum(samples.counts - 1, 0).sum())
+    return int(np.count_nonzero(_documents(samples).labels != IGNORED))
 
 
 def padding_free(batch: TokenBatch) -> dict[str, Any]:
