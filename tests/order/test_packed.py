@@ -1,6 +1,7 @@
 """Packs: their laws, beside a slow packer, and what is refused."""
 
 import dataclasses
+import json
 import pickle
 from typing import Any
 
@@ -139,6 +140,18 @@ def test_a_range_of_sequences_is_packed_alone() -> None:
     order = plan.load(inputs, Deferred.of(plan.build(inputs)))
     pieces = [piece for pack in packs_of(order, 0, len(order)) for piece in pack]
     assert sorted(pieces) == [(1, 0, 3), (2, 0, 4), (3, 0, 1), (4, 0, 2)]
+
+
+def test_lengths_and_options_are_the_orders_own() -> None:
+    lengths = np.random.default_rng(1).integers(1, 8192, 20_000)
+    options = {"window_packs": 30_000, "multiple": 1, "window_documents": 7}
+    order = PackedOrder(lengths, 8192, 1, **options)
+    typed = {name: np.int16(value) for name, value in options.items()}
+    other = PackedOrder(lengths, np.int32(8192), np.uint64(1), **typed)  # type: ignore[arg-type]
+    assert json.dumps(other.fingerprint()) == json.dumps(order.fingerprint())
+    lengths[:] = 3  # by the caller
+    assert packs_of(order, 0, 50) == packs_of(other, 0, 50)
+    assert PackedOrder(lengths, 8192, 1, **options).fingerprint() != order.fingerprint()
 
 
 def test_the_order_is_frozen() -> None:

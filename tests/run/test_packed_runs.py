@@ -133,24 +133,30 @@ def test_a_file_of_arguments_names_a_sampler(folder: Path) -> None:
     for name, other in kinds.items():
         assert type(other.make_sampler(blend, **share)).__name__ == name
         assert other.order_key() == run.order_key()
-    bad = config_from({**arguments, **balance, "sampler_options": {**options, "cubic": 1}})
-    with pytest.raises(ConfigError, match=r"sampler_options are .*cubic"):
-        bad.make_sampler(blend, **share)
+    for wrong in ("cubic", "data_parallel_rank"):  # each rank would take the same samples
+        bad = config_from({**arguments, **balance, "sampler_options": {**options, wrong: 1}})
+        with pytest.raises(ConfigError, match=rf"sampler_options .*{wrong}"):
+            bad.make_sampler(blend, **share, data_parallel_rank=1)
+    # Documents are padded as the packs have room for it.
+    padded = {**arguments, **balance, "order_options": {**OPTIONS, "multiple": 4}}
+    run = config_from({**padded, "sampler_options": {"global_batch_size": 12}})
+    assert run.make_sampler(build_datasets(run).train, **share).costs.multiple == 4
 
 
 def test_wrong_options_of_an_order_are_refused(folder: Path) -> None:
     for changes, message in (
-        ({"order_options": {"windows": 3}}, r"order_options are .*windows"),
+        ({"order_options": {"windows": 3}}, "no option windows"),
+        ({"order_options": {"num_packs": 3}}, "no option num_packs"),
         ({"order_options": {"multiple": 5}}, "16 tokens must be a multiple of 5"),
         ({"order_options": {"long_documents": "error"}}, r"a, sequences 0 to 60: .* more than 16"),
         ({"order_options": ["split"]}, "order_options must be keyword arguments"),
-        ({"order_options": {"window_packs": 1e400}}, "window_packs must be"),
+        ({"order_options": False}, "order_options must be keyword arguments"),
+        ({"order_options": {"window_packs": 2**40}}, "window_packs must be"),
+        ({"order_options": {"window_packs": 1e400}}, "plain JSON values"),
+        ({"order_options": {("a", "b"): 1}}, "plain JSON values"),
         ({"order_options": {"long_documents": np.str_}}, "plain JSON values"),
-        ({"order": None}, "order_options must be keyword arguments of order"),
-        (
-            {"sampler_options": {"linear": 1}},
-            "sampler_options must be keyword arguments of sampler",
-        ),
+        ({"order": None}, "order_options .* name the order"),
+        ({"sampler_options": {"linear": 1}}, "sampler_options .* name the sampler"),
         ({"sampler": 3}, "sampler must be a class"),
         ({"sampler": "millrace.feed:Balanced"}, "sampler .* cannot be imported"),
     ):
@@ -186,6 +192,12 @@ def test_a_run_that_packs_is_inspected(folder: Path, capsys: pytest.CaptureFixtu
     for one in (first, second):
         for drawn, dealt, least in zip(one["drawn"], one["dealt"], one["least"], strict=True):
             assert least <= dealt * 1.000001 <= drawn * 1.002
+    run.write_text(json.dumps({**arguments, "num_samples": [90, 0, 0], "data_path": None}))
+    for verb in ("inspect", "index"):  # splits without samples
+        assert main([verb, str(run), *(["--cache", str(folder / "new")] * (verb == "index"))]) == 0
+    run.write_text(json.dumps({**arguments, "order-option": {"in_order": True}}))
+    assert main(["inspect", str(run)]) == 1
+    assert "did you mean order_options" in capsys.readouterr().err
     run.write_text(json.dumps({**arguments, "order": None, "order_options": None}))
     assert main(["inspect", str(run)]) == 1
     assert "packs no documents" in capsys.readouterr().err

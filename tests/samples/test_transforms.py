@@ -612,6 +612,7 @@ FILL = FillInMiddle(**FIM, eod_token=0, pad_token=0)  # which may be one token
         (lambda of, _: LossRanges([]), "a list does not say which tokens"),
         (lambda of, _: LossRanges(raw(of)), "a GPTDataset does not say which tokens"),
         (lambda of, other: transform(BlendedDataset([of, other]), FILL), "same for all samples"),
+        (lambda of, _: transform(by_documents(of), FillInMiddle(**FIM)), "give it an eod_token"),
     ],
 )
 def test_wrong_transforms_are_refused(
@@ -625,6 +626,10 @@ def raw(dataset: GPTDataset) -> GPTDataset:
     """The same tokens without an index."""
     tokens = RawTokens(dataset.prefix + ".bin", np.int32)
     return GPTDataset(tokens, sequence_length=24, order=dataset.order)
+
+
+def by_documents(dataset: GPTDataset) -> GPTDataset:
+    return gpt(dataset.prefix, boundaries="documents", eod_token=None)
 
 
 def transform(dataset: Any, *transforms: Any) -> Any:

@@ -17,6 +17,7 @@ from millrace.sampling import DocumentCosts, imbalance, least_imbalance
 from millrace.sampling.balanced import deal
 
 _MOST_BATCHES = 200  # global batches that are dealt: the first of an epoch
+_MOST_PACKS = 1 << 20  # of a global batch; more take minutes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +59,14 @@ def describe_packs(
     Raises:
         ConfigError: A run with another order, or a number below 1.
     """
-    ranks, share = check_int("ranks", ranks, 1), check_int("micro_batches", micro_batches, 1)
+    ranks = check_int("ranks", ranks, 1, _MOST_PACKS)
+    share = check_int("micro_batches", micro_batches, 1, _MOST_PACKS)
     plan, datasets = build_run(config)
     descriptions, options = [], config.sampler_options or {}
-    weights = {name: options[name] for name in ("quadratic", "linear") if name in options}
+    costs = {name: options[name] for name in ("quadratic", "linear", "multiple") if name in options}
     dealer = partial(deal, num_ranks=ranks, lockstep=options.get("lockstep", False))
-    for split, found in zip(plan.present_splits, filter(None, datasets), strict=True):
+    present = [one for one in datasets if one is not None]
+    for split, found in zip(plan.present_splits, present, strict=True):
         each = found if isinstance(found, list) else getattr(found, "datasets", [found])
         for dataset in each:
             if not isinstance(dataset.order, PackedOrder):
@@ -71,7 +74,7 @@ def describe_packs(
                     f"the order of {dataset.prefix} packs no documents: name "
                     "order: millrace.order:PackPlan in the run, or inspect its token files"
                 )
-            descriptions.append(_describe(split.name, dataset, ranks, share, weights, dealer))
+            descriptions.append(_describe(split.name, dataset, ranks, share, costs, dealer))
     return descriptions
 
 
@@ -80,13 +83,14 @@ def _describe(
     dataset: Any,
     ranks: int,
     share: int,
-    weights: dict[str, float],
+    cost_options: dict[str, Any],
     dealer: Callable[[Any], Any],
 ) -> PackDescription:
     plan, size = dataset.order.plan, ranks * share
     num_batches = min(_MOST_BATCHES, min(plan.num_packs, len(dataset)) // size)
-    costs_of = DocumentCosts(spans=dataset.spans, multiple=plan.multiple, **weights)
-    costs = costs_of(np.arange(num_batches * size)).reshape(num_batches, size)
+    costs = DocumentCosts.of(dataset, **cost_options)(np.arange(num_batches * size)).reshape(
+        num_batches, size
+    )
     dealt = [batch[dealer(batch)] for batch in costs]
     return PackDescription(
         split=split,

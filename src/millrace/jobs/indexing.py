@@ -281,7 +281,9 @@ def _identifiers(
 
 
 def _rows(split: SplitPlan) -> Iterator[IndexRow]:
-    weights = normalize(split.weights or split.lengths)
+    weights: Sequence[Any] = [None] * len(split.datasets)
+    if split.kind == "blend":
+        weights = normalize(split.weights or split.lengths)
     for dataset, weight in zip(split.datasets, weights, strict=True):
         plan, (start, stop) = dataset.order, dataset.inputs.sequences
         yield IndexRow(
@@ -292,7 +294,7 @@ def _rows(split: SplitPlan) -> Iterator[IndexRow]:
             num_tokens=plan.num_tokens_per_epoch if isinstance(plan, GPTPlan) else None,
             num_epochs=plan.num_epochs if isinstance(plan, GPTPlan) else None,
             num_samples=plan.num_samples,
-            weight=weight if split.kind == "blend" else None,
+            weight=weight,
         )
 
 

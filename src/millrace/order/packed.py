@@ -17,11 +17,13 @@ from millrace import _native
 from millrace.checks import MAX_INT32, MAX_INT64, check_bool, check_choice, check_int, check_ints
 from millrace.deferred import Deferred, cached_property
 from millrace.errors import ConfigError, DataError
+from millrace.files import checksum
 from millrace.order.order_plans import NOT_IN_KEY, Arrays, Layout, OrderInputs
 from millrace.order.spans import RULES_VERSION, CoreOrder
 from millrace.ragged import even_sizes, spread, starts_of
 
 _MAX_CAPACITY = 1 << 26  # packing takes 8 bytes for each number of tokens that a pack may have left
+_OPTIONS = ("long_documents", "in_order", "window_documents", "window_packs", "multiple")
 LONG_DOCUMENTS = ("error", "cut", "split", "drop")
 
 
@@ -61,14 +63,15 @@ class PackPlan:
     multiple: int = 1
 
     def __post_init__(self) -> None:
-        check_int("the capacity of packs", self.capacity, 1, _MAX_CAPACITY)
-        check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
-        check_bool("in_order", self.in_order)
+        plain = {"capacity": check_int("the capacity of packs", self.capacity, 1, _MAX_CAPACITY)}
         for name in ("window_documents", "window_packs", "multiple"):
-            check_int(name, getattr(self, name), 1, MAX_INT32)
+            plain[name] = check_int(name, getattr(self, name), 1, MAX_INT32)
+        vars(self).update(plain, in_order=check_bool("in_order", self.in_order))
+        check_choice("long_documents", self.long_documents, LONG_DOCUMENTS)
         if self.capacity % self.multiple != 0:
             raise ConfigError(
-                f"a pack of {self.capacity} tokens must be a multiple of {self.multiple}"
+                f"a pack of {self.capacity} tokens must be a multiple of {self.multiple}; it "
+                "is the sequence length, and one token more without add_extra_token=False"
             )
 
     @classmethod
@@ -80,7 +83,14 @@ class PackPlan:
                 document at all.
             DataError: Lengths of more tokens than the token file holds.
         """
+        return cls._planned(inputs, **options)[0]
+
+    @classmethod
+    def _planned(cls, inputs: OrderInputs, **options: Any) -> tuple["PackPlan", Arrays]:
+        """The plan, and its arrays: counting packs is making them."""
         capacity = inputs.sequence_length + inputs.add_extra_token
+        if unknown := sorted(options.keys() - set(_OPTIONS)):
+            raise ConfigError(f"packs have no option {unknown[0]}; they have {', '.join(_OPTIONS)}")
         plan = cls(capacity=capacity, **options)
         start, stop = inputs.sequences
         if stop > 2**32:
@@ -93,18 +103,21 @@ class PackPlan:
                 "length is negative: the index is damaged; write the pair again"
             )
         num_long = int(np.count_nonzero(lengths > capacity))
+        long = f"{num_long} of {stop - start} documents"
         if num_long > 0 and plan.long_documents == "error":
             raise ConfigError(
-                f"{num_long} of {stop - start} documents ({num_long / (stop - start):.2%}) have "
+                f"{long} ({num_long / (stop - start):.2%}) have "
                 f"more than {capacity} tokens, up to {lengths.max()}. Choose longer packs, or "
                 'long_documents "cut", "split" or "drop"'
             )
         pieces, sizes = plan._pieces(inputs)
         if len(pieces) == 0:
-            raise ConfigError("no document can be packed: the split has none with tokens")
-        num_tokens = int(sizes.sum(dtype=np.int64))
+            raise ConfigError(
+                f"no document can be packed: {long} have more than {capacity} tokens, the others "
+                "none. Give this split more documents, or none at all"
+            )
         packs = plan._pack(pieces, sizes, inputs.seed)
-        num_packs = len(packs["pack_index"])
+        num_packs, num_tokens = len(packs["pack_index"]), int(sizes.sum(dtype=np.int64))
         plan = replace(
             plan,
             num_samples=num_packs if inputs.num_samples is None else inputs.num_samples,
@@ -114,8 +127,7 @@ class PackPlan:
             num_long=num_long,
             num_lost_tokens=total - num_tokens,
         )
-        vars(plan)["_packs"] = packs  # for `build`: packing is what takes time
-        return plan
+        return plan, packs
 
     def arrays(self, inputs: OrderInputs) -> Layout:
         dtype = np.int64 if self.long_documents == "split" and self.num_long > 0 else np.uint32
@@ -125,8 +137,7 @@ class PackPlan:
         }
 
     def build(self, inputs: OrderInputs) -> Arrays:
-        packs: Arrays | None = vars(self).pop("_packs", None)
-        return self._pack(*self._pieces(inputs), inputs.seed) if packs is None else packs
+        return self._pack(*self._pieces(inputs), inputs.seed)
 
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> "PackedOrder":
         return _order_of(self, inputs, arrays)
@@ -205,6 +216,7 @@ class PackedOrder(CoreOrder):
     plan: PackPlan
     inputs: OrderInputs
     _arrays: Deferred[Arrays]
+    _lengths_checksum: str | None = None
 
     def __init__(
         self,
@@ -221,19 +233,21 @@ class PackedOrder(CoreOrder):
             check_int("a length", int(numbers.max()), 0, MAX_INT32)
         if num_samples is not None:
             num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
+        own = numbers.astype(np.int32)  # a copy: the caller's array may change
         inputs = OrderInputs(
-            num_sequences=len(numbers),
+            num_sequences=len(own),
             num_tokens=int(numbers.sum()),
-            sequences=(0, len(numbers)),
+            sequences=(0, len(own)),
             num_samples=num_samples,
             sequence_length=check_int("capacity", capacity, 1, _MAX_CAPACITY),
             add_extra_token=False,
             drop_last_partial_sequence=True,
             seed=check_int("seed", seed, 0),
-            load_lengths=partial(np.asarray, numbers, np.int32),
+            load_lengths=partial(np.asarray, own),
         )
-        plan = PackPlan.of(inputs, **options)
-        vars(self).update(vars(_order_of(plan, inputs, Deferred.of(plan.build(inputs)))))
+        plan, arrays = PackPlan._planned(inputs, **options)
+        vars(self).update(vars(_order_of(plan, inputs, Deferred.of(arrays))))
+        self._lengths_checksum = checksum([own])
 
     def __len__(self) -> int:
         return self.plan.num_samples
@@ -251,9 +265,11 @@ class PackedOrder(CoreOrder):
         )
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """What decides the spans, apart from the lengths: the same for any number of samples."""
+        """What decides the spans: the same for any number of samples."""
         values = asdict(self.plan)
         del values["num_samples"]
+        if self._lengths_checksum is not None:  # in a run, the token file tells its lengths
+            values["lengths"] = self._lengths_checksum
         return {
             "kind": "packs",
             "rules": RULES_VERSION,

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from millrace.checks import check_bool, check_int, check_path, shown
@@ -88,6 +88,8 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in sections.items():
         name = str(key).replace("-", "_")
         is_section = isinstance(value, Mapping) and name not in (*NAMES, "tokenizer_identifiers")
+        if is_section:
+            unknown_arguments([name])
         flat += _flat(value).items() if is_section else [(name, value)]
     return _dict_of(flat)
 
@@ -162,7 +164,7 @@ def _read(name: str, value: Any) -> Any:
     return value if value is None or reader is None else reader(name, value)
 
 
-def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
+def unknown_arguments(arguments: Iterable[str]) -> list[str]:
     """The names that do not concern data; ConfigError for one that resembles one of NAMES."""
     unknown = [name for name in arguments if name not in NAMES]
     for name in unknown:

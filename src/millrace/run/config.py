@@ -216,13 +216,13 @@ class DatasetConfig:
             "data_parallel_rank": data_parallel_rank,
             "data_parallel_size": data_parallel_size,
         }
+        options = self.sampler_options or {}
+        if both := share.keys() & options.keys():
+            raise ConfigError(f"sampler_options have {', '.join(sorted(both))}: leave them out")
         try:
-            sampler: Sampler = getattr(make, "of", make)(
-                first, **{**share, **(self.sampler_options or {})}
-            )
+            sampler: Sampler = getattr(make, "of", make)(first, **share, **options)
         except TypeError as error:
-            options = shown(self.sampler_options)
-            raise ConfigError(f"sampler_options are {options}: {error}") from None
+            raise ConfigError(f"sampler_options are {shown(options)}: {error}") from None
         return sampler
 
     def order_key(self) -> dict[str, Any]:
@@ -254,11 +254,17 @@ def _imported(name: str, value: Any) -> Any:
 
 def _checked_options(name: str, value: Any, options: Any) -> dict[str, Any] | None:
     """The keyword arguments of what is named, plain JSON values; None without any."""
-    if not options:
+    if options is None or options == {}:
         return None
-    if not isinstance(options, Mapping) or value is None:
+    if not isinstance(options, Mapping):
         raise ConfigError(f"{name}_options must be keyword arguments of {name}, not {options!r}")
-    if json.loads(json.dumps(dict(options), default=str)) != options:
+    if value is None:
+        raise ConfigError(f"{name}_options are keyword arguments of {name}: name the {name}")
+    try:
+        is_plain = json.loads(json.dumps(dict(options), allow_nan=False)) == options
+    except (TypeError, ValueError):
+        is_plain = False
+    if not is_plain:
         raise ConfigError(f"{name}_options must be plain JSON values, not {shown(options)}")
     return dict(options)
 

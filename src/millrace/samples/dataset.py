@@ -89,7 +89,8 @@ class TokenDataset:
             raise ConfigError(f"a {name} has no method `tokens`, which returns a TokenBatch")
         self.source: Any = source
         self.options = options
-        self.transforms = check_transforms(source, transforms)
+        boundaries = "" if options is None else options.boundaries
+        self.transforms = check_transforms(source, transforms, boundaries)
         self.stores: Sequence[StoredTokens | None] = (None,)  # that `part_source` counts
         if isinstance(source, StoredTokens | TokenDataset):
             self.stores = source.stores if isinstance(source, TokenDataset) else (source,)

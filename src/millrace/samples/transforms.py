@@ -102,7 +102,7 @@ def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
         raise ConfigError(f"{name} changed where samples end: its changes_tokens must be True")
 
 
-def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
+def check_transforms(source: Any, transforms: Iterable[Any], boundaries: str = "") -> list[Any]:
     """The transforms as a list; a ConfigError if they cannot work."""
     if not isinstance(transforms, Iterable):
         raise ConfigError(f"transforms is {shown(transforms)}; give a list of transforms")
@@ -125,6 +125,8 @@ def check_transforms(source: Any, transforms: Iterable[Any]) -> list[Any]:
                 f"transform {place}, {kind}, looks tokens up in the token file: put it before the "
                 "transforms that change tokens"
             )
+        if boundaries == "documents" and getattr(transform, "eod_token", 0) is None:
+            raise ConfigError(f"{kind} takes a sample for one document: give it an eod_token")
         has_moved = has_moved or transform.changes_tokens
     return transforms
 

@@ -63,15 +63,11 @@ class BalancedSampler(GlobalBatchSampler):
         *,
         quadratic: float = 1.0,
         linear: float = LINEAR,
-        multiple: int = 1,
+        multiple: int | None = None,
         **options: Any,
     ) -> "BalancedSampler":
-        """The sampler of a dataset with a method `spans`, by the `DocumentCosts` of its samples."""
-        spans = getattr(dataset, "spans", None)
-        if spans is None:
-            name = type(dataset).__name__
-            raise ConfigError(f"a {name} has no method `spans`, which gives lengths: give costs")
-        costs = DocumentCosts(spans=spans, quadratic=quadratic, linear=linear, multiple=multiple)
+        """The sampler of a dataset, by the costs of `DocumentCosts.of`."""
+        costs = DocumentCosts.of(dataset, quadratic=quadratic, linear=linear, multiple=multiple)
         return cls(len(dataset), costs=costs, **options)
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
@@ -138,6 +134,23 @@ class DocumentCosts:
             if not 0 <= check_float(name, getattr(self, name)) < math.inf:
                 raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
         check_int("multiple", self.multiple, 1)
+
+    @classmethod
+    def of(cls, dataset: Any, *, multiple: int | None = None, **options: float) -> "DocumentCosts":
+        """The costs of the samples of a dataset with a method `spans`.
+
+        Without a multiple, it is the greatest of those for which the dataset's packs have room.
+        """
+        if not hasattr(dataset, "spans"):
+            name = type(dataset).__name__
+            raise ConfigError(f"a {name} has no method `spans`, which gives lengths: give costs")
+        if multiple is None:
+            orders = [
+                getattr(one, "order", None) for one in (dataset, *getattr(dataset, "datasets", ()))
+            ]
+            plans = [getattr(order, "plan", None) for order in orders]
+            multiple = max(getattr(plan, "multiple", 1) for plan in plans)
+        return cls(spans=dataset.spans, multiple=multiple, **options)
 
     def __call__(self, sample_numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         """The costs of some samples: float64 [batch]."""

@@ -14,7 +14,7 @@ from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
 from millrace.option_class import check_options, option
-from millrace.run.arguments import config_from, read_arguments
+from millrace.run.arguments import config_from, read_arguments, unknown_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
 from millrace.store import IndexedDataset, verify
@@ -73,10 +73,10 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
     if options.tokenizer is not None:
         decoder = Tokenizer(options.tokenizer, tiktoken_pattern=options.tiktoken_pattern)
     if folder.endswith((".yaml", ".yml", ".toml")):
+        values = read_arguments(folder)
+        unknown_arguments(values)
         packs = inspect.describe_packs(
-            config_from(read_arguments(folder)),
-            ranks=options.ranks,
-            micro_batches=options.micro_batches,
+            config_from(values), ranks=options.ranks, micro_batches=options.micro_batches
         )
         if options.svg is not None:
             with atomic_file(options.svg) as file:
