@@ -76,22 +76,6 @@ def test_an_epoch_has_each_document_once(folder: Path) -> None:
         assert np.all(batch["loss_mask"].ravel()[starts - 1] == 0)
 
 
-def test_a_file_of_arguments_names_packs(folder: Path) -> None:
-    arguments = {
-        "data_path": [str(folder / "a")],
-        "split": "1,0,0",
-        "seq_length": 16,
-        "num_samples": [30, None, None],
-        "order": "millrace.order:PackPlan",
-        "order_options": OPTIONS,
-        "add_extra_token": False,
-        "boundaries": "documents",
-    }
-    run = config_from(arguments)
-    assert (run.order_options, run.add_extra_token, run.boundaries) == (OPTIONS, False, "documents")
-    assert len(build_datasets(run).train) == 30
-
-
 def test_a_file_of_arguments_names_a_sampler(folder: Path) -> None:
     arguments = {
         "train_data_path": [0.5, str(folder / "a"), 0.5, str(folder / "b")],
@@ -105,6 +89,7 @@ def test_a_file_of_arguments_names_a_sampler(folder: Path) -> None:
     balance = {"sampler": "millrace.feed:BalancedSampler"}
     options: dict[str, Any] = {"global_batch_size": 12, "linear": 50.0}
     run = config_from({**arguments, **balance, "sampler_options": options})
+    assert (run.order_options, run.add_extra_token) == (OPTIONS, False)
     blend = build_datasets(run).train
     ranks = [run.make_sampler(blend, **share, data_parallel_rank=rank) for rank in range(3)]
     for start in range(0, 60, 12):
