@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from millrace import ConfigError, DataError, IndexedDataset, Loader
-from millrace.feed import GPTDataset
+from millrace import BlendedDataset, ConfigError, DataError, IndexedDataset, Loader
+from millrace.feed import BalancedSampler, GPTDataset
 from millrace.order import PackedOrder
 from millrace.outputs import (
     IGNORED,
@@ -27,6 +27,7 @@ from millrace.outputs import (
     torchtitan,
 )
 from millrace.samples import TokenBatch
+from millrace.torch import to_tensors
 from tests.conftest import write_documents
 
 ROW = 16
@@ -196,7 +197,7 @@ def test_blocks_of_flex_attention_are_those_that_torch_makes(documents: Document
     def mask(b: Any, _: Any, q: Any, kv: Any) -> Any:
         return (q >= kv) & (ids[b, q] == ids[b, kv])
 
-    for size in (16, 128):
+    for size in (1, 16, 128):
         theirs = create_block_mask(mask, len(ids), None, 256, 256, device="cpu", BLOCK_SIZE=size)
         for name, array in mask_blocks(arrays["starts"], size).items():
             np.testing.assert_array_equal(array, getattr(theirs, name).numpy(), strict=True)
@@ -230,29 +231,59 @@ def test_packs_of_a_token_file_come_in_any_form(tmp_path: Any) -> None:
         data, sequence_length=8, add_extra_token=False, order=order, boundaries="documents"
     )
     dataset = FinishedDataset(packs, partial(megatron_packed, sequence_length=8))
-    loader = Loader(dataset, micro_batch_size=2)
-    first = next(loader)
-    state = loader.state_dict()
-    second = next(loader)
-    again = Loader(dataset, micro_batch_size=2)
-    again.load_state_dict(state)
-    for name, array in next(again).items():
-        np.testing.assert_array_equal(array, second[name])
+    first = next(Loader(dataset, micro_batch_size=2))
     assert count_targets(packs.spans(range(40))) == count_targets(packs.tokens(range(40)))
     rows = packs.batch([0, 1])
     for name in ("tokens", "labels", "loss_mask"):
         np.testing.assert_array_equal(rows[name], first[name])
 
 
+def test_finished_batches_keep_what_the_loader_asks_for(tmp_path: Path) -> None:
+    write_documents(tmp_path / "text", [[3, 1, 0, 4, 5, 0], [9, 2, 0], [6] * 7])
+    data = IndexedDataset(tmp_path / "text")
+    options: Any = {"sequence_length": 8, "add_extra_token": False}
+    order = PackedOrder(data.sequence_lengths, 8, seed=3)
+    packs = GPTDataset(data, order=order, eod_token=0, **options)
+    finished = FinishedDataset(packs, padding_free)
+    # Where documents end with an EOD, a sequence may hold several.
+    assert np.count_nonzero(finished.batch([0, 1, 2])["position_ids"] == 0) == 4
+    assert finished.is_remote is packs.is_remote
+    sampler = BalancedSampler.of(finished, global_batch_size=3, micro_batch_size=1)
+    assert sorted(sampler.sample_numbers(0)) == [0, 1, 2]
+    checked = next(Loader(finished, micro_batch_size=1, vocab_size=10))
+    assert checked.keys() == finished.batch([0]).keys()
+    assert [*next(Loader(finished, micro_batch_size=1, fields=["seq_idx"]))] == ["seq_idx"]
+    for wrong in ({"vocab_size": 5}, {"token_dtype": "int32"}, {"fields": ["loss_mask"]}):
+        with pytest.raises((ConfigError, DataError), match=r"token id|leave out|no loss_mask"):
+            [*Loader(finished, micro_batch_size=3, **wrong)]
+    parts = FinishedDataset(packs, padding_free, micro_batch_size=2).batch([2, 0, 1])
+    for part, numbers in zip(parts["micro_batches"], ([2, 0], [1]), strict=True):
+        for name, array in finished.batch(numbers).items():
+            np.testing.assert_array_equal(part[name], array)
+    tensors = to_tensors(finished.batch([0]))
+    assert type(tensors["max_length_q"]) is int
+    assert tensors["labels"].dtype == torch.int64
+    with pytest.raises(ConfigError, match=r"max_length_q, max_length_k cannot be mixed"):
+        BlendedDataset([finished, finished], [1, 1], 4)
+    padded = GPTDataset(data, order=order, pad_token=0, **options)
+    for dataset, output in ((padded, padding_free), ([], padding_free), (packs, 3)):
+        with pytest.raises(ConfigError, match=r"pad_token|give a dataset"):
+            FinishedDataset(dataset, output)  # type: ignore[arg-type]
+
+
 def test_samples_that_fit_no_row_and_unknown_documents_are_refused() -> None:
     batch = batch_of([[[1] * 9], [[1]]])
-    for output in (megatron_packed, torchtitan):
+    for output in (megatron_packed, torchtitan, document_starts):
         with pytest.raises(DataError, match=r"rows have 7"):
             output(batch, sequence_length=7)
+        with pytest.raises(ConfigError, match="sequence_length must be"):
+            output(batch, sequence_length=0)
     unknown = TokenBatch(np.ones(3, np.int64), np.array([3]))
-    with pytest.raises(ConfigError, match=r"documents .* not known"):
-        padding_free(unknown)
-    with pytest.raises(ConfigError, match="multiple"):
-        megatron_thd(batch, multiple=0)
+    for use in (padding_free, count_targets):
+        with pytest.raises(ConfigError, match=r"documents .* not known"):
+            use(unknown)
+    for wrong in ({"multiple": 0}, {"pad_token": None}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            megatron_thd(batch, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="multiple of 128"):
         mask_blocks(np.zeros((1, 100), np.int32))

@@ -64,7 +64,8 @@ def main() -> None:
         step = saved["step"]
     while step < options.steps:
         start = loader.consumed_samples
-        num_targets = count_targets(packs.spans(range(start, start + tiny_data.GLOBAL_BATCH)))
+        numbers = range(start, sampler.consumed_after(start))
+        num_targets = max(count_targets(packs.spans(numbers)), 1)
         loss = train_step(model, optimizer, next(loader), num_targets)
         step += 1
         if step % options.save_every == 0 and options.rank == 0:

@@ -185,14 +185,7 @@ def blend_by_sizes(sizes: Numbers, threads: int | None = None) -> Blend:
 
 
 def deal(costs: NDArray[np.float64], num_ranks: int) -> Numbers:
-    """Items dealt to ranks, as many to each, so that the dearest rank costs little: `balance.hpp`.
-
-    Args:
-        costs: float64 [items], from 0 to 1e300.
-        num_ranks: Number of ranks, which divides that of the items.
-
-    Returns:
-        int64 [items]: those of rank 0, the dearest first, then those of rank 1, and so on.
+    """The places of costs, 0 to 1e300, by rank: see `millrace.sampling.balanced.deal`.
 
     Raises:
         ValueError: Other costs, or ranks that cannot have as many items each.

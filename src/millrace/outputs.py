@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import check_int
+from millrace.checks import check_int, shown
 from millrace.errors import ConfigError, DataError
 from millrace.order import Spans
 from millrace.ragged import spread
-from millrace.samples.fields import Batch
-from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
+from millrace.samples.dataset import converted, name_of
+from millrace.samples.fields import FIELDS, Batch, BatchForm
+from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of, split_at_eod
 
 __all__ = [
     "IGNORED",
@@ -38,24 +39,77 @@ class FinishedDataset:
     """A dataset whose batches a function makes of the token batches of another one.
 
     Args:
-        dataset: A dataset with a method `tokens`.
+        dataset: A dataset with a method `tokens`. Its documents are told by their places, or where
+            `boundaries` are "eod", by its `eod_token`.
         output: Function from a `TokenBatch` to the arrays of a batch by name, such as
             `padding_free`, or `functools.partial(megatron_thd, multiple=8)`.
+        micro_batch_size: Number of samples that the function gets at once, where a batch is a whole
+            step, as with a `BalancedSampler`: a batch is then {"micro_batches": list of what it
+            returns}. None: all samples of a batch.
+
+    Raises:
+        ConfigError: A dataset without `tokens`, or with a `pad_token`, which documents do not have.
     """
 
-    def __init__(self, dataset: Any, output: Callable[[TokenBatch], Mapping[str, Any]]) -> None:
-        self.dataset, self.output = dataset, output
+    takes_form = True
 
-    @property
-    def prefix(self) -> str:
-        return str(getattr(self.dataset, "prefix", type(self.dataset).__name__))
+    def __init__(
+        self,
+        dataset: Any,
+        output: Callable[[TokenBatch], Mapping[str, Any]],
+        *,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        self.dataset, self.output, self.micro_batch_size = dataset, output, micro_batch_size
+        if not hasattr(dataset, "tokens") or not callable(output):
+            raise ConfigError(
+                f"a {type(dataset).__name__} and {shown(output)} cannot make batches: give a "
+                "dataset with a method `tokens`, and a function of a TokenBatch"
+            )
+        if micro_batch_size is not None:
+            check_int("micro_batch_size", micro_batch_size, 1)
+        options = getattr(dataset, "options", None)
+        if getattr(options, "pad_token", None) is not None:
+            raise ConfigError(
+                "tokens of documents are no padding: leave out the dataset's pad_token"
+            )
+        is_by_eod = getattr(options, "boundaries", None) == "eod"
+        self._eod_token: int | None = getattr(options, "eod_token", None) if is_by_eod else None
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("prefix", "prefetch", "is_remote", "spans"):
+            raise AttributeError(f"a FinishedDataset has no {name!r}")
+        return getattr(self.dataset, name)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def batch(self, sample_numbers: ArrayLike) -> Batch:
-        """What the function makes of the samples of these numbers."""
-        return dict(self.output(self.dataset.tokens(sample_numbers)))
+    def batch(self, sample_numbers: ArrayLike, form: BatchForm | None = None) -> dict[str, Any]:
+        """What the function makes of the samples of these numbers.
+
+        Of the form, `vocab_size` checks the tokens, and `fields` selects arrays. Its dtype and
+        sharing are refused with a ConfigError: the function decides them.
+        """
+        tokens = self.dataset.tokens(sample_numbers)
+        if self._eod_token is not None:
+            tokens = split_at_eod(tokens, self._eod_token)
+        if form is not None:
+            if form.token_dtype != "int64" or form.share_labels:
+                raise ConfigError("the output makes arrays: leave out token_dtype and share_labels")
+            converted(f"{name_of(self)} returned tokens", tokens.tokens, form)
+        if self.micro_batch_size is None:
+            return self._finished(tokens, form)
+        starts = range(0, len(tokens), self.micro_batch_size)
+        parts = np.split(np.arange(len(tokens)), starts[1:])
+        return {"micro_batches": [self._finished(tokens.select(part), form) for part in parts]}
+
+    def _finished(self, tokens: TokenBatch, form: BatchForm | None) -> dict[str, Any]:
+        arrays = dict(self.output(tokens))
+        if form is None or form.fields == FIELDS:
+            return arrays
+        if missing := [name for name in form.fields if name not in arrays]:
+            raise ConfigError(f"the output makes {', '.join(arrays)}, and no {', '.join(missing)}")
+        return {name: arrays[name] for name in form.fields}
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """That of the dataset: the form of a batch does not decide which tokens it has."""
@@ -74,9 +128,8 @@ class _Documents(NamedTuple):
 
 
 def _documents(batch: TokenBatch) -> _Documents:
-    if batch.part_starts is None:
-        raise ConfigError("the documents of the samples are not known: give the dataset an order")
-    tokens, starts, lengths = batch.tokens.astype(np.int64), batch.part_starts, batch.part_counts
+    tokens, lengths = batch.tokens.astype(np.int64), batch.part_counts
+    starts = np.cumsum(lengths) - lengths
     trained = np.ones(len(tokens), np.bool_) if batch.trained is None else batch.trained
     labels = np.where(trained, tokens, IGNORED)
     labels[starts] = IGNORED  # no token comes before the first one of a document
@@ -95,7 +148,10 @@ def count_targets(samples: TokenBatch | Spans) -> int:
     """
     if isinstance(samples, Spans):
         return int(np.maximum(samples.counts - 1, 0).sum())
-    return int(np.count_nonzero(_documents(samples).labels != IGNORED))
+    num_documents, trained = len(samples.part_counts), samples.trained
+    if trained is None:
+        return len(samples.tokens) - num_documents
+    return int(np.count_nonzero(trained) - np.count_nonzero(trained[samples.part_starts]))
 
 
 def padding_free(batch: TokenBatch) -> dict[str, Any]:
@@ -116,7 +172,7 @@ def padding_free(batch: TokenBatch) -> dict[str, Any]:
         "input_ids": one.tokens[None],
         "labels": labels[None],
         "position_ids": one.positions[None],
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), edges),
+        **{name: edges.copy() for name in ("cu_seq_lens_q", "cu_seq_lens_k")},
         **dict.fromkeys(("max_length_q", "max_length_k"), longest),
         "seq_idx": numbers.astype(np.int32)[None],
     }
@@ -133,10 +189,9 @@ def megatron_packed(batch: TokenBatch, *, sequence_length: int, pad_token: int =
         up with sequence_length; max_seqlen, int32 [batch].
     """
     one = _documents(batch)
-    num_rows = len(batch)
+    num_rows, pad_token = len(batch), check_int("pad_token", pad_token, 0)
     rows, places = spread(batch.sizes)
-    if batch.sizes.max(initial=0) > sequence_length:
-        raise DataError(f"a sample has {batch.sizes.max()} tokens; rows have {sequence_length}")
+    _check_length(batch.sizes, sequence_length)
     arrays: Batch = {
         "tokens": np.full((num_rows, sequence_length), pad_token, np.int64),
         "labels": np.zeros((num_rows, sequence_length), np.int64),
@@ -174,7 +229,7 @@ def megatron_thd(batch: TokenBatch, *, multiple: int = 1, pad_token: int = 0) ->
         cu_seqlens_padded, int32 [documents + 1], of the documents without and with padding;
         max_seqlen, an int, of the padded ones; padding_mask, bool [1, tokens], true in padding.
     """
-    check_int("multiple", multiple, 1)
+    multiple, pad_token = check_int("multiple", multiple, 1), check_int("pad_token", pad_token, 0)
     one = _documents(batch)
     padded = -(-one.lengths // multiple) * multiple
     edges, padded_edges = (np.append(0, np.cumsum(counts)) for counts in (one.lengths, padded))
@@ -206,12 +261,11 @@ def torchtitan(batch: TokenBatch, *, sequence_length: int) -> dict[str, Any]:
     is_last[one.starts + one.lengths - 1] = True
     keep = ~is_last
     samples, _ = spread(batch.sizes)
-    rows, places = spread(np.bincount(samples[keep], minlength=len(batch)))
-    if places.max(initial=-1) >= sequence_length:
-        raise DataError(f"a sample has {places.max() + 1} inputs; rows have {sequence_length}")
+    sizes = np.bincount(samples[keep], minlength=len(batch))
+    rows, places = spread(sizes)
+    _check_length(sizes, sequence_length)
     inputs = np.zeros((len(batch), sequence_length), np.int64)
     labels = np.full_like(inputs, IGNORED)
-    sizes = np.bincount(rows, minlength=len(batch))
     positions = np.arange(sequence_length) - sizes[:, None]  # of the padding
     inputs[rows, places] = one.tokens[keep]
     labels[rows, places] = one.labels[keep]
@@ -227,6 +281,7 @@ def document_starts(batch: TokenBatch, *, sequence_length: int) -> Batch:
         document, both int32 [batch, sequence_length]; padding is a document of its own.
     """
     one = _documents(batch)
+    _check_length(batch.sizes, sequence_length)
     firsts = one.starts - (batch.ends - batch.sizes)[one.samples]
     has_padding = np.flatnonzero(batch.sizes < sequence_length)
     rows = np.concatenate((one.samples, has_padding))
@@ -253,6 +308,7 @@ def mask_blocks(starts: NDArray[np.int32], block_size: int = 128) -> Batch:
         are not counted follow in ascending order.
     """
     num_rows, length = starts.shape
+    check_int("block_size", block_size, 1)
     if length % block_size != 0:
         raise ConfigError(f"rows of {length} tokens must be a multiple of {block_size}")
     size = length // block_size
@@ -261,10 +317,19 @@ def mask_blocks(starts: NDArray[np.int32], block_size: int = 128) -> Batch:
     # Starts ascend, so a block's first query sees the furthest back, and its last one the least.
     first_seen = blocks[:, :, 0, None] // block_size
     is_seen = (keys >= first_seen) & (keys <= queries)
-    is_full = (blocks[:, :, -1, None] <= keys * block_size) & (keys < queries)
+    is_seen_whole = (keys + 1) * block_size - 1 <= queries * block_size  # by the first query
+    is_full = (blocks[:, :, -1, None] <= keys * block_size) & is_seen_whole
     answer: Batch = {}
     for prefix, marks in (("", is_seen & ~is_full), ("full_", is_full)):
         order = np.argsort(~marks, axis=-1, kind="stable").astype(np.int32)
         answer[f"{prefix}kv_num_blocks"] = marks.sum(axis=-1, dtype=np.int32)[:, None]
         answer[f"{prefix}kv_indices"] = order[:, None]
     return answer
+
+
+def _check_length(sizes: Numbers, sequence_length: int) -> None:
+    if sizes.max(initial=0) > check_int("sequence_length", sequence_length, 1):
+        raise DataError(
+            f"a sample has {sizes.max()} tokens; rows have {sequence_length}. Give the rows a "
+            "sequence_length of the packs' capacity, and the dataset add_extra_token=False"
+        )

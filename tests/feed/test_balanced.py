@@ -24,6 +24,13 @@ def costs_of(numbers: Any) -> Any:
     return 1 + (numbers * 2654435761 % 97) ** 2
 
 
+def costs_in_place(numbers: Any) -> Any:
+    """Costs of a function that writes to what it is given."""
+    costs = costs_of(numbers)
+    numbers[:] = 0
+    return costs
+
+
 @given(
     ranks=st.integers(1, 5),
     micro=st.integers(1, 3),
@@ -38,7 +45,7 @@ def test_each_global_batch_keeps_its_samples(
     """Also a last one that is not complete, and batches that grow."""
     block = ranks * micro
     schedule = BatchSizeSchedule([(0, block), (block * 2, block * steps)])
-    make: Any = partial(BalancedSampler, costs=costs_of, lockstep=lockstep)
+    make: Any = partial(BalancedSampler, costs=costs_in_place, lockstep=lockstep)
     for drop_last in (True, False):
         options: Any = {
             "global_batch_size": schedule,
@@ -97,10 +104,14 @@ def test_costs_are_those_of_the_documents_of_packs() -> None:
 
 def test_wrong_costs_are_refused() -> None:
     options: Any = {"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 2}
-    answers: Any = [lambda n: n[:1], lambda n: -1.0 - n, lambda n: n / 0.0, lambda n: [[1, 2]]]
-    for costs in answers:
-        with np.errstate(all="ignore"), pytest.raises(ConfigError, match=r"cost|dealt"):
+    answers: Any = [lambda n: n[:1], lambda n: -1.0 - n, lambda n: n / 0.0, lambda n: [[1, 2]], 3]
+    for costs in (*answers, lambda n: n.astype(str)):
+        with np.errstate(all="ignore"), pytest.raises(ConfigError, match=r"cost"):
             BalancedSampler(8, costs=costs, **options).sample_numbers(0)
     for wrong in ({"quadratic": -1}, {"linear": np.nan}, {"multiple": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             DocumentCosts(spans=print, **wrong)  # type: ignore[arg-type]
+    for measure in (imbalance, least_imbalance):
+        assert measure([0, 0], 2) == 1
+        with pytest.raises(ConfigError, match="3 samples cannot be dealt evenly to 2 ranks"):
+            measure([1, 2, 3], 2)

@@ -206,35 +206,8 @@ class GPTOrder(NamedTuple):
         return out
 
 
-class PackOrder(NamedTuple):
-    sequence_lengths: Lengths
-    pieces: NDArray[Any]
-    pack_ends: Numbers
-    capacity: int
-    num_samples: int
-    key: int
-
-    def spans(self, sample_number: int) -> list[Span]:
-        """A sample's (sequence, offset, count): one pack in the permutation of its epoch."""
-        if not 0 <= sample_number < self.num_samples:
-            raise ValueError(f"there is no sample number {sample_number}")
-        epoch, place = divmod(sample_number, len(self.pack_ends))
-        key = (self.key + epoch * 0x9E3779B97F4A7C15) % 2**64
-        pack = int(swap_or_not(np.array([place]), len(self.pack_ends), key, True)[0])
-        start = 0 if pack == 0 else int(self.pack_ends[pack - 1])
-        out = []
-        for piece in self.pieces[start : self.pack_ends[pack]].tolist():
-            sequence, offset = piece % 2**32, self.capacity * (piece >> 32)
-            length = int(_entry(self.sequence_lengths, sequence))
-            out.append((sequence, offset, min(length - offset, self.capacity)))
-        counts = [count for _, _, count in out]
-        if min(counts) < 1 or sum(counts) > self.capacity:
-            raise ValueError(f"the sequences of pack {pack} do not fit {self.capacity} tokens")
-        return out
-
-
 gpt_order = GPTOrder
-AnyOrder = GPTOrder | SequenceOrder | PackOrder
+AnyOrder = GPTOrder | SequenceOrder
 Sources = tuple[TokenSource, ...]
 Orders = tuple[AnyOrder, ...]
 

@@ -18,20 +18,15 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "trainers"
 CAPACITY, BATCH = 64, 16
 
 
-def make_packs(prefix: Path) -> GPTDataset:
-    data = IndexedDataset(prefix)
-    order = PackedOrder(data.sequence_lengths, CAPACITY, seed=5, long_documents="cut")
-    return GPTDataset(
-        data, sequence_length=CAPACITY, add_extra_token=False, order=order, boundaries="documents"
-    )
-
-
 def gradient_of(prefix: Path, rank: int, ranks: int, out: Any) -> None:
     """Puts the rank's part of the gradient of the first two global batches into a queue."""
     sys.path.insert(0, str(EXAMPLES))
     import tiny_gpt
 
-    packs = make_packs(prefix)
+    data = IndexedDataset(prefix)
+    order = PackedOrder(data.sequence_lengths, CAPACITY, seed=5, long_documents="cut")
+    options: Any = {"sequence_length": CAPACITY, "add_extra_token": False}
+    packs = GPTDataset(data, order=order, boundaries="documents", **options)
     share = {"data_parallel_rank": rank, "data_parallel_size": ranks, "micro_batch_size": 1}
     sampler = BalancedSampler.of(packs, linear=5.0, global_batch_size=BATCH, **share)
     fields = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")

@@ -1,6 +1,6 @@
 """What the packs of a run hold, and how even the work of the ranks is: as a table and a picture."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -63,7 +63,8 @@ def describe_packs(
     share = check_int("micro_batches", micro_batches, 1, _MOST_PACKS)
     plan, datasets = build_run(config)
     descriptions, options = [], config.sampler_options or {}
-    costs = {name: options[name] for name in ("quadratic", "linear", "multiple") if name in options}
+    names = options.keys() & {"quadratic", "linear", "multiple"}
+    costs_of = partial(DocumentCosts.of, **{name: options[name] for name in names})
     dealer = partial(deal, num_ranks=ranks, lockstep=options.get("lockstep", False))
     present = [one for one in datasets if one is not None]
     for split, found in zip(plan.present_splits, present, strict=True):
@@ -74,23 +75,16 @@ def describe_packs(
                     f"the order of {dataset.prefix} packs no documents: name "
                     "order: millrace.order:PackPlan in the run, or inspect its token files"
                 )
-            descriptions.append(_describe(split.name, dataset, ranks, share, costs, dealer))
+            descriptions.append(_describe(split.name, dataset, ranks, share, costs_of, dealer))
     return descriptions
 
 
 def _describe(
-    split: str,
-    dataset: Any,
-    ranks: int,
-    share: int,
-    cost_options: dict[str, Any],
-    dealer: Callable[[Any], Any],
+    split: str, dataset: Any, ranks: int, share: int, costs_of: Any, dealer: Any
 ) -> PackDescription:
     plan, size = dataset.order.plan, ranks * share
     num_batches = min(_MOST_BATCHES, min(plan.num_packs, len(dataset)) // size)
-    costs = DocumentCosts.of(dataset, **cost_options)(np.arange(num_batches * size)).reshape(
-        num_batches, size
-    )
+    costs = costs_of(dataset)(np.arange(num_batches * size)).reshape(num_batches, size)
     dealt = [batch[dealer(batch)] for batch in costs]
     return PackDescription(
         split=split,

@@ -231,10 +231,11 @@ def _merge_finished(draws: list[_Draw], form: BatchForm | None) -> Batch:
     for _, dataset, numbers, _ in draws:
         batch = batch_of_form(dataset, numbers, _form_of_rows(form))
         batches.append(batch)
+        layout = _layout(batch)
         is_even = all(array.shape[:1] == numbers.shape for array in batch.values())
-        if not is_even or _layout(batch) != _layout(batches[0]):
+        if not is_even or layout != _layout(batches[0]):
             raise DataError(
-                f"{name_of(dataset)} returned rows of {_layout(batch)}, of which each array must "
+                f"{name_of(dataset)} returned rows of {layout}, of which each array must "
                 f"have {len(numbers)}; rows of {_layout(batches[0])} are needed"
             )
     order = _order(draws)
@@ -276,4 +277,6 @@ def _form(dataset: Any) -> dict[str, str]:
 
 
 def _layout(batch: Batch) -> dict[str, str]:
+    if others := [name for name, array in batch.items() if not hasattr(array, "shape")]:
+        raise ConfigError(f"{', '.join(others)} cannot be mixed: blend the datasets of the tokens")
     return {name: f"{array.dtype} {list(array.shape[1:])}" for name, array in batch.items()}

@@ -347,11 +347,11 @@ def batch_of_form(dataset: Any, numbers: Numbers, form: BatchForm | None) -> Bat
     selected: Batch = {name: np.asarray(batch[name]) for name in form.fields}
     for name in ("tokens", "labels"):
         if name in selected:
-            selected[name] = _converted(f"{owner} returned {name}", selected[name], form)
+            selected[name] = converted(f"{owner} returned {name}", selected[name], form)
     return selected
 
 
-def _converted(place: str, tokens: NDArray[Any], form: BatchForm) -> NDArray[Any]:
+def converted(place: str, tokens: NDArray[Any], form: BatchForm) -> NDArray[Any]:
     if tokens.dtype.kind not in "iu":
         raise DataError(f"{place} as {tokens.dtype}; integers are needed")
     dtype = tokens.dtype if form.token_dtype == "file" else np.dtype(form.token_dtype)

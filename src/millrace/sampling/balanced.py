@@ -55,6 +55,8 @@ class BalancedSampler(GlobalBatchSampler):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_bool("lockstep", self.lockstep)
+        if not callable(self.costs):
+            raise ConfigError(f"costs is {shown(self.costs)}; give a function of sample numbers")
 
     @classmethod
     def of(
@@ -75,14 +77,28 @@ class BalancedSampler(GlobalBatchSampler):
         if end > self.num_samples:
             return super().sample_numbers(consumed_samples)
         numbers = np.arange(start, end, dtype=np.int64)
-        costs = np.ascontiguousarray(self.costs(numbers), np.float64)
-        if costs.shape != numbers.shape or not np.all((costs >= 0) & (costs <= _MAX_COST)):
-            raise ConfigError(
-                f"costs of the samples {start} to {end} must be {len(numbers)} numbers from 0 to "
-                f"{_MAX_COST}; they are {shown(costs)}"
-            )
+        costs = _checked_costs(self.costs(numbers.copy()))
+        if len(costs) != len(numbers):
+            raise ConfigError(f"costs returned {len(costs)} numbers for {len(numbers)} samples")
         places = deal(costs, self.data_parallel_size, lockstep=self.lockstep)
-        return np.split(numbers[places], self.data_parallel_size)[self.data_parallel_rank]
+        share = len(numbers) // self.data_parallel_size
+        first = self.data_parallel_rank * share
+        answer: NDArray[np.int64] = numbers[places[first : first + share]]
+        return answer
+
+
+def _checked_costs(values: ArrayLike, num_ranks: int = 1) -> NDArray[np.float64]:
+    """Costs as float64 [n]; ConfigError for others, and for ranks that they cannot be dealt to."""
+    costs = np.asarray(values)
+    if costs.ndim != 1 or costs.dtype.kind not in "iuf":
+        raise ConfigError(f"costs must be numbers [n], not {costs.dtype} {list(costs.shape)}")
+    costs = costs.astype(np.float64)
+    bad = costs[~((costs >= 0) & (costs <= _MAX_COST))]
+    if len(bad) > 0:
+        raise ConfigError(f"a cost is {bad[0]:g}; it must be 0 to {_MAX_COST:g}")
+    if len(costs) % check_int("num_ranks", num_ranks, 1) != 0:
+        raise ConfigError(f"{len(costs)} samples cannot be dealt evenly to {num_ranks} ranks")
+    return costs
 
 
 def deal(
@@ -155,7 +171,8 @@ class DocumentCosts:
     def __call__(self, sample_numbers: NDArray[np.int64]) -> NDArray[np.float64]:
         """The costs of some samples: float64 [batch]."""
         spans = self.spans(sample_numbers)
-        lengths = -(-spans.counts // self.multiple) * float(self.multiple)
+        counts = np.asarray(spans.counts, np.int64)
+        lengths = -(-counts // self.multiple) * float(self.multiple)
         sums = np.append(0.0, np.cumsum((self.quadratic * lengths + self.linear) * lengths))
         return np.diff(sums[spans.bounds])
 
@@ -169,8 +186,13 @@ def imbalance(costs: ArrayLike, num_ranks: int, waits: int = 1) -> float:
         waits: How often the ranks wait for each other in a step, at equal distances: 1, or with
             FSDP and pipelines the number of micro batches.
     """
-    work = np.asarray(costs, np.float64).reshape(num_ranks, waits, -1).sum(axis=2)
-    return float(work.max(axis=0).sum() / work.sum() * num_ranks) if work.any() else 1.0
+    each = _checked_costs(
+        costs, check_int("num_ranks", num_ranks, 1) * check_int("waits", waits, 1)
+    )
+    if not each.any():
+        return 1.0
+    work = each.reshape(num_ranks, waits, -1).sum(axis=2)
+    return float(work.max(axis=0).sum() / work.sum() * num_ranks)
 
 
 def least_imbalance(costs: ArrayLike, num_ranks: int) -> float:
@@ -181,7 +203,9 @@ def least_imbalance(costs: ArrayLike, num_ranks: int) -> float:
     i * num_ranks + 1 dearest samples, for any i; or, for any q < j, with some number m of the j
     dearest and at most m * q / j of the q cheapest.
     """
-    dearest = np.sort(np.asarray(costs, np.float64))[::-1]
+    dearest = np.sort(_checked_costs(costs, num_ranks))[::-1]
+    if not dearest.any():
+        return 1.0
     size, share = len(dearest), len(dearest) // num_ranks
     sums, cheap = (np.append(0.0, np.cumsum(one)) for one in (dearest, dearest[::-1]))
     mean = sums[-1] / num_ranks
@@ -197,4 +221,4 @@ def least_imbalance(costs: ArrayLike, num_ranks: int) -> float:
             rest = cheap[t] + cheap[q + share - m - t] - cheap[q]
             costs_of_m[m - 1] = np.where(m > j, np.inf, sums[j] - sums[np.maximum(j - m, 0)] + rest)
         least = max(least, costs_of_m.min(axis=0).max(initial=0))
-    return float(least / mean) if mean > 0 else 1.0
+    return float(least / mean)

@@ -263,8 +263,8 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
             batch = loader.dataset.batch(sampler.sample_numbers(start))
         parts: list[Any] = []
         for name, array in sorted(batch.items()):
-            parts.append(f"{name} {array.dtype} {array.shape}".encode())
-            parts.append(np.ascontiguousarray(array).data)
+            array = np.ascontiguousarray(array)
+            parts += [f"{name} {array.dtype} {array.shape}".encode(), array.data]
         yield f"{checksum(parts)} at sample {start}"
 
 

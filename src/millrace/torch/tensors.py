@@ -25,14 +25,15 @@ def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[
 
     Returns:
         CPU tensors of the same shapes and dtypes (`uint16` needs torch 2.3 or newer). An array that
-        torch cannot map (big-endian, or with a negative stride) is copied, too; a tensor stays.
+        torch cannot map (big-endian, or with a negative stride) is copied, too; a tensor stays, and
+        so does a Python number.
 
     Raises:
         ConfigError: A dtype that torch does not have, such as strings or objects.
     """
     tensors = {name: _tensor(name, array) for name, array in batch.items()}
     if check_bool("pin", pin) and torch.cuda.is_available():
-        return {name: tensor.pin_memory() for name, tensor in tensors.items()}
+        return _each(tensors, lambda tensor: tensor.pin_memory())
     return tensors
 
 
@@ -69,8 +70,15 @@ def to_device(
     return partial(_copy_to_cuda, device=torch.device("cuda", index), stream=stream)
 
 
-def _tensor(name: str, array: Any) -> torch.Tensor:
-    if isinstance(array, torch.Tensor):
+def _each(
+    tensors: Mapping[str, Any], function: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What a function makes of each tensor; numbers stay."""
+    return {name: function(one) if torch.is_tensor(one) else one for name, one in tensors.items()}
+
+
+def _tensor(name: str, array: Any) -> Any:
+    if isinstance(array, torch.Tensor) or type(array) in (int, float):
         return array
     array = np.asarray(array)
     is_backwards = min(array.strides, default=0) < 0
@@ -84,7 +92,7 @@ def _tensor(name: str, array: Any) -> torch.Tensor:
 
 
 def _copy(batch: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    return {name: tensor.to(device) for name, tensor in to_tensors(batch).items()}
+    return _each(to_tensors(batch), lambda tensor: tensor.to(device))
 
 
 def _copy_to_cuda(
@@ -94,8 +102,8 @@ def _copy_to_cuda(
     side = _copy_stream(device)
     pinned = to_tensors(batch, pin=True)
     with torch.cuda.stream(side):
-        copies = {name: tensor.to(device, non_blocking=True) for name, tensor in pinned.items()}
-    for copy in copies.values():
+        copies = _each(pinned, lambda tensor: tensor.to(device, non_blocking=True))
+    for copy in filter(torch.is_tensor, copies.values()):
         copy.record_stream(user)  # else its memory could be reused while the trainer still reads
     side.synchronize()  # only the loader's thread waits
     return copies
