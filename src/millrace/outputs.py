@@ -39,8 +39,8 @@ class FinishedDataset:
     """A dataset whose batches a function makes of the token batches of another one.
 
     Args:
-        dataset: A dataset with a method `tokens`. Its documents are told by their places, or where
-            `boundaries` are "eod", by its `eod_token`.
+        dataset: A dataset with a method `tokens`. Its documents are told by their places, and where
+            `boundaries` are "eod", also by its `eod_token`.
         output: Function from a `TokenBatch` to the arrays of a batch by name, such as
             `padding_free`, or `functools.partial(megatron_thd, multiple=8)`.
         micro_batch_size: Number of samples that the function gets at once, where a batch is a whole
@@ -92,15 +92,17 @@ class FinishedDataset:
         """
         tokens = self.dataset.tokens(sample_numbers)
         if self._eod_token is not None:
-            tokens = split_at_eod(tokens, self._eod_token)
+            by_eod = split_at_eod(tokens, self._eod_token)
+            starts = [one for one in (tokens.part_starts, by_eod.part_starts) if one is not None]
+            tokens = by_eod.with_arrays(part_starts=np.unique(np.concatenate(starts)))
         if form is not None:
             if form.token_dtype != "int64" or form.share_labels:
                 raise ConfigError("the output makes arrays: leave out token_dtype and share_labels")
             converted(f"{name_of(self)} returned tokens", tokens.tokens, form)
         if self.micro_batch_size is None:
             return self._finished(tokens, form)
-        starts = range(0, len(tokens), self.micro_batch_size)
-        parts = np.split(np.arange(len(tokens)), starts[1:])
+        ends = range(self.micro_batch_size, len(tokens), self.micro_batch_size)
+        parts = np.split(np.arange(len(tokens)), ends)
         return {"micro_batches": [self._finished(tokens.select(part), form) for part in parts]}
 
     def _finished(self, tokens: TokenBatch, form: BatchForm | None) -> dict[str, Any]:
