@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from millrace.errors import TextError
-from millrace.text.documents import Batch, Documents, Query, no_column
+from millrace.text.documents import Batch, Documents, Query, check_names, no_column
 from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
 from millrace.text.streams import package, readable
@@ -76,7 +76,10 @@ class _Table(Format):
                 step = _num_rows(group.num_rows, group.nbytes)
                 for start in range(0, group.num_rows, step):
                     rows = group.slice(start, step)
-                    columns = [_values(_column(rows, key)) for key in query.keys]
+                    if query.whole:
+                        columns = [records_of(rows, part.source)]
+                    else:
+                        columns = [_values(_column(rows, key)) for key in query.keys]
                     ids = [None] * rows.num_rows
                     if _type_of(rows.schema, query.id_key) is not None:
                         ids = _id_values(_column(rows, query.id_key))
@@ -215,8 +218,8 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
 
 def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) -> None:
     try:
-        texts = list(map(check_cell, values, query.keys))
-        if [text for text in texts if _is_long(text, query.max_size)]:
+        texts = values if query.whole else list(map(check_cell, values, query.keys))
+        if not query.whole and [text for text in texts if _is_long(text, query.max_size)]:
             query.reject_long(row, -1, "text")
         else:
             batch.add(texts, row, id_=id_text(id_))
@@ -239,7 +242,9 @@ def _escaped(value: Any) -> str:
 
 
 def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
-    """The names and paths of the columns of texts and ids, each once."""
+    """The names and paths of the columns of texts and ids, each once; all columns of records."""
+    if query.whole:
+        return list(schema.names)
     for key in query.keys:
         type_ = _type_of(schema, key)
         if type_ is None or not _is_text(type_):
@@ -315,6 +320,14 @@ def _values(column: Any) -> list[Any]:
     return list(map(_as_text, column.to_pylist()))
 
 
+def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
+    """The rows of a record batch or table as dictionaries, with Python's values."""
+    names = batch.schema.names
+    check_names(names, source)
+    columns = map(_values, batch.columns)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
 def _check_offsets(column: Any) -> None:
     """ArrowInvalid unless all offsets are valid: others would lead to any place in memory."""
     try:
@@ -335,6 +348,8 @@ def _plain(column: Any) -> Any:
 def _as_text(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(_as_text, value))
+    if isinstance(value, dict):
+        return {name: _as_text(part) for name, part in value.items()}
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()
