@@ -40,6 +40,14 @@ class _Table(Format):
         """Record batches of a part, with the share of it that ends with each."""
         raise NotImplementedError
 
+    def group_counts(self, path: str) -> list[int] | None:
+        """The number of rows of each group; None if the file has no index of groups."""
+        raise NotImplementedError
+
+    def read_group(self, path: str, number: int) -> Any:
+        """A group of rows as Arrow's table or record batch, checked."""
+        raise NotImplementedError
+
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
         with _table_errors(file.path):
             sizes, rows = self._sizes(file.path)
@@ -93,6 +101,14 @@ class Parquet(_Table):
     endings = (".parquet", ".pq")
     _magic = b"PAR1"
 
+    def group_counts(self, path: str) -> list[int] | None:
+        with _table_errors(path), _parquet_file(path) as (_, groups):
+            return [group.num_rows for group in groups]
+
+    def read_group(self, path: str, number: int) -> Any:
+        with _table_errors(path), _parquet_file(path) as (file, _):
+            return _checked(file.read_row_group(number, use_threads=False))
+
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
         with _parquet_file(path) as (_, groups):
             sizes = [group.total_byte_size for group in groups]
@@ -131,11 +147,21 @@ class Arrow(_Table):
     _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
     def first_line_of(self, part: Part) -> int:
-        with _table_errors(part.path):
+        return sum((self.group_counts(part.path) or [])[: part.start])
+
+    def group_counts(self, path: str) -> list[int] | None:
+        with _table_errors(path):
+            with open(path, "rb") as start:
+                if not self.matches(start.read(len(self._magic))):
+                    return None
             import pyarrow as pa
 
-            file = pa.ipc.open_file(pa.memory_map(part.path))
-            return sum(file.get_batch(number).num_rows for number in range(part.start))
+            file = pa.ipc.open_file(pa.memory_map(path))  # reads no column
+            return [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
+
+    def read_group(self, path: str, number: int) -> Any:
+        with _table_errors(path), _arrow_reader(path) as (_, reader, _):
+            return _checked(reader.get_batch(number))
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
         with open(path, "rb") as file:
@@ -157,9 +183,7 @@ class Arrow(_Table):
             else:
                 batches, size = iter(reader), max(file.size(), 1)
             for count, batch in enumerate(batches, start=1):
-                for column in batch.columns:
-                    _check_offsets(column)
-                yield batch, count / len(numbers) if is_file else file.tell() / size
+                yield _checked(batch), count / len(numbers) if is_file else file.tell() / size
 
 
 @contextlib.contextmanager
@@ -174,6 +198,12 @@ def _table_errors(source: str) -> Iterator[None]:
             f"{source} is damaged, truncated or of another format ({reason}). "
             "Copy or write the file again"
         ) from None
+
+
+def _checked(table: Any) -> Any:
+    for column in table.columns:
+        _check_offsets(column)
+    return table
 
 
 def _num_rows(num_rows: int, num_bytes: int) -> int:
