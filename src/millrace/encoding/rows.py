@@ -51,6 +51,24 @@ class RowEncoder(Protocol):
         """All that decides the tokens, as plain values."""
 
 
+def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
+    """The documents of some rows; ConfigError if an encoder's arrays do not fit each other."""
+    encoded = encoder.encode(rows)
+    tokens, ends, trained, counts, problems = encoded
+    sizes = np.diff(ends, prepend=0)
+    is_whole = len(counts) == len(rows) and counts.sum() == len(ends) and sizes.sum() == len(tokens)
+    is_masked = trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens))
+    has_others = any(counts[place] != 0 for place in problems)
+    is_valid = sizes.min(initial=0) >= 0 and counts.min(initial=0) >= 0 and not has_others
+    if is_whole and is_masked and is_valid and tokens.dtype == encoder.dtype:
+        return encoded
+    raise ConfigError(
+        f"{type(encoder).__name__}.encode returned {len(tokens)} tokens of {tokens.dtype}, ends "
+        f"{shown(ends.tolist())}, counts {shown(counts.tolist())} and problems {shown(problems)} "
+        f"of {len(rows)} rows; see EncodedRows for what must fit"
+    )
+
+
 class TextRows:
     """The encoder of plain texts: a row's text is a document, as `tokenize` makes it.
 

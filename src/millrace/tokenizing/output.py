@@ -17,9 +17,10 @@ from millrace.engine import Done
 from millrace.files import flush_to_disk
 from millrace.provenance import OriginsWriter
 from millrace.provenance.origins import has_pyarrow
+from millrace.samples.loss_ranges import write_loss_ranges
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Part, first_line_of
-from millrace.tokenizing.chunk import ORIGIN, REJECTS, prefix_of
+from millrace.tokenizing.chunk import ORIGIN, REJECTS, UNTRAINED, prefix_of
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _SHOWN_REJECTS = 20
@@ -47,7 +48,7 @@ class Output:
     """
 
     def __init__(self, options: TokenizeOptions, stack: contextlib.ExitStack, scratch: str) -> None:
-        self._options, dtype = options, options.tokenizer.dtype
+        self._options, dtype = options, options.dtype
         self.builders = [
             stack.enter_context(IndexedDatasetBuilder(prefix, dtype, checksums=options.checksums))
             for prefix in options.prefixes.values()
@@ -61,6 +62,11 @@ class Output:
         if options.on_error == "quarantine":
             path = os.path.join(scratch, "quarantine.jsonl")
             self._quarantine = stack.enter_context(open(path, "wb"))  # noqa: SIM115
+        self._untrained: Any = None  # ranges, as `write_loss_ranges` takes them
+        if options.row_encoder is not None:
+            path = os.path.join(scratch, UNTRAINED)
+            self._untrained = stack.enter_context(open(path, "wb"))  # noqa: SIM115
+        self._has_mask = False
         self._next_line = "", 0  # source of the last part, and the line after it
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_bytes_done = self.num_rejects = 0
@@ -75,6 +81,7 @@ class Output:
         self.num_bytes += record["bytes"]
         self.num_bytes_done += record["bytes"] * (not done.is_kept)
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
+        self._has_mask |= record["has_mask"]
         self._append_rejects(task, record["rejects"])
         if self._options.num_partitions == 1:
             self._copy(task, 0)
@@ -98,6 +105,10 @@ class Output:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(quarantine_path(self._options))
         finalize_together(self.builders)
+        if self._has_mask:
+            self._untrained.flush()
+            ranges = np.fromfile(self._untrained.name, np.int32).reshape(-1, 3)
+            write_loss_ranges(self.builders[0].prefix, ranges)
         for writer in self._origins:
             writer.publish()
 
@@ -111,6 +122,12 @@ class Output:
 
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents whose number in the task is `group` modulo the partitions."""
+        if self._untrained is not None:
+            with contextlib.ExitStack() as stack:
+                data = task.open(stack, UNTRAINED).read()
+            ranges = np.frombuffer(data, np.int32).reshape(-1, 3)
+            first = [self.builders[0].num_sequences, 0, 0]
+            self._untrained.write((ranges + first).astype(np.int32).tobytes())
         for key, builder in enumerate(self.builders):
             builder.add_index(prefix_of(task.folder, key, group))
         if self._origins:
