@@ -42,7 +42,8 @@ class RowEncoder(Protocol):
         dtype: Dtype of the tokens.
     """
 
-    dtype: np.dtype[Any]
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         """The documents of some rows; each row's depend on that row alone."""
@@ -56,10 +57,10 @@ def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> Encod
     encoded = encoder.encode(rows)
     tokens, ends, trained, counts, problems = encoded
     sizes = np.diff(ends, prepend=0)
+    has_none = set(np.flatnonzero(np.asarray(counts) == 0).tolist()) == {*problems}
     is_whole = len(counts) == len(rows) and counts.sum() == len(ends) and sizes.sum() == len(tokens)
     is_masked = trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens))
-    has_others = any(counts[place] != 0 for place in problems)
-    is_valid = sizes.min(initial=0) >= 0 and counts.min(initial=0) >= 0 and not has_others
+    is_valid = sizes.min(initial=0) >= 0 and counts.min(initial=0) >= 0 and has_none
     if is_whole and is_masked and is_valid and tokens.dtype == encoder.dtype:
         return encoded
     raise ConfigError(

@@ -100,7 +100,8 @@ class TableFile:
                 places = np.flatnonzero(groups == group)
                 first = self._ends[group] - self._notes["counts"][group]
                 table = self._group(group).take(numbers[places] - first)
-                for place, row in zip(places, records_of(table, self.file.path), strict=True):
+                found = records_of(table, self.file.path)
+                for place, row in zip(places.tolist(), found, strict=True):
                     rows[place] = row
         for place, row in enumerate(rows):
             row.pop(_NUMBER, None)
@@ -126,7 +127,7 @@ class TableFile:
         if self._table is not self.file:
             group = int(np.searchsorted(self._ends, number, side="right"))
             first = int(self._ends[group] - self._notes["counts"][group])
-            number = self._group(group).column(_NUMBER)[number - first].as_py()
+            return f"{self.file.path}, row {self._group(group).column(_NUMBER)[number - first]}"
         return f"{self.file.path}, row {number}"
 
 
