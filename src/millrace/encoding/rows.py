@@ -52,6 +52,14 @@ class RowEncoder(Protocol):
         """All that decides the tokens, as plain values."""
 
 
+def check_encoder(name: str, encoder: Any) -> RowEncoder:
+    """An encoder of rows, which a tokenizer is not; else a ConfigError."""
+    if isinstance(encoder, RowEncoder) and callable(encoder.fingerprint):
+        return encoder
+    remedy = "give TextRows(tokenizer), or another RowEncoder"
+    raise ConfigError(f"{name} is a {type(encoder).__name__}: {remedy}")
+
+
 def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
     """The documents of some rows; ConfigError if an encoder's arrays do not fit each other."""
     encoded = encoder.encode(rows)

@@ -15,7 +15,7 @@ from millrace.engine import Progress
 from millrace.errors import ConfigError
 from millrace.files import atomic_file, file_lock
 from millrace.names import BIN, IDX
-from millrace.online.numbered_rows import Folder, Rows, _MemoryRows
+from millrace.online.numbered_rows import Rows, _MemoryRows
 from millrace.tokenizing import tokenize
 
 
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 
 
 def tokenized(
-    rows: Rows, encoder: RowEncoder, folder: Folder, *, show_progress: bool, **options: Any
+    rows: Rows, encoder: RowEncoder, folder: str, *, show_progress: bool, **options: Any
 ) -> Pair:
     """The token files of all rows, made by a tokenise job unless they are there.
 
@@ -46,8 +46,8 @@ def tokenized(
         options: `on_error` and `workers` of the job.
     """
     key = [rows.fingerprint(), encoder.fingerprint(), options["on_error"]]
-    os.makedirs(folder.path, exist_ok=True)
-    place = os.path.join(folder.path, f"rows-{arrays.fingerprint(key)[:16]}")
+    os.makedirs(folder, exist_ok=True)
+    place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
     path = place + ".tokens.json"
     if (pair := _find(path, key)) is not None:
         return pair
@@ -57,7 +57,7 @@ def tokenized(
         pair = _make(rows, encoder, place, show_progress=show_progress, **options)
         with atomic_file(path) as file:
             file.write(arrays.seal({"key": key, **pair._asdict()}))
-        return pair._replace(prefix=os.path.join(folder.path, pair.prefix))
+        return pair._replace(prefix=os.path.join(folder, pair.prefix))
 
 
 def _find(path: str, key: Any) -> Pair | None:

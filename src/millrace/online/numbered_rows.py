@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
 import tempfile
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,20 +29,13 @@ _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
 _BLOCK = 256  # rows that are read at a time from the first to the last
 
 
-class Folder:
-    """A folder for what is made of rows; a temporary one is removed with its process."""
-
-    def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self.is_temporary = path is None
-        self.path = tempfile.mkdtemp(prefix="millrace-") if path is None else check_path("", path)
-        if self.is_temporary:
-            weakref.finalize(self, _remove, self.path, os.getpid())
-
-    def __copy__(self) -> Folder:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Folder:
-        return self
+def folder_of(cache: str | os.PathLike[str] | None) -> str:
+    """The cache folder; for None, a new one that is removed when the process ends."""
+    if cache is not None:
+        return check_path("cache", cache)
+    folder = tempfile.mkdtemp(prefix="millrace-")
+    atexit.register(_remove, folder, os.getpid())
+    return folder
 
 
 def _remove(folder: str, owner: int) -> None:
@@ -58,7 +51,7 @@ class Rows:
         files: The files that hold them; empty for rows in memory.
     """
 
-    folder: Folder
+    folder: str
     files: Sequence[InputFile] = ()
 
     def __len__(self) -> int:
@@ -141,10 +134,10 @@ def base_of(rows: Rows) -> tuple[Rows, int, int]:
 class _FileRows(Rows):
     """The rows of files, one after the other."""
 
-    def __init__(self, files: Sequence[InputFile], folder: Folder, max_size: int) -> None:
+    def __init__(self, files: Sequence[InputFile], folder: str, max_size: int) -> None:
         self.files, self.folder, self.max_size = files, folder, max_size
         self._parts = [
-            (TableFile if file.format.unit == "row" else JsonLinesFile)(file, folder.path, max_size)
+            (TableFile if file.format.unit == "row" else JsonLinesFile)(file, folder, max_size)
             for file in files
         ]
         self._starts = starts_of(map(len, self._parts))
@@ -179,7 +172,7 @@ class _FileRows(Rows):
 class _MemoryRows(Rows):
     """The rows of a sequence of dictionaries, or of a `datasets.Dataset`."""
 
-    def __init__(self, source: Any, folder: Folder) -> None:
+    def __init__(self, source: Any, folder: str) -> None:
         self.source, self.folder = source, folder
         self._is_dataset = _is_dataset(source)
 
@@ -260,7 +253,7 @@ def open_rows(
         >>> len(rows), rows.rows([1]), rows.place(1)
         (2, [{'text': 'race'}], 'row 1 of the list')
     """
-    folder = Folder(cache)
+    folder = folder_of(cache)
     max_size = check_int("max_document_size", max_document_size, 1)
     is_list = isinstance(source, (list, tuple)) and len(source) > 0
     if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in source):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT32, check_choice, check_int, shown
-from millrace.encoding.rows import RowEncoder, encode_rows
+from millrace.encoding.rows import RowEncoder, check_encoder, encode_rows
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
@@ -189,10 +189,7 @@ class RowStream(Renewed):
     _renewed = ("_cursor", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, sizes: tuple[int, int], **options: Any):
-        if not isinstance(encoder, RowEncoder):
-            name = type(encoder).__name__
-            raise ConfigError(f"encoder is a {name}: give TextRows(tokenizer), or a RowEncoder")
-        self.source, self.encoder = _Source(source), encoder
+        self.source, self.encoder = _Source(source), check_encoder("encoder", encoder)
         self._capacity, self._step = sizes  # of a sample, and tokens from one to the next
         self._options = options
         check_choice("packing", options["packing"], PACKINGS)
@@ -265,7 +262,7 @@ class RowStream(Renewed):
     def _packed(self, cursor: _Cursor) -> list[_Part]:
         """Whole documents, as long as the next one fits."""
         parts, room = [], self._capacity
-        while (row := cursor.current()) is not None:
+        while room > 0 and (row := cursor.current()) is not None:
             end = int(row.ends[np.searchsorted(row.ends, cursor.token, side="right")])
             size = end - cursor.token
             if size <= room:

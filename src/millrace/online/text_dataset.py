@@ -9,10 +9,10 @@ import numpy as np
 from millrace import _native
 from millrace.checks import MAX_INT64, check_choice, check_int
 from millrace.deferred import Deferred
-from millrace.encoding.rows import RowEncoder, TextRows, encode_rows
+from millrace.encoding.rows import RowEncoder, TextRows, check_encoder, encode_rows
 from millrace.errors import ConfigError, TextError
 from millrace.online.cached_rows import Pair, tokenized
-from millrace.online.numbered_rows import Folder, Rows, base_of, open_rows
+from millrace.online.numbered_rows import Rows, base_of, folder_of, open_rows
 from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
 from millrace.order.order_plans import PlanOf, build_arrays, plan_order
 from millrace.ragged import spread
@@ -216,9 +216,7 @@ class TextDataset(TokenDataset):
         options: SampleOptions | None = None,
         **sample_options: Any,
     ) -> None:
-        if not isinstance(encoder, RowEncoder):
-            name = type(encoder).__name__
-            raise ConfigError(f"encoder is a {name}: give TextRows(tokenizer), or a RowEncoder")
+        encoder = check_encoder("encoder", encoder)
         if options is None or sample_options:
             options = SampleOptions(**sample_options)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
@@ -236,7 +234,7 @@ class TextDataset(TokenDataset):
             one_each = RowOrder(len(rows), seed, num_samples)
             super().__init__(RowTokens(rows, encoder, one_each, capacity), options)
             return
-        folder = rows.folder if cache is None else Folder(cache)
+        folder = rows.folder if cache is None else folder_of(cache)
         job = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
         self.pair = pair = tokenized(base, encoder, folder, **job)  # type: ignore[arg-type]
         store = IndexedDataset(pair.prefix)

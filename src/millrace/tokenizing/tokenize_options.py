@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace import checks
 from millrace.encoding import Tokenizer
-from millrace.encoding.rows import RowEncoder
+from millrace.encoding.rows import RowEncoder, check_encoder
 from millrace.engine import ENGINES
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
@@ -78,8 +78,7 @@ class TokenizeOptions:
         identity="never", group="tokenizer")
     row_encoder: RowEncoder | None = option(
         "encoder of whole rows, in place of the texts of a key", None,
-        check=partial(_instance, RowEncoder, "millrace.encoding.rows"), flags=None,
-        identity="never")
+        check=check_encoder, flags=None, identity="never")
     append_eod: bool = _encoding("end documents with the tokenizer's end-of-document token", False)
     prepend_bos: bool = _encoding("start documents with the tokenizer's BOS token", False)
     check_rate: float = _encoding(
