@@ -53,7 +53,7 @@ class _Source:
                 f"source is a {type(source).__name__}; give an iterable of rows, or a function "
                 "from a row number to the rows from there on"
             )
-        self._takes_number = callable(source) and len(inspect.signature(source).parameters) > 0
+        self._takes_number = not self._has_state and callable(source) and _needs_argument(source)
         self.can_resume = not isinstance(source, Iterator) or self._has_state
 
     def open(self, state: Any) -> Callable[[int], tuple[Any, list[Any]]]:
@@ -78,6 +78,11 @@ class _Source:
             return before, taken
 
         return take
+
+
+def _needs_argument(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in parameters)
 
 
 _REMEDY = (

@@ -245,11 +245,9 @@ class TextDataset(TokenDataset):
             source = StoredDocuments(online, store, start, pair.has_mask, on_error)
             super().__init__(source, options)
             return
-        numbers = {"seed": seed, "num_samples": num_samples}
-        places = (start, stop)
-        stored = StoredTokens(
-            store, _order_of(order, order_options, store, places, options, **numbers)
-        )
+        documents = store.document_indices[[start, stop]].tolist()
+        numbers = {"seed": seed, "num_samples": num_samples, "sequences": tuple(documents)}
+        stored = StoredTokens(store, _order_of(order, order_options, store, options, **numbers))
         if pair.has_mask:
             inner = TokenDataset(stored, options)
             super().__init__(inner, options, [LossRanges(inner)])
@@ -261,17 +259,14 @@ def _order_of(
     order: str | PlanOf,
     order_options: dict[str, Any] | None,
     store: IndexedDataset,
-    documents: tuple[int, int],
     options: SampleOptions,
     **numbers: Any,
 ) -> Order:
-    """The order of a range of documents; `numbers` are the seed, and the number of samples."""
+    """The order of a plan; `numbers` are its seed, number of samples and range of sequences."""
     numbers["seed"] = check_int("seed, which this order needs,", numbers["seed"], 0)
-    start, stop = store.document_indices[list(documents)].tolist()
     inputs = OrderInputs(
         num_sequences=len(store),
         num_tokens=store.num_tokens,
-        sequences=(start, stop),
         sequence_length=options.sequence_length,
         add_extra_token=options.add_extra_token,
         drop_last_partial_sequence=True,

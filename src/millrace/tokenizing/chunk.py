@@ -99,8 +99,7 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
 
     The record has `documents`, `tokens` (per key), `bytes` (of UTF-8 text), `lines` (per part),
     `rejects` (of `REJECTS`), `empty` (documents without text), `inputs` (per part: path and range,
-    size and time of the file, checksum of the lines), `on_error`, `checksum`, and `has_mask`:
-    whether the row encoder says which tokens are trained on.
+    size and time of the file, checksum of the lines), and `on_error` and `checksum`.
     """
     work: Work = task.payload
     record: Record = {
@@ -112,7 +111,6 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
         "inputs": [],
         "on_error": options.on_error,
         "checksum": work.checksum,
-        "has_mask": False,
     }
     with contextlib.ExitStack() as stack:
         writer = _Writer(options, task.folder, record, stack)
@@ -369,7 +367,6 @@ class _Writer:
 
     def mask(self, trained: NDArray[np.bool_], lengths: NDArray[np.int64]) -> None:
         """Notes the ranges that are not trained on of the next sequences, of these lengths."""
-        self._record["has_mask"] = True
         sequences, places = spread(lengths)
         is_off, is_first = ~trained, places == 0
         is_start = is_off & (is_first | np.append(True, trained)[:-1])
