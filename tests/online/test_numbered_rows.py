@@ -101,6 +101,9 @@ def test_tables_and_lines_are_one_sequence(tmp_path: Path) -> None:
     assert test is None
     assert (len(train), len(valid), valid.rows([3])) == (90, 10, rows.rows([93]))
     assert valid.place(9) == rows.place(99)
+    [_, half, _] = valid.split("1,1")
+    assert half is not None
+    assert half.rows([0]) == rows.rows([95])
     for number in (-1, 10):
         with pytest.raises(IndexError):
             valid.rows([number])

@@ -96,8 +96,9 @@ class Rows:
         Args:
             split: Shares such as "969,30,1", by the arithmetic of token files (`split_ranges`).
         """
+        base, first, _ = base_of(self)
         return [
-            None if share is None else _Range(self, *share)
+            None if share is None else _Range(base, first + share[0], first + share[1])
             for share in split_ranges(len(self), split)
         ]
 

@@ -95,18 +95,15 @@ class TableFile:
     def read(self, numbers: Numbers) -> list[Row]:
         rows: list[Any] = [None] * len(numbers)
         groups = np.searchsorted(self._ends, numbers, side="right")
+        firsts = (self._ends - self._notes["counts"])[groups]
         with _opened(self.file):
-            for group in np.unique(groups).tolist():
-                places = np.flatnonzero(groups == group)
-                first = self._ends[group] - self._notes["counts"][group]
-                table = self._group(group).take(numbers[places] - first)
-                found = records_of(table, self.file.path)
-                for place, row in zip(places.tolist(), found, strict=True):
-                    rows[place] = row
-        for place, row in enumerate(rows):
-            row.pop(_NUMBER, None)
-            if problem := row.pop(_PROBLEM, None):
-                rows[place] = BadDocumentError(problem)
+            for place in np.argsort(groups, kind="stable").tolist():
+                # Arrow's `take` does not know all types; a slice does.
+                group, number = int(groups[place]), int(numbers[place] - firsts[place])
+                [row] = records_of(self._group(group).slice(number, 1), self.file.path)
+                row.pop(_NUMBER, None)
+                problem = row.pop(_PROBLEM, None)
+                rows[place] = BadDocumentError(problem) if problem else row
         return rows
 
     def _group(self, number: int) -> Any:
