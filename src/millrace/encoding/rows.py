@@ -11,6 +11,7 @@ from millrace.checks import check_bool, shown
 from millrace.encoding.flat_ids import starts_and_ends, with_tokens
 from millrace.encoding.tokenizer import Tokenizer, checked_tokenizer
 from millrace.errors import ConfigError, TextError
+from millrace.ragged import sizes_of
 from millrace.text.json_values import BadDocumentError, text_at
 
 _LONGEST_CHECK = 20_000  # characters of a text that `checked` compares: the reference is slow
@@ -64,8 +65,8 @@ def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> Encod
     """The documents of some rows; ConfigError if an encoder's arrays do not fit each other."""
     encoded = encoder.encode(rows)
     tokens, ends, trained, counts, problems = encoded
-    sizes = np.diff(ends, prepend=0)
-    has_none = set(np.flatnonzero(np.asarray(counts) == 0).tolist()) == {*problems}
+    sizes = sizes_of(ends)
+    has_none = set(np.flatnonzero(counts == 0).tolist()) == problems.keys()
     is_whole = len(counts) == len(rows) and counts.sum() == len(ends) and sizes.sum() == len(tokens)
     is_masked = trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens))
     is_valid = sizes.min(initial=0) >= 0 and counts.min(initial=0) >= 0 and has_none

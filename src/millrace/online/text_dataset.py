@@ -15,7 +15,7 @@ from millrace.online.cached_rows import Pair, tokenized
 from millrace.online.numbered_rows import Rows, base_of, folder_of, open_rows
 from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
 from millrace.order.order_plans import PlanOf, build_arrays, plan_order
-from millrace.ragged import spread
+from millrace.ragged import sizes_of, spread
 from millrace.samples.dataset import TokenDataset
 from millrace.samples.fields import SampleOptions
 from millrace.samples.loss_ranges import LossRanges
@@ -24,6 +24,7 @@ from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import IndexedDataset
 
 _FIRST_ROWS = 64  # whose texts choose the encoder
+_EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
 
 
@@ -46,7 +47,7 @@ class RowOrder:
         """The row of each sample: int64 [batch]."""
         epochs, places = np.divmod(sample_numbers, max(self.num_rows, 1))
         if self.seed is not None:
-            for epoch in np.unique(epochs).tolist():
+            for epoch in {*epochs.tolist()}:
                 here = epochs == epoch
                 key = epoch_key(self.seed, epoch)
                 places[here] = _native.swap_or_not(places[here], self.num_rows, key, True)
@@ -85,12 +86,13 @@ class RowTokens:
                 f"{self.rows.place(number)} becomes several documents, so that samples have no "
                 'numbers before all rows are tokenised: give cache="FOLDER"'
             )
-        sizes = np.diff(encoded.ends, prepend=0)
+        sizes = sizes_of(encoded.ends)
         kept = np.minimum(sizes, self.capacity)
         documents, places = spread(kept)
         take = (encoded.ends - sizes)[documents] + places
         trained = None if encoded.trained is None else encoded.trained[take]
-        return _of_documents(TokenBatch(encoded.tokens[take], np.cumsum(kept), trained), numbers)
+        columns = {"tokens": encoded.tokens[take], "ends": np.cumsum(kept), "trained": trained}
+        return _of_documents(_EMPTY.with_arrays(**columns), numbers)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         return {
@@ -104,8 +106,9 @@ class RowTokens:
 
 def _of_documents(batch: TokenBatch, numbers: Numbers) -> TokenBatch:
     """The batch with a part for each sample that has tokens: a document, by its number."""
-    has_tokens = batch.sizes > 0
-    starts = (batch.ends - batch.sizes)[has_tokens]
+    sizes = sizes_of(batch.ends)
+    has_tokens = sizes > 0
+    starts = (batch.ends - sizes)[has_tokens]
     return batch.with_arrays(
         part_starts=starts, part_sequence=numbers[has_tokens], part_offset=np.zeros_like(starts)
     )
