@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,9 +15,11 @@ from numpy.typing import NDArray
 
 from millrace.encoding import compare_encoders
 from millrace.encoding.flat_ids import starts_and_ends, with_tokens
+from millrace.encoding.rows import encode_rows
 from millrace.engine import Task
 from millrace.errors import TextError
 from millrace.files import checksum
+from millrace.ragged import spread
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Documents, Part, Query, first_line_of, open_part, read_documents
 from millrace.tokenizing.tokenize_options import TokenizeOptions
@@ -27,6 +30,10 @@ Record = dict[str, Any]  # of a task; see `run_task`
 _READ_SIZE = 1 << 20
 _BLOCK_SIZE = 1 << 19  # 7 % faster than half of it: fewer calls for each byte
 _LONGEST_CHECK = 100_000  # characters of a document that are compared: the reference is slow
+
+UNTRAINED = "untrained"
+"""Name of a task's file of the ranges of tokens that are not trained on: int32 [ranges, 3], as
+`write_loss_ranges` takes them."""
 
 REJECTS = ("lines", "texts")
 """Starts of the names of a task's rejects: lines, and documents that are not encoded."""
@@ -115,8 +122,14 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
         batches = _ahead(_read(options, work, lines, record))
         stack.callback(batches.close)
         random = np.random.default_rng(task.number)
-        options.tokenizer.load()  # 0.25 s, in which the first batch is read
+        if options.row_encoder is None:
+            options.tokenizer.load()  # 0.25 s, in which the first batch is read
         for part, documents in batches:
+            if options.row_encoder is not None:
+                record["bytes"] += documents.num_bytes
+                documents, column = _encode_rows(options, part, documents, texts, writer)
+                writer.add(part, documents, [column], np.ones(len(documents.lines), np.bool_))
+                continue
             columns, mask = _encode(options, part, documents, texts)
             _compare(options, documents, random)
             writer.add(part, documents, columns, mask)
@@ -134,11 +147,12 @@ def _read(
     """Batches of documents with the number of their part; notes in the record what was read."""
     for number, part in enumerate(work.parts):
         query = Query(
-            keys=tuple(options.json_keys),
+            keys=tuple(options.json_keys) if options.row_encoder is None else ("text",),
             reject=functools.partial(rejects.add, number),
             id_key=options.id_key,
             # Megatron-LM makes an empty document of an empty text.
-            skip_empty=options.on_error != "stop",
+            skip_empty=options.on_error != "stop" and options.row_encoder is None,
+            whole=options.row_encoder is not None,
             max_size=options.longest_document,
             block_size=_BLOCK_SIZE,
         )
@@ -278,6 +292,31 @@ def _encode(
     return [encode_column(texts, options) for texts in documents.texts], mask
 
 
+def _encode_rows(
+    options: TokenizeOptions, part: int, documents: Documents, rejects: Rejects, writer: "_Writer"
+) -> tuple[Documents, Column]:
+    """The documents of a batch of rows, each with its row's line and id, and their tokens."""
+    encoder, rows = options.row_encoder, documents.texts[0]
+    assert encoder is not None
+    encoded = encode_rows(encoder, rows)  # type: ignore[arg-type]
+    for place, reason in sorted(encoded.problems.items()):
+        line, byte_offset = documents.lines[place], documents.byte_offsets[place]
+        data = json.dumps(rows[place], default=str).encode()
+        rejects.add(part, int(line), int(byte_offset), reason, data)
+    lengths = np.diff(encoded.ends, prepend=0)
+    if encoded.trained is not None:
+        writer.mask(encoded.trained, lengths[lengths > 0])
+    take = np.repeat(np.arange(len(rows)), encoded.counts)
+    documents = replace(
+        documents,
+        texts=[[]],
+        lines=documents.lines[take],
+        byte_offsets=documents.byte_offsets[take],
+        ids=[documents.ids[place] for place in take.tolist()],
+    )
+    return documents, Column(encoded.tokens, lengths[lengths > 0], (lengths > 0).astype(np.int64))
+
+
 def _compare(options: TokenizeOptions, documents: Documents, random: np.random.Generator) -> None:
     """Compares a sample of documents with the reference library."""
     tokenizer = options.tokenizer
@@ -312,18 +351,29 @@ class _Writer:
         self, options: TokenizeOptions, folder: str, record: Record, stack: contextlib.ExitStack
     ) -> None:
         self._record, self._num_partitions = record, options.num_partitions
-        paths = [os.path.join(folder, name) for name in ("origins", "ids")]
-        self._origins, self._ids = (
+        names = ("origins", "ids", *[UNTRAINED] * (options.row_encoder is not None))
+        paths = [os.path.join(folder, name) for name in names]
+        self._origins, self._ids, *self._untrained = (
             stack.enter_context(open(path, "wb"))  # noqa: SIM115
             for path in paths
         )
         self.builders: dict[tuple[int, int], IndexedDatasetBuilder] = {}
         for pair in itertools.product(range(len(options.json_keys)), range(self._num_partitions)):
             prefix = prefix_of(folder, *pair)
-            builder = IndexedDatasetBuilder(prefix, options.tokenizer.dtype, durable=False)
+            builder = IndexedDatasetBuilder(prefix, options.dtype, durable=False)
             self.builders[pair] = stack.enter_context(builder)
             paths += [prefix + ".bin", prefix + ".idx"]
         self.files = paths
+
+    def mask(self, trained: NDArray[np.bool_], lengths: NDArray[np.int64]) -> None:
+        """Notes the ranges that are not trained on of the next sequences, of these lengths."""
+        sequences, places = spread(lengths)
+        is_off, is_first = ~trained, places == 0
+        is_start = is_off & (is_first | np.append(True, trained)[:-1])
+        is_last = is_off & np.append((is_first | trained)[1:], True)
+        sequences = sequences[is_start] + self.builders[0, 0].num_sequences
+        rows = np.stack((sequences, places[is_start], places[is_last] + 1), axis=1)
+        self._untrained[0].write(rows.astype(np.int32).tobytes())
 
     def add(
         self, part: int, documents: Documents, columns: Sequence[Column], mask: NDArray[np.bool_]

@@ -17,9 +17,10 @@ from millrace.engine import Done
 from millrace.files import flush_to_disk
 from millrace.provenance import OriginsWriter
 from millrace.provenance.origins import has_pyarrow
+from millrace.samples.loss_ranges import write_loss_ranges
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Part, first_line_of
-from millrace.tokenizing.chunk import ORIGIN, REJECTS, prefix_of
+from millrace.tokenizing.chunk import ORIGIN, REJECTS, UNTRAINED, prefix_of
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _SHOWN_REJECTS = 20
@@ -47,7 +48,7 @@ class Output:
     """
 
     def __init__(self, options: TokenizeOptions, stack: contextlib.ExitStack, scratch: str) -> None:
-        self._options, dtype = options, options.tokenizer.dtype
+        self._options, dtype = options, options.dtype
         self.builders = [
             stack.enter_context(IndexedDatasetBuilder(prefix, dtype, checksums=options.checksums))
             for prefix in options.prefixes.values()
@@ -57,10 +58,12 @@ class Output:
             # Arrow takes 0.3 s to import, which the first chunk hides.
             threading.Thread(target=has_pyarrow, daemon=True).start()
             self._origins = [OriginsWriter(builder.prefix) for builder in self.builders]
-        self._quarantine: Any = None
-        if options.on_error == "quarantine":
-            path = os.path.join(scratch, "quarantine.jsonl")
-            self._quarantine = stack.enter_context(open(path, "wb"))  # noqa: SIM115
+        needs = {"quarantine": options.on_error == "quarantine", UNTRAINED: options.row_encoder}
+        self._files: dict[str, Any] = {
+            name: stack.enter_context(open(os.path.join(scratch, name), "wb"))  # noqa: SIM115
+            for name, is_needed in needs.items()
+            if is_needed
+        }
         self._next_line = "", 0  # source of the last part, and the line after it
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_bytes_done = self.num_rejects = 0
@@ -91,13 +94,17 @@ class Output:
 
     def publish(self) -> None:
         """Gives all files their names, and removes the quarantine of an earlier job."""
-        if self._quarantine is not None and self.num_rejects:
-            flush_to_disk(self._quarantine)
-            os.replace(self._quarantine.name, quarantine_path(self._options))
+        if "quarantine" in self._files and self.num_rejects:
+            flush_to_disk(self._files["quarantine"])
+            os.replace(self._files["quarantine"].name, quarantine_path(self._options))
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(quarantine_path(self._options))
         finalize_together(self.builders)
+        if UNTRAINED in self._files:
+            self._files[UNTRAINED].flush()
+            ranges = np.fromfile(self._files[UNTRAINED].name, np.int32).reshape(-1, 3)
+            write_loss_ranges(self.builders[0].prefix, ranges)
         for writer in self._origins:
             writer.publish()
 
@@ -111,6 +118,12 @@ class Output:
 
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents whose number in the task is `group` modulo the partitions."""
+        if UNTRAINED in self._files:
+            with contextlib.ExitStack() as stack:
+                data = task.open(stack, UNTRAINED).read()
+            ranges = np.frombuffer(data, np.int32).reshape(-1, 3)
+            first = [self.builders[0].num_sequences, 0, 0]
+            self._files[UNTRAINED].write((ranges + first).astype(np.int32).tobytes())
         for key, builder in enumerate(self.builders):
             builder.add_index(prefix_of(task.folder, key, group))
         if self._origins:
@@ -139,9 +152,11 @@ class Output:
                 }
                 if len(self.rejects) < _SHOWN_REJECTS:
                     self.rejects.append(place)
-                if self._quarantine is not None:
+                if "quarantine" in self._files:
                     text = base64.b64encode(data.read(row["size"])).decode()
-                    self._quarantine.write(json.dumps({**place, "bytes": text}).encode() + b"\n")
+                    self._files["quarantine"].write(
+                        json.dumps({**place, "bytes": text}).encode() + b"\n"
+                    )
 
 
 def quarantine_path(options: TokenizeOptions) -> str:

@@ -103,8 +103,10 @@ def tokenize(
         checked.inputs, separator=checked.separator, format=checked.format, others=others
     )
     _check_outputs(checked, files)
-    tokenizer, notice = checked_tokenizer(checked.tokenizer, _first_texts(files, checked))
-    checked = replace(checked, tokenizer=tokenizer)
+    tokenizer, notice = checked.tokenizer, ""
+    if checked.row_encoder is None:
+        tokenizer, notice = checked_tokenizer(tokenizer, _first_texts(files, checked))
+        checked = replace(checked, tokenizer=tokenizer)
     workers = input_tasks.choose_workers(checked, files)
     notices = [*filter(None, [notice]), *_notices(tokenizer, others)]
     with Run(
@@ -156,6 +158,8 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
         "max_document_size": options.longest_document,
         "inputs": [input_tasks.absolute(file.path) for file in files],
     }
+    if options.row_encoder is not None:
+        entries["row_encoder"] = options.row_encoder.fingerprint()
     if options.format is not None:
         entries["format"] = f"{type(options.format).__module__} {options.format.name}"
     if options.shard is not None:  # sizes decide where the other shards begin
@@ -261,6 +265,8 @@ def _provenance_of(
     }
     if len(files) > _LISTED_INPUTS:
         entries["num_inputs"] = len(files)
+    if options.row_encoder is not None:
+        entries["row_encoder"] = options.row_encoder.fingerprint()
     if options.first_token is not None:
         entries["bos_token"] = options.first_token
     if splitter is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from millrace.errors import TextError
-from millrace.text.documents import Batch, Documents, Query, no_column
+from millrace.text.documents import Batch, Documents, Query, check_names, no_column
 from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
 from millrace.text.streams import package, readable
@@ -38,6 +38,14 @@ class _Table(Format):
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
         """Record batches of a part, with the share of it that ends with each."""
+        raise NotImplementedError
+
+    def group_counts(self, path: str) -> list[int] | None:
+        """The number of rows of each group; None if the file has no index of groups."""
+        raise NotImplementedError
+
+    def read_group(self, path: str, number: int) -> Any:
+        """A group of rows as Arrow's table or record batch, checked."""
         raise NotImplementedError
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
@@ -76,7 +84,10 @@ class _Table(Format):
                 step = _num_rows(group.num_rows, group.nbytes)
                 for start in range(0, group.num_rows, step):
                     rows = group.slice(start, step)
-                    columns = [_values(_column(rows, key)) for key in query.keys]
+                    if query.whole:
+                        columns = [records_of(rows, part.source)]
+                    else:
+                        columns = [_values(_column(rows, key)) for key in query.keys]
                     ids = [None] * rows.num_rows
                     if _type_of(rows.schema, query.id_key) is not None:
                         ids = _id_values(_column(rows, query.id_key))
@@ -89,6 +100,14 @@ class Parquet(_Table):
     name = "parquet"
     endings = (".parquet", ".pq")
     _magic = b"PAR1"
+
+    def group_counts(self, path: str) -> list[int] | None:
+        with _table_errors(path), _parquet_file(path) as (_, groups):
+            return [group.num_rows for group in groups]
+
+    def read_group(self, path: str, number: int) -> Any:
+        with _table_errors(path), _parquet_file(path) as (file, _):
+            return _checked(file.read_row_group(number, use_threads=False))
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
         with _parquet_file(path) as (_, groups):
@@ -128,11 +147,21 @@ class Arrow(_Table):
     _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
     def first_line_of(self, part: Part) -> int:
-        with _table_errors(part.path):
+        return sum((self.group_counts(part.path) or [])[: part.start])
+
+    def group_counts(self, path: str) -> list[int] | None:
+        with _table_errors(path):
+            with open(path, "rb") as start:
+                if not self.matches(start.read(len(self._magic))):
+                    return None
             import pyarrow as pa
 
-            file = pa.ipc.open_file(pa.memory_map(part.path))
-            return sum(file.get_batch(number).num_rows for number in range(part.start))
+            file = pa.ipc.open_file(pa.memory_map(path))  # reads no column
+            return [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
+
+    def read_group(self, path: str, number: int) -> Any:
+        with _table_errors(path), _arrow_reader(path) as (_, reader, _):
+            return _checked(reader.get_batch(number))
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
         with open(path, "rb") as file:
@@ -154,9 +183,7 @@ class Arrow(_Table):
             else:
                 batches, size = iter(reader), max(file.size(), 1)
             for count, batch in enumerate(batches, start=1):
-                for column in batch.columns:
-                    _check_offsets(column)
-                yield batch, count / len(numbers) if is_file else file.tell() / size
+                yield _checked(batch), count / len(numbers) if is_file else file.tell() / size
 
 
 @contextlib.contextmanager
@@ -171,6 +198,12 @@ def _table_errors(source: str) -> Iterator[None]:
             f"{source} is damaged, truncated or of another format ({reason}). "
             "Copy or write the file again"
         ) from None
+
+
+def _checked(table: Any) -> Any:
+    for column in table.columns:
+        _check_offsets(column)
+    return table
 
 
 def _num_rows(num_rows: int, num_bytes: int) -> int:
@@ -215,8 +248,8 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
 
 def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) -> None:
     try:
-        texts = list(map(check_cell, values, query.keys))
-        if [text for text in texts if _is_long(text, query.max_size)]:
+        texts = values if query.whole else list(map(check_cell, values, query.keys))
+        if not query.whole and [text for text in texts if _is_long(text, query.max_size)]:
             query.reject_long(row, -1, "text")
         else:
             batch.add(texts, row, id_=id_text(id_))
@@ -239,7 +272,9 @@ def _escaped(value: Any) -> str:
 
 
 def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
-    """The names and paths of the columns of texts and ids, each once."""
+    """The names and paths of the columns of texts and ids, each once; all columns of records."""
+    if query.whole:
+        return list(schema.names)
     for key in query.keys:
         type_ = _type_of(schema, key)
         if type_ is None or not _is_text(type_):
@@ -315,6 +350,14 @@ def _values(column: Any) -> list[Any]:
     return list(map(_as_text, column.to_pylist()))
 
 
+def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
+    """The rows of a record batch or table as dictionaries, with Python's values."""
+    names = batch.schema.names
+    check_names(names, source)
+    columns = map(_values, batch.columns)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
 def _check_offsets(column: Any) -> None:
     """ArrowInvalid unless all offsets are valid: others would lead to any place in memory."""
     try:
@@ -335,6 +378,8 @@ def _plain(column: Any) -> Any:
 def _as_text(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(_as_text, value))
+    if isinstance(value, dict):
+        return {name: _as_text(part) for name, part in value.items()}
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()

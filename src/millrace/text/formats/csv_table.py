@@ -3,10 +3,18 @@
 import csv
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from millrace.errors import TextError
-from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, no_column, read_size
+from millrace.text.documents import (
+    UTF8_BOM,
+    Batch,
+    Documents,
+    Query,
+    check_names,
+    no_column,
+    read_size,
+)
 from millrace.text.json_values import BadDocumentError, decode_text
 from millrace.text.parts import Format, InputFile, Part, Piece, Span, cut_pieces, open_part
 from millrace.text.streams import ByteStream
@@ -44,10 +52,12 @@ class Csv(Format):
         with open_part(part) as stream:
             rows = self._rows(stream, part, query.max_size, query.block_size)
             columns, number, _ = _read_header(rows, part.source)
-            for key in query.keys if columns else ():  # an empty file needs none
+            check_names(columns, part.source) if query.whole else None
+            keys = query.keys if columns and not query.whole else ()  # an empty file needs none
+            for key in keys:
                 if columns.count(key) != 1:
                     raise no_column(part.source, key, columns)
-            places = [columns.index(key) for key in query.keys if columns]
+            places = list(map(columns.index, keys))
             id_place = columns.index(query.id_key) if query.id_key in columns else -1
             for fields, data, problem in rows:
                 try:
@@ -58,7 +68,9 @@ class Csv(Format):
                             f"{len(columns)}. Quote fields with separators or line breaks in them"
                         )
                     if fields:
-                        texts = [decode_text(fields[place]) for place in places]
+                        texts: list[Any] = [decode_text(fields[place]) for place in places]
+                        if query.whole:
+                            texts = [dict(zip(columns, map(decode_text, fields), strict=True))]
                         id_ = fields[id_place].decode(errors="replace")
                         batch.add(texts, number, id_=id_ if id_place >= 0 else None)
                 except BadDocumentError as error:

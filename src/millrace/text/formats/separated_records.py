@@ -12,6 +12,7 @@ from millrace.errors import ConfigError
 from millrace.text.documents import Batch, Documents, Query, read_records
 from millrace.text.json_values import (
     NOT_UNICODE,
+    check_object,
     check_unicode,
     decode_text,
     id_of,
@@ -30,6 +31,14 @@ except ImportError:  # Python's own is used
 
 
 _READ_SIZE = 1 << 20
+
+
+def parse_line(line: bytes) -> Any:
+    """The value of a line of JSON; BadDocumentError if it is not JSON."""
+    try:
+        return loads(line)
+    except ValueError:
+        return parse_json(line)
 
 
 class JsonLines(Format):
@@ -65,6 +74,11 @@ class JsonLines(Format):
         keys, batch = query.keys, Batch(query, part.size)
 
         def add(line: bytes, number: int, offset: int) -> None:
+            if query.whole:
+                if line.strip():
+                    record = check_object(parse_line(line))
+                    batch.add([record], number, offset, id_of(record, query.id_key, line))
+                return
             try:
                 record = loads(line)
             except ValueError:
@@ -77,6 +91,8 @@ class JsonLines(Format):
             batch.add(texts, number, offset, id_of(record, query.id_key, line))
 
         def add_all(lines: list[bytes], first: int, offset: int) -> bool:
+            if query.whole:
+                return False
             try:
                 records = list(map(loads, lines))
                 texts = [[record[key] for record in records] for key in keys]
@@ -125,7 +141,8 @@ class PlainText(Format):
         batch = Batch(query, part.size)
 
         def add(record: bytes, line: int, offset: int) -> None:
-            batch.add([decode_text(record)], line, offset)
+            text = decode_text(record)
+            batch.add([{"text": text} if query.whole else text], line, offset)
 
         with open_part(part) as stream:
             offset = part.byte_offset + stream.first_byte

@@ -1,0 +1,198 @@
+"""Rows into documents of tokens: what an encoder of rows is, and that of plain texts."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import check_bool, shown
+from millrace.encoding.flat_ids import starts_and_ends, with_tokens
+from millrace.encoding.tokenizer import Tokenizer, checked_tokenizer
+from millrace.errors import ConfigError, TextError
+from millrace.ragged import sizes_of
+from millrace.text.json_values import BadDocumentError, text_at
+
+_LONGEST_CHECK = 20_000  # characters of a text that `checked` compares: the reference is slow
+
+
+class EncodedRows(NamedTuple):
+    """Documents made of rows: token ids, and which of them are trained on.
+
+    Attributes:
+        tokens: Tokens of all documents, one after the other: [n] of the tokenizer's dtype.
+        ends: Where each document ends among the tokens: int64 [documents].
+        trained: Whether each token is trained on: bool [n]. None: all are.
+        counts: Number of documents of each row, 0 for a bad one: int64 [rows].
+        problems: Reason of each bad row, by its place among the rows. The others are whole.
+    """
+
+    tokens: NDArray[Any]
+    ends: NDArray[np.int64]
+    trained: NDArray[np.bool_] | None
+    counts: NDArray[np.int64]
+    problems: dict[int, str]
+
+
+@runtime_checkable
+class RowEncoder(Protocol):
+    """Rows (dictionaries) into documents of tokens. Picklable: it goes to worker processes.
+
+    Attributes:
+        dtype: Dtype of the tokens.
+    """
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
+        """The documents of some rows; each row's depend on that row alone."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All that decides the tokens, as plain values."""
+
+
+def check_encoder(name: str, encoder: Any) -> RowEncoder:
+    """An encoder of rows, which a tokenizer is not; else a ConfigError."""
+    if isinstance(encoder, RowEncoder) and callable(encoder.fingerprint):
+        return encoder
+    remedy = "give TextRows(tokenizer), or another RowEncoder"
+    raise ConfigError(f"{name} is a {type(encoder).__name__}: {remedy}")
+
+
+def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
+    """The documents of some rows; ConfigError if an encoder's arrays do not fit each other."""
+    encoded = encoder.encode(rows)
+    tokens, ends, trained, counts, problems = encoded
+    sizes = sizes_of(ends)
+    has_none = set(np.flatnonzero(counts == 0).tolist()) == problems.keys()
+    is_whole = len(counts) == len(rows) and counts.sum() == len(ends) and sizes.sum() == len(tokens)
+    is_masked = trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens))
+    is_valid = sizes.min(initial=0) >= 0 and counts.min(initial=0) >= 0 and has_none
+    if is_whole and is_masked and is_valid and tokens.dtype == encoder.dtype:
+        return encoded
+    raise ConfigError(
+        f"{type(encoder).__name__}.encode returned {len(tokens)} tokens of {tokens.dtype}, ends "
+        f"{shown(ends.tolist())}, counts {shown(counts.tolist())} and problems {shown(problems)} "
+        f"of {len(rows)} rows; see EncodedRows for what must fit"
+    )
+
+
+class TextRows:
+    """The encoder of plain texts: a row's text is a document, as `tokenize` makes it.
+
+    A text is encoded as it is, and a list of texts one by one. A document without tokens gets
+    neither BOS nor EOD.
+
+    Args:
+        tokenizer: The tokenizer.
+        key: Key of the text; if a row has none of that name, dots reach into objects.
+        append_eod: Whether documents end with the end-of-document token.
+        prepend_bos: Whether documents start with the beginning-of-document token.
+
+    Raises:
+        ConfigError: An argument of a wrong type, or a tokenizer without BOS.
+        TextError: A tokenizer without an end-of-document token.
+
+    Example:
+        >>> rows = TextRows(Tokenizer("bytes"))
+        >>> encoded = rows.encode([{"text": "mill"}, {"text": ""}, {"name": "race"}])
+        >>> encoded.tokens.tolist(), encoded.ends.tolist(), encoded.counts.tolist()
+        ([109, 105, 108, 108, 256], [5, 5], [1, 1, 0])
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        key: str = "text",
+        append_eod: bool = True,
+        prepend_bos: bool = False,
+    ) -> None:
+        if not isinstance(tokenizer, Tokenizer):
+            remedy = f"write millrace.encoding.Tokenizer({shown(tokenizer)})"
+            raise ConfigError(f"tokenizer must be a Tokenizer: {remedy}")
+        if not isinstance(key, str):
+            raise ConfigError(f"key must be a text, not {shown(key)}")
+        self.tokenizer, self.key = tokenizer, key
+        self.append_eod = check_bool("append_eod", append_eod)
+        self.prepend_bos = check_bool("prepend_bos", prepend_bos)
+        if self.prepend_bos and tokenizer.bos is None:
+            raise ConfigError(
+                f"{tokenizer.path} does not say which token starts a document: give bos_token"
+            )
+        _ = self._edges  # an error now, if there is no end-of-document token
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.tokenizer.dtype
+
+    @property
+    def _edges(self) -> tuple[int | None, int | None]:
+        """The tokens before and after each document."""
+        tokenizer = self.tokenizer
+        return (
+            tokenizer.bos if self.prepend_bos else None,
+            tokenizer.eod if self.append_eod else None,
+        )
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
+        """See `RowEncoder.encode`; a document for each row that has a text."""
+        problems: dict[int, str] = {}
+        texts: list[list[str]] = []
+        for place, row in enumerate(rows):
+            try:
+                text = text_at(row, self.key)
+                texts.append([text] if isinstance(text, str) else text)
+            except BadDocumentError as error:
+                problems[place] = str(error)
+                texts.append([])
+        try:
+            ids, lengths = self._ids(texts)
+        except TextError:
+            for place, parts in enumerate(texts):
+                try:
+                    self._ids([parts])
+                except TextError as error:
+                    problems[place] = str(error)
+                    texts[place] = []
+            ids, lengths = self._ids(texts)
+        counts = np.ones(len(texts), np.int64)
+        counts[list(problems)] = 0
+        starts, ends = starts_and_ends(lengths)
+        has_tokens = lengths > 0
+        first, last = self._edges
+        tokens = with_tokens(ids, starts[has_tokens], ends[has_tokens], first, last, self.dtype)
+        lengths += has_tokens * sum(edge is not None for edge in (first, last))
+        return EncodedRows(tokens, np.cumsum(lengths)[counts > 0], None, counts, problems)
+
+    def _ids(self, texts: Sequence[list[str]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """The ids of all texts, and the number of ids of each list."""
+        ids, lengths = self.tokenizer.encode_batch([text for parts in texts for text in parts])
+        if any(len(parts) != 1 for parts in texts):
+            bounds = np.cumsum([0, *map(len, texts)])
+            lengths = np.diff(np.append(0, np.cumsum(lengths))[bounds])
+        return ids, lengths
+
+    def checked(self, rows: Sequence[Mapping[str, Any]]) -> "TextRows":
+        """The same with an encoder that agrees with the reference library on some rows' texts."""
+        texts = []
+        for row in rows:
+            with contextlib.suppress(BadDocumentError):
+                text = text_at(row, self.key)
+                texts += [text] if isinstance(text, str) else text
+        tokenizer, _ = checked_tokenizer(self.tokenizer, (one[:_LONGEST_CHECK] for one in texts))
+        return TextRows(tokenizer, self.key, self.append_eod, self.prepend_bos)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See `RowEncoder.fingerprint`."""
+        first, last = self._edges
+        return {
+            "kind": "texts",
+            "key": self.key,
+            "bos": first,
+            "eod": last,
+            "tokenizer": self.tokenizer.fingerprint,
+            "versions": self.tokenizer.versions,
+            **self.tokenizer.options,
+        }

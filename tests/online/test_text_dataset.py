@@ -1,0 +1,300 @@
+"""Samples of raw rows: on the fly, from the cache and from token files they are the same."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from millrace import ConfigError, GPTDataset, IndexedDataset, Loader, ResumeError, TextError
+from millrace.feed import SampleOptions
+from millrace.online import TextDataset, open_rows
+from millrace.order import PackedOrder
+from millrace.testing import assert_resumes
+from millrace.tokenizing import tokenize
+from tests.jobs.kills import deaths_of, finished_tasks
+from tests.online.encoders import BYTES, EOD, Marked, assert_same_tokens, write_rows
+
+TEXTS = st.one_of(
+    st.text(alphabet="maz é\n", max_size=14),
+    st.lists(st.text(alphabet="az", max_size=5), max_size=3),
+)
+ROWS = st.lists(TEXTS, min_size=1, max_size=12).map(lambda texts: [{"text": t} for t in texts])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """A new folder for each random case."""
+    return lambda: tmp_path_factory.mktemp("case")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=ROWS,
+    seed=st.none() | st.integers(0, 2**40),
+    length=st.integers(1, 20),
+    extra=st.booleans(),
+    is_marked=st.booleans(),
+    in_memory=st.booleans(),
+    boundaries=st.sampled_from(["eod", "documents"]),
+    numbers=st.lists(st.integers(0, 29), max_size=12),
+)
+def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
+    rows: Any, seed: Any, length: int, extra: bool, is_marked: bool, in_memory: bool,
+    boundaries: str, numbers: list[int], folder: Callable[[], Path],
+) -> None:  # fmt: skip
+    place = folder()
+    source = rows if in_memory else write_rows(place / "a.jsonl", rows)
+    options: dict[str, Any] = {"sequence_length": length, "add_extra_token": extra}
+    options |= {"boundaries": boundaries, "seed": seed, "num_samples": 30, "pad_token": 999}
+    encoder: Any = Marked() if is_marked else BYTES
+    online = TextDataset(source, encoder, **options)
+    cached = TextDataset(source, encoder, cache=place / "cache", workers=1, **options)
+    assert_same_tokens(online.tokens(numbers), cached.tokens(numbers))
+    for name, array in online.batch(numbers).items():
+        assert array.tolist() == cached.batch(numbers)[name].tolist(), name
+    assert online.fingerprint() == cached.fingerprint()
+    # Every epoch has every document once: by the encoder alone.
+    drawn = online.tokens(range(len(rows)))
+    pieces = np.split(drawn.tokens, drawn.ends[:-1])
+    expected = [encoder.encode([row]).tokens[: length + extra] for row in rows]
+    order = range(len(rows)) if seed is None else drawn.fields["sample_numbers"][1]
+    if seed is None:
+        assert [piece.tolist() for piece in pieces] == [expected[n].tolist() for n in order]
+    assert sorted(piece.tolist() for piece in pieces) == sorted(one.tolist() for one in expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, seed=st.integers(0, 99), length=st.integers(1, 9), is_marked=st.booleans())
+def test_orders_of_token_files_are_those_of_the_cache(
+    rows: Any, seed: int, length: int, is_marked: bool, folder: Callable[[], Path]
+) -> None:
+    place, rows = folder(), [*rows, {"text": "enough for a sample"}]
+    path = write_rows(place / "a.jsonl", rows)
+    tokenize([path], place / "whole", BYTES.tokenizer, append_eod=True, workers=1)
+    file = IndexedDataset(place / "whole_text_document")
+    encoder: Any = Marked() if is_marked else BYTES
+    gpt = TextDataset(path, encoder, order="gpt", seed=seed, sequence_length=length, num_samples=9)
+    expected = GPTDataset(file, sequence_length=length, seed=seed, num_samples=9)
+    options: Any = {"sequence_length": 32, "add_extra_token": False, "boundaries": "documents"}
+    cut = {"order_options": {"long_documents": "split"}}
+    packs = TextDataset(path, encoder, order="packs", seed=seed, **cut, **options)
+    if any(isinstance(row["text"], list) for row in rows) and is_marked:
+        return  # a list is one sequence for a row encoder, and several for Megatron-LM
+    order = PackedOrder(file.sequence_lengths, 32, seed, long_documents="split")
+    for one, other in ((gpt, expected), (packs, GPTDataset(file, order=order, **options))):
+        assert len(one) == len(other)
+        batch, tokens = one.batch(range(len(one))), one.tokens(range(len(one)))
+        assert tokens.tokens.tolist() == other.tokens(range(len(one))).tokens.tolist()
+        for name, array in other.batch(range(len(one))).items():
+            if name == "loss_mask" and is_marked:
+                array = array * (batch["labels"] < ord("m"))
+            assert batch[name].tolist() == array.tolist(), name
+
+
+def test_loaders_resume_with_any_ranks(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n} " + "a" * (n % 7)} for n in range(23)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+
+    def loader(rank: int = 0, size: int = 1, rows: Any = path, **options: Any) -> Loader:
+        dataset = TextDataset(rows, Marked(), seed=5, sequence_length=12, num_samples=60)
+        share = {"data_parallel_rank": rank, "data_parallel_size": size}
+        return Loader(dataset, **{"micro_batch_size": 2, **share, **options})
+
+    assert assert_resumes(loader) == 30
+    whole = np.concatenate([batch["tokens"] for batch in loader()])
+    ranks = [loader(rank, 3, threads=2) for rank in range(3)]
+    seen = [next(one)["tokens"] for _ in range(4) for one in ranks]
+    state = json.loads(json.dumps(ranks[2].state_dict()))
+    assert state["consumed_samples"] == 24
+    copies = [pickle.loads(pickle.dumps(loader(rank, 2, micro_batch_size=1))) for rank in range(2)]
+    for one in copies:
+        one.load_state_dict(state)
+    seen += [batch["tokens"] for pair in zip(*copies, strict=True) for batch in pair]
+    assert np.concatenate(seen).tolist() == whole.tolist()
+    with pytest.raises(ResumeError, match="rows"):
+        loader(rows=rows[1:]).load_state_dict(state)
+
+
+def test_a_split_is_a_range_of_documents(tmp_path: Path) -> None:
+    rows = [{"text": f"{n:02}"} for n in range(20)]
+    parts = open_rows(write_rows(tmp_path / "a.jsonl", rows), cache=tmp_path / "c").split("8,2,0")
+    for share, part in ((range(16), parts[0]), (range(16, 20), parts[1])):
+        expected = sorted([*f"{n:02}".encode(), EOD] for n in share)
+        for options in ({}, {"cache": tmp_path / "c"}, {"order": "packs", "cache": tmp_path / "c"}):
+            dataset = TextDataset(
+                part, Marked(), seed=1, sequence_length=3, add_extra_token=False, **options
+            )
+            tokens = dataset.tokens(range(len(share))).tokens.reshape(-1, 3)
+            assert sorted(tokens.tolist()) == expected
+    assert len([*(tmp_path / "c").glob("*.bin")]) == 1  # of all rows, for both parts
+
+
+BAD = [
+    (b"[1]", "not an object"),
+    (b"{", "not valid JSON"),
+    (b'{"text": 5}', "JSON number"),
+    (b'{"a": 1}', "no key"),
+    (b'{"text": "\xff"}', "not UTF-8"),
+    (b'{"text": "\\ud800"}', "surrogate"),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD)
+def test_bad_rows(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
+    for encoder in (BYTES, Marked()):
+        online = TextDataset(path, encoder, sequence_length=4)
+        assert online[0]["tokens"].tolist() == [ord("a"), EOD, 0, 0]
+        with pytest.raises(TextError, match=f"sample 1: .*line 3: .*{reason}"):
+            online.batch([0, 1, 2])
+        with pytest.raises(TextError, match=f"line 3: .*{reason}"):
+            TextDataset(path, encoder, sequence_length=4, cache=tmp_path / "c")
+        for on_error in ("skip", "quarantine"):
+            cached = TextDataset(
+                path, encoder, sequence_length=4, cache=tmp_path / "c", on_error=on_error
+            )
+            assert cached.tokens([0, 1]).tokens.tolist() == [ord("a"), EOD, ord("b"), EOD]
+            assert cached.pair is not None
+            assert cached.pair.num_skipped == 1
+        assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 1 + (encoder is not BYTES)
+
+
+def test_rows_that_become_several_documents_need_the_cache(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "b", "again": True}]
+    with pytest.raises(TextError, match=r"row 1 of the list becomes several.*cache"):
+        TextDataset(rows, Marked(), sequence_length=4).batch([1])
+    cached = TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path)
+    assert cached.tokens([0, 1, 2]).tokens[::2].tolist() == [*b"abb"]
+    [part, _, _] = open_rows(rows).split("1,1")
+    with pytest.raises(ConfigError, match="became 3 documents"):
+        TextDataset(part, Marked(), sequence_length=4, cache=tmp_path)
+
+
+# ---- the cache: kills, several processes, changes ----
+
+
+def build(path: Path, cache: Path, workers: int = 1) -> TextDataset:
+    return TextDataset(
+        path, Marked(), order="gpt", seed=1, sequence_length=8, cache=cache, workers=workers
+    )
+
+
+def contents(cache: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(cache.glob("*.[bi][id][nx]"))} | {
+        path.name: path.read_bytes() for path in cache.glob("*.npy")
+    }
+
+
+def test_a_cache_survives_death_at_every_step(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": f"row {n}"} for n in range(9)])
+    expected = build(path, tmp_path / "whole")
+    for _ in deaths_of(lambda: build(path, tmp_path / "cache"), 5):
+        assert_same_tokens(build(path, tmp_path / "after").tokens([0, 3]), expected.tokens([0, 3]))
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+    assert not [*(tmp_path / "cache").glob("*.journal")]
+
+
+SCRIPT = """
+import sys
+from tests.online.test_text_dataset import Path, build
+if __name__ == "__main__":
+    print(len(build(Path(sys.argv[1]), Path(sys.argv[2]), workers=2)))
+"""
+
+
+def launch(tmp_path: Path, path: Path) -> subprocess.Popen[str]:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(path), str(tmp_path / "cache")]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_killed_while_it_is_built_and_by_two_processes(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n} " * 40} for n in range(16_000)]  # several chunks of 1 MB
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    expected = build(path, tmp_path / "whole")
+    process, end = launch(tmp_path, path), time.monotonic() + 60
+    while not finished_tasks(tmp_path / "cache") and process.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    num_done = len(finished_tasks(tmp_path / "cache"))
+    processes = [launch(tmp_path, path) for _ in range(2)]
+    assert [int(one.communicate(timeout=100)[0]) for one in processes] == [len(expected)] * 2
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+    [result] = (tmp_path / "cache").glob("*.job.info.json")
+    assert json.loads(result.read_text())["result"]["num_chunks_kept"] >= min(num_done, 1)
+
+
+def test_a_cache_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "a" * 30}, {"text": "b"}])
+    cache = tmp_path / "cache"
+    first = build(path, cache)
+    os.utime(path, ns=(0, 0))
+    moved = path.rename(tmp_path / "b.jsonl")
+    cache = cache.rename(tmp_path / "elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setattr("millrace.online.cached_rows.tokenize", None)
+        assert_same_tokens(build(moved, cache).tokens([0]), first.tokens([0]))
+    [bin_] = cache.glob("*.bin")
+    bin_.write_bytes(bin_.read_bytes()[:-2])  # damaged: made again
+    assert_same_tokens(build(moved, cache).tokens([0]), first.tokens([0]))
+    write_rows(moved, [{"text": "c" * 30}])
+    assert ord("c") in build(moved, cache).tokens([0]).tokens
+
+
+def show_temporary(path: Path) -> None:
+    """Prints the folder of token files, which a forked child, too, can read."""
+    dataset = TextDataset(path, BYTES, order="gpt", seed=1, sequence_length=8)
+    child = multiprocessing.get_context("fork").Process(target=dataset.batch, args=([0],))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert dataset.batch([0])["tokens"].tolist()
+    assert dataset.pair is not None
+    print(os.path.dirname(dataset.pair.prefix))
+
+
+def test_a_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "abcdefgh"}] * 3)
+    code = f"from tests.online.test_text_dataset import *; show_temporary(Path({str(path)!r}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "millrace-" in result.stdout
+    assert not Path(result.stdout.strip()).exists()
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    rows = [{"text": "a"}]
+    for options, problem in (
+        ({"encoder": BYTES.tokenizer}, "encoder is a Tokenizer: give TextRows"),
+        ({"on_error": "skip"}, 'on_error="skip" needs all rows'),
+        ({"on_error": 5}, "on_error must be one of"),
+        ({"order": "random", "seed": 1}, "order must be one of gpt, packs"),
+        ({"order": "gpt"}, "seed, which this order needs,"),
+        ({"order": "packs", "seed": 1, "order_options": {"room": 1}}, "order_options"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"num_samples": -1}, "num_samples"),
+        ({"sequence_length": 0}, "sequence_length"),
+        ({"rows": iter(rows)}, "StreamDataset"),
+        ({"rows": [], "num_samples": 1}, "num_samples"),
+    ):
+        values: Any = {"rows": rows, "encoder": BYTES, "sequence_length": 4, **options}
+        with pytest.raises(ConfigError, match=problem):
+            TextDataset(values.pop("rows"), values.pop("encoder"), **values)
+    dataset = TextDataset(rows, BYTES, options=SampleOptions(sequence_length=np.int64(2)))
+    assert dataset[np.int64(0)]["tokens"].tolist() == [ord("a"), EOD]
