@@ -1,0 +1,20 @@
+"""Chats: conversations into tokens, with a mask that is proven."""
+
+from millrace.chats.chat_report import ChatReport
+from millrace.chats.conversations import Conversation, RowReader
+from millrace.chats.encoder import ChatEncoder, ChatOptions
+from millrace.chats.proof import Document, Turn
+from millrace.chats.templates import ChatML, JinjaTemplate, Template
+
+__all__ = [
+    "ChatEncoder",
+    "ChatML",
+    "ChatOptions",
+    "ChatReport",
+    "Conversation",
+    "Document",
+    "JinjaTemplate",
+    "RowReader",
+    "Template",
+    "Turn",
+]

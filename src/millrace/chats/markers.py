@@ -1,0 +1,167 @@
+"""The route of markers: where the contents of messages stand in a rendered text.
+
+The messages are rendered a second time, with a number of fixed width before and after each piece of
+content. Without the numbers, the second text must equal the first: so the template does nothing
+with the contents that depends on what was put into them, and the numbers' places are the contents'
+places. That is two renderings, whatever the number of messages.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from millrace.chats.conversations import REASONING, Message
+from millrace.errors import TextError
+
+CONTENT, THOUGHT, CALL = "content", "reasoning", "tool calls"
+
+_DIGITS = 6
+_TRIMMED = " \t\n\r\v\f"
+
+
+class Piece(NamedTuple):
+    """A piece of a message in a rendered text: its message, kind, and characters."""
+
+    message: int
+    kind: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of all messages in a rendered text.
+
+    Attributes:
+        pieces: Pieces in the order of the text.
+        places: Places of all markers in the text, and the message of each.
+        lost: First message of which a piece is missing, or the number of messages.
+    """
+
+    pieces: list[Piece]
+    places: list[tuple[int, int]]
+    lost: int
+
+
+class Marker:
+    """Puts markers into messages, and finds them in the text.
+
+    Args:
+        text: The rendered text, in which no marker may occur.
+        literals: Texts for which templates search contents, such as "</think>". They stay as they
+            are, between the pieces.
+    """
+
+    def __init__(self, text: str, literals: frozenset[str]) -> None:
+        # Digits, which no filter changes. Starts with the only 9 and so never overlaps itself.
+        nonces = (f"9{number:03o}1" for number in itertools.count())
+        self._nonce = next(nonce for nonce in nonces if nonce not in text)
+        self._text, self._owners = text, [(-1, "", False)]
+        parts = "|".join(sorted(map(re.escape, literals), key=len, reverse=True))
+        self._literals = re.compile(f"({parts})") if literals else None
+
+    def marked(self, messages: Sequence[Message]) -> list[Message]:
+        """Copies of the messages, with markers."""
+        return [self._marked_message(number, one) for number, one in enumerate(messages)]
+
+    def find(self, marked_text: str) -> Pieces:
+        """The pieces, from the text of the marked messages.
+
+        Raises:
+            TextError: A text that is not the first one with markers.
+        """
+        split = re.split(f"{self._nonce}([0-9]{{{_DIGITS}}})", marked_text)
+        texts, found = split[::2], [int(number) for number in split[1::2]]
+        if "".join(texts) != self._text:
+            raise TextError(
+                "route markers: the template renders other contents differently, so that its "
+                "contents cannot be found"
+            )
+        ends = itertools.accumulate(map(len, texts))
+        places = [(place, self._owners[number][0]) for number, place in zip(found, ends)]  # noqa: B905
+        pieces = []
+        for place in range(len(found) - 1):
+            message, kind, is_start = self._owners[found[place]]
+            if is_start and found[place + 1] == found[place] + 1:
+                pieces.append(Piece(message, kind, places[place][0], places[place + 1][0]))
+        missing = set(range(1, len(self._owners))) - set(found)
+        lost = min((self._owners[number][0] for number in missing), default=1 << 60)
+        return Pieces(pieces, places, lost)
+
+    def _put(self, message: int, kind: str, is_start: bool) -> str:
+        self._owners.append((message, kind, is_start))
+        return f"{self._nonce}{len(self._owners) - 1:0{_DIGITS}d}"
+
+    def _wrap(self, number: int, kind: str, text: str) -> str:
+        core = text.strip(_TRIMMED)
+        if not core:
+            return text
+        start = text.find(core)
+        first, last = self._put(number, kind, True), self._put(number, kind, False)
+        return f"{text[:start]}{first}{core}{last}{text[start + len(core) :]}"
+
+    def _wrap_parts(self, number: int, kind: str, text: str, role: str) -> str:
+        """Wraps the texts between literals. An assistant's literals at both ends belong to what is
+        trained on, and get markers, too."""
+        if self._literals is None or not self._literals.search(text):
+            return self._wrap(number, kind, text)
+        parts = self._literals.split(text)
+        if not any(part.strip() for part in parts[::2]):
+            return self._wrap(number, kind, text)
+        last_thought = max((at for at, one in enumerate(parts) if one == "</think>"), default=-1)
+        for place in range(0, len(parts), 2):
+            of_part = THOUGHT if kind == CONTENT and place < last_thought else kind
+            parts[place] = self._wrap(number, of_part, parts[place])
+        text = "".join(parts)
+        if role != "assistant":
+            return text
+        if not parts[0].strip():
+            start = len(text) - len(text.lstrip(_TRIMMED))
+            text = f"{text[:start]}{self._put(number, kind, False)}{text[start:]}"
+        if not parts[-1].strip():
+            end = len(text.rstrip(_TRIMMED))
+            text = f"{text[:end]}{self._put(number, kind, False)}{text[end:]}"
+        return text
+
+    def _marked_message(self, number: int, message: Message) -> Message:
+        marked, role = {**message}, message["role"]
+        content = message["content"]
+        if isinstance(content, list):
+            texts = [self._wrap_parts(number, CONTENT, one["text"], role) for one in content]
+            marked["content"] = [{"type": "text", "text": text} for text in texts]
+        else:
+            marked["content"] = self._wrap_parts(number, CONTENT, content, role)
+        if "reasoning_content" in message:
+            text = self._wrap(number, THOUGHT, message["reasoning_content"])
+            marked |= {name: text for name in REASONING if name in message}
+        if "tool_calls" in message:
+            marked["tool_calls"] = [self._marked_call(number, one) for one in message["tool_calls"]]
+        return marked
+
+    def _marked_call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
+        function = {**call.get("function", call)}
+        count = len(self._owners)
+        function["arguments"] = self._marked_values(number, function.get("arguments", {}))
+        if len(self._owners) == count:  # templates may look for a tool by its name
+            function["name"] = self._wrap(number, CALL, function["name"])
+        return {**call, "function": function} if "function" in call else function
+
+    def _marked_values(self, number: int, value: Any) -> Any:
+        if isinstance(value, str):
+            if value[:1] == "{" and value[-1:] == "}" and len(value) > 2:
+                return f"{{{self._wrap(number, CALL, value[1:-1])}}}"
+            return self._wrap(number, CALL, value)
+        if isinstance(value, dict):
+            return {key: self._marked_values(number, one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self._marked_values(number, one) for one in value]
+        return value
+
+
+def runs_of(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Runs of markers of one message: the message, and the first and last place of its run."""
+    for message, run in itertools.groupby(range(len(places)), lambda at: places[at][1]):
+        numbers = [*run]
+        yield message, numbers[0], numbers[-1]

@@ -1,0 +1,125 @@
+"""What a template does with a few conversations: whether it can be used, and how turns stop."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+
+from millrace.chats.conversations import Conversation, Message
+from millrace.chats.proof import Document, Renderings, Rules, prove, shared_length
+from millrace.chats.templates import Template
+from millrace.errors import ConfigError, TextError
+
+SPECIAL = r"<[^\s<>]{1,60}>|\[\|[^\s\[\]|]{1,60}\|\]"
+"""What is taken for a special token although the tokenizer has none of that text."""
+
+_SYSTEM = {"role": "system", "content": "Rivers drive mills."}
+_FIRST = [
+    {"role": "user", "content": "Which river drives the lower mill?"},
+    {"role": "assistant", "content": "The Ouse drives it."},
+]
+_SECOND = [
+    {"role": "user", "content": "And which one drives the upper mill?"},
+    {"role": "assistant", "content": "That one stands on the Cam."},
+]
+_CALL = {"name": "find_river", "arguments": {"mill": "the upper one"}}
+_CALLS: list[Message] = [
+    _FIRST[0],
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "call00001", "function": _CALL}],
+    },
+    {"role": "tool", "content": "River Cam", "name": "find_river", "tool_call_id": "call00001"},
+    _SECOND[1],
+]
+
+
+def special_pattern(texts: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of special tokens: those of a tokenizer, and what looks like one."""
+    known = sorted(map(re.escape, texts), key=len, reverse=True)
+    return re.compile("|".join([*known, SPECIAL]))
+
+
+def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, list[Document]]:
+    """The rules of a template, and the documents of the probe conversations.
+
+    Raises:
+        ConfigError: A template that cannot be used: the message says why, and the remedy.
+    """
+    messages, has_parts = _readable(template)
+    rules = replace(rules, has_parts=has_parts)
+    rules = replace(rules, stops=(stop,) if stop else _stops(template, rules, messages))
+    has_prompt = _text(template, rules, messages[:-1]) != _text(
+        template, rules, messages[:-1], has_prompt=True
+    )
+    rules = replace(rules, has_prompt=has_prompt, turns="all")
+    try:
+        documents = prove(_chat(messages), template, replace(rules, history="documents"))
+    except TextError as error:
+        raise ConfigError(f"the masks of {template.name} cannot be proven. {error}") from None
+    if not any(turn.stop[1] > turn.stop[0] for one in documents for turn in one.turns):
+        raise ConfigError(
+            f"{template.name} never ends a turn with {shown_stops(rules.stops)}, so that the model "
+            'would never learn to stop: give stop="the text of the stop token"'
+        )
+    return rules, documents
+
+
+def shown_stops(stops: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, stops)) if stops else "a special token"
+
+
+def _chat(messages: list[Message]) -> Conversation:
+    return Conversation(messages, None, [None] * len(messages))
+
+
+def _readable(template: Template) -> tuple[list[Message], bool]:
+    """A probe that the template renders with all its contents, and whether contents are parts."""
+    error: str = "it leaves out what the assistant says"
+    for has_parts in (False, True):
+        for messages in ([*_FIRST, *_SECOND], [_SYSTEM, *_FIRST, *_SECOND], [*_FIRST]):
+            try:
+                text = _text(template, Rules(has_parts=has_parts), messages)
+            except TextError as problem:
+                error = str(problem)
+                continue
+            if all(one["content"] in text for one in messages if one["role"] == "assistant"):
+                return messages, has_parts
+    raise ConfigError(f"{template.name} cannot be used: {error}")
+
+
+def _text(
+    template: Template, rules: Rules, messages: list[Message], has_prompt: bool = False
+) -> str:
+    renderings = Renderings(_chat(messages), template, rules)
+    return renderings.text(len(messages), has_prompt)
+
+
+def _stops(template: Template, rules: Rules, messages: list[Message]) -> tuple[str, ...]:
+    """The texts that stop turns, of contents and of tool calls; empty if what begins the next turn
+    does."""
+    stops: dict[str, None] = {}
+    place = next(at for at, one in enumerate(messages) if one["role"] == "assistant")
+    probes = [(messages, place, str(messages[place]["content"])), (_CALLS, 1, "the upper one")]
+    for probe, length, content in probes:
+        try:
+            end, middle = (
+                _text(template, rules, part).rpartition(content)[2]
+                for part in (probe[: length + 1], probe[: length + 2])
+            )
+        except TextError:
+            continue
+        shared = [*rules.special.finditer(end[: shared_length(end, middle)])]
+        if not shared:
+            at_end = (*rules.special.finditer(end.rstrip()),)
+            shared = [one for one in at_end if one.end() == len(end.rstrip())]
+        if shared:
+            stops[shared[-1][0]] = None
+        elif probe is messages and not rules.special.search(middle):
+            raise ConfigError(
+                f"{template.name} ends a turn without a special token, so that the model would never "
+                'learn to stop: give stop="the text that stops", or another template'
+            )
+        elif probe is messages:
+            return ()
+    return tuple(stops)
