@@ -160,7 +160,9 @@ class ChatEncoder:
             num_routes=self.options.mask_routes,
             special=special_pattern(special),
         )
-        learned, documents = learn(self.template, rules, self.options.stop)
+        learned, documents = learn(
+            self.template, rules, self.options.stop, self.template.arguments.get("eos_token")
+        )
         self.rules = learned
         self._check_stops(documents)
 

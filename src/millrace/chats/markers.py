@@ -18,7 +18,6 @@ from millrace.errors import TextError
 CONTENT, THOUGHT, CALL = "content", "reasoning", "tool calls"
 
 _DIGITS = 6
-_TRIMMED = " \t\n\r\v\f"
 
 
 class Piece(NamedTuple):
@@ -37,12 +36,14 @@ class Pieces:
     Attributes:
         pieces: Pieces in the order of the text.
         places: Places of all markers in the text, and the message of each.
-        lost: First message of which a piece is missing, or the number of messages.
+        lost: First message of which a piece is missing; a large number for none.
+        lost_calls: Messages of which a piece of a tool call is missing.
     """
 
     pieces: list[Piece]
     places: list[tuple[int, int]]
     lost: int
+    lost_calls: frozenset[int]
 
 
 class Marker:
@@ -86,16 +87,17 @@ class Marker:
             message, kind, is_start = self._owners[found[place]]
             if is_start and found[place + 1] == found[place] + 1:
                 pieces.append(Piece(message, kind, places[place][0], places[place + 1][0]))
-        missing = set(range(1, len(self._owners))) - set(found)
-        lost = min((self._owners[number][0] for number in missing), default=1 << 60)
-        return Pieces(pieces, places, lost)
+        there = {*found}
+        missing = [one for number, one in enumerate(self._owners) if number and number not in there]
+        lost_calls = frozenset(message for message, kind, _ in missing if kind == CALL)
+        return Pieces(pieces, places, min((one[0] for one in missing), default=1 << 60), lost_calls)
 
     def _put(self, message: int, kind: str, is_start: bool) -> str:
         self._owners.append((message, kind, is_start))
         return f"{self._nonce}{len(self._owners) - 1:0{_DIGITS}d}"
 
     def _wrap(self, number: int, kind: str, text: str) -> str:
-        core = text.strip(_TRIMMED)
+        core = text.strip()
         if not core:
             return text
         start = text.find(core)
@@ -118,10 +120,10 @@ class Marker:
         if role != "assistant":
             return text
         if not parts[0].strip():
-            start = len(text) - len(text.lstrip(_TRIMMED))
+            start = len(text) - len(text.lstrip())
             text = f"{text[:start]}{self._put(number, kind, False)}{text[start:]}"
         if not parts[-1].strip():
-            end = len(text.rstrip(_TRIMMED))
+            end = len(text.rstrip())
             text = f"{text[:end]}{self._put(number, kind, False)}{text[end:]}"
         return text
 

@@ -40,7 +40,9 @@ def special_pattern(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join([*known, SPECIAL]))
 
 
-def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, list[Document]]:
+def learn(
+    template: Template, rules: Rules, stop: str | None, eos: str | None
+) -> tuple[Rules, list[Document]]:
     """The rules of a template, and the documents of the probe conversations.
 
     Raises:
@@ -48,7 +50,7 @@ def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, li
     """
     messages, has_parts = _readable(template)
     rules = replace(rules, has_parts=has_parts)
-    rules = replace(rules, stops=(stop,) if stop else _stops(template, rules, messages))
+    rules = replace(rules, stops=(stop,) if stop else _stops(template, rules, messages, eos))
     has_prompt = _text(template, rules, messages[:-1]) != _text(
         template, rules, messages[:-1], has_prompt=True
     )
@@ -95,30 +97,39 @@ def _text(
     return renderings.text(len(messages), has_prompt)
 
 
-def _stops(template: Template, rules: Rules, messages: list[Message]) -> tuple[str, ...]:
+def _stops(
+    template: Template, rules: Rules, messages: list[Message], eos: str | None
+) -> tuple[str, ...]:
     """The texts that stop turns, of contents and of tool calls; empty if what begins the next turn
     does."""
     stops: dict[str, None] = {}
     place = next(at for at, one in enumerate(messages) if one["role"] == "assistant")
+    asked = str(messages[place - 1]["content"])
+    after_user = rules.special.search(_text(template, rules, messages).partition(asked)[2])
+    usual = [eos, after_user[0] if after_user else None]
     probes = [(messages, place, str(messages[place]["content"])), (_CALLS, 1, "the upper one")]
     for probe, length, content in probes:
         try:
-            end, middle = (
-                _text(template, rules, part).rpartition(content)[2]
-                for part in (probe[: length + 1], probe[: length + 2])
-            )
+            texts = [_text(template, rules, probe[: length + more]) for more in (1, 2)]
         except TextError:
             continue
-        shared = [*rules.special.finditer(end[: shared_length(end, middle)])]
+        if not all(content in text for text in texts):
+            continue  # it leaves out tool calls
+        end, middle = (text.rpartition(content)[2] for text in texts)
+        shared = [one for one in stops if one in end and one in middle]
         if not shared:
-            at_end = (*rules.special.finditer(end.rstrip()),)
-            shared = [one for one in at_end if one.end() == len(end.rstrip())]
+            both = end[: shared_length(end, middle)]
+            shared = [one[0] for one in rules.special.finditer(both)]
+        if not shared:  # the end of the chat has a token of its own
+            matches = rules.special.finditer(end.rstrip())
+            shared = [one[0] for one in matches if one.end() == len(end.rstrip())]
         if shared:
-            stops[shared[-1][0]] = None
+            chosen = next((one for one in usual if one in shared), shared[-1])
+            stops[chosen] = None
         elif probe is messages and not rules.special.search(middle):
             raise ConfigError(
-                f"{template.name} ends a turn without a special token, so that the model would never "
-                'learn to stop: give stop="the text that stops", or another template'
+                f"{template.name} ends a turn without a special token, so that the model would "
+                'never learn to stop: give stop="the text that stops", or another template'
             )
         elif probe is messages:
             return ()

@@ -22,6 +22,8 @@ from millrace.errors import TextError
 
 Span = tuple[int, int]
 
+_NO_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
+
 PROMPT, TAGS, MARKERS = "prompt", "tags", "markers"
 
 
@@ -213,7 +215,7 @@ class _Proof:
     pieces: Pieces
     runs: dict[int, tuple[int, int]] = field(default_factory=dict)
     by_message: dict[int, list[Piece]] = field(default_factory=dict)
-    starts: dict[Any, int] = field(default_factory=dict)
+    starts: dict[Any, str] = field(default_factory=dict)
     ends: dict[Any, int] = field(default_factory=dict)
     without_prompt: list[int] = field(default_factory=list)
 
@@ -231,6 +233,8 @@ class _Proof:
         Raises:
             _RewrittenError: A turn whose context, or own text, differs from the chat that ends with it.
         """
+        if message in self.pieces.lost_calls:
+            raise _RewrittenError("the template leaves out a part of its tool calls")
         if message not in self.runs:
             raise _RewrittenError("route markers: its content is not in the rendered text")
         places = self.pieces.places
@@ -245,7 +249,8 @@ class _Proof:
         ):
             raise _RewrittenError("route markers: its content is rendered twice")
         key: Any = self._kind_of(message)
-        start = self._start(message, key and (key, self.text[before:begin]), before, begin)
+        is_call = bool(pieces) and pieces[0].kind == CALL
+        start = self._start(message, key and (key, self.text[before:begin]), before, begin, is_call)
         key = key and (key, self.text[end:after], after is None)
         stop = self._stop(message, key, end, after)
         if not kept:
@@ -266,27 +271,35 @@ class _Proof:
         kinds = tuple(piece.kind for piece in self.by_message.get(message, ()))
         return messages[message - 1]["role"], tuple(messages[message]), kinds
 
-    def _start(self, message: int, key: Any, before: int, begin: int) -> int | None:
+    def _start(
+        self, message: int, key: Any, before: int, begin: int, is_call: bool
+    ) -> int | None:
         """Where the generation prompt ends; None if the template cannot render it."""
-        if key is not None and key in self.starts:
-            return begin + self.starts[key]
-        try:
-            prompt = self.renderings.text(message, True)
-        except TextError:
-            self.without_prompt.append(message)
-            return None
-        shared = shared_length(prompt, self.text)
-        if shared < before:
-            raise _RewrittenError("route prompt: the text before it differs")
-        start = shared
+        prompt = self.starts.get(key)
+        if key is None or prompt is None:
+            try:
+                prompt = self.renderings.text(message, True)
+            except TextError:
+                self.without_prompt.append(message)
+                return None
+            if prompt[:before] != self.text[:before]:
+                raise _RewrittenError("route prompt: the text before it differs")
+            prompt = self.starts[key] = prompt[before:]
+        shared = before + shared_length(prompt, self.text[before : begin + len(prompt)])
         has_prompt = self.renderings.rules.has_prompt
-        if shared < len(prompt) or not (has_prompt or not self.text[shared:begin].strip()):
-            # The prompt holds something else than the turn begins with: what stands between the
-            # two is trained on only if it is content.
-            start = begin
-        if key is not None and start <= begin:
-            self.starts[key] = start - begin
-        return start
+        if shared == before + len(prompt) and (has_prompt or not self.text[shared:begin].strip()):
+            return shared
+        # The prompt holds something else than the turn begins with, such as "<think>": what stands
+        # between is trained on only if it belongs to a tool call.
+        return self._call_start(shared, before, begin) if is_call and has_prompt else begin
+
+    def _call_start(self, place: int, before: int, begin: int) -> int:
+        """The beginning of a tool call behind a place that may be within a tag."""
+        for tag in self.renderings.rules.special.finditer(self.text, before, begin):
+            if tag.start() < place < tag.end():
+                place = tag.start()
+        thought = _NO_THOUGHT.match(self.text, place, begin)
+        return thought.end() if thought else place
 
     def _stop(self, message: int, key: Any, end: int, after: int | None) -> Span:
         """The stop token after the last piece."""

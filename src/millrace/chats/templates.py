@@ -28,11 +28,13 @@ class Template(Protocol):
 
     Attributes:
         name: Name for messages.
+        arguments: Plain values that the template reads.
         has_tags: Whether the template marks what the model has written.
         literals: Texts in the template that look like tags: it may search contents for them.
     """
 
     name: str
+    arguments: Mapping[str, Any]
     has_tags: bool
     literals: frozenset[str]
 
@@ -193,6 +195,7 @@ class ChatML:
     """
 
     name: str = "ChatML"
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     has_tags: bool = True
     literals: frozenset[str] = frozenset()
 
