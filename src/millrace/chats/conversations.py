@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,12 +20,8 @@ ROLES = {
 """The roles that messages may name, and what templates call them."""
 
 COLUMNS = {
-    "messages": ("messages",),
+    **{part: (part,) for part in ("messages", "prompt", "completion", "instruction", "input")},
     "conversations": ("conversations", "conversation"),
-    "prompt": ("prompt",),
-    "completion": ("completion",),
-    "instruction": ("instruction",),
-    "input": ("input",),
     "output": ("output", "response"),
     "tools": ("tools", "functions"),
     "system": ("system", "system_prompt"),
@@ -40,8 +35,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning; templates read the first two."""
 
 
-@dataclass(frozen=True)
-class Conversation:
+class Conversation(NamedTuple):
     """A conversation as templates read it.
 
     Attributes:
@@ -55,111 +49,55 @@ class Conversation:
     weights: list[bool | None]
 
 
-@dataclass(frozen=True)
-class RowReader:
-    """Reads rows by the names of their columns and roles.
+def check_names(name: str, names: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raises ConfigError for `columns` or `roles` that name something else."""
+    for key, value in names.items():
+        part = key if name == "columns" else value
+        if part not in known or not isinstance(value, str):
+            raise ConfigError(f"{name} has {key!r}: {shown(value)}; the known ones: {[*known]}")
+
+
+def conversation_of(
+    row: Any, columns: Mapping[str, str] | None = None, roles: Mapping[str, str] | None = None
+) -> Conversation:
+    """The conversation of a row.
 
     Args:
-        columns: Names of columns by part of `COLUMNS`, instead of the usual ones. A dot reaches
-            into an object.
+        row: Dictionary with the parts of one of `FORMS`.
+        columns: Names of columns by part of `COLUMNS`; a dot reaches into an object.
         roles: Further roles, and those of `ROLES` that they stand for.
 
-    >>> row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes?"}]}
-    >>> [message["role"] for message in RowReader().read(row).messages]
+    Raises:
+        TextError: What cannot be rendered; it names the message.
+
+    >>> row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "?"}]}
+    >>> [message["role"] for message in conversation_of(row).messages]
     ['user', 'assistant']
     """
-
-    columns: Mapping[str, str] | None = None
-    roles: Mapping[str, str] | None = None
-
-    def __post_init__(self) -> None:
-        for part, name in (self.columns or {}).items():
-            if part not in COLUMNS or not isinstance(name, str):
-                what = f"columns has {shown(part)}: {shown(name)}"
-                raise ConfigError(f"{what}; give names of columns for some of {', '.join(COLUMNS)}")
-        for role, name in (self.roles or {}).items():
-            if name not in ROLES:
-                what = f"roles has {shown(role)}: {shown(name)}"
-                raise ConfigError(f"{what}; give one of {', '.join(ROLES)} for each role")
-
-    def read(self, row: Any) -> Conversation:
-        """The conversation of a row.
-
-        Raises:
-            TextError: What cannot be rendered; it names the message.
-        """
-        if not isinstance(row, Mapping):
-            raise TextError(f"a row is {shown(row)}; give a dictionary")
-        parts = {part: self._column(row, part) for part in COLUMNS}
-        form = next((one for one in FORMS if all(parts[part] is not None for part in one)), None)
-        if form is None:
-            forms = ", or ".join(" and ".join(one) for one in FORMS)
-            names = shown(sorted(map(str, row)))
-            raise TextError(f"the row has the columns {names}; it needs {forms} (see `columns`)")
-        given = [*_given_messages(form, parts)]
-        messages, weights = [], []
-        for number, (place, one) in enumerate(given):
-            message = self._message(place, one)
-            if number == 0 and isinstance(parts["system"], str) and message["role"] != "system":
-                messages.append({"role": "system", "content": parts["system"]})
-                weights.append(None)
-            weights.append(_weight_of(place, message))
-            messages.append(message)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise TextError(f"none of the {len(messages)} messages is an assistant's")
-        return Conversation(messages, _tools_of(parts["tools"]), weights)
-
-    def _column(self, row: Mapping[str, Any], part: str) -> Any:
-        names = [self.columns[part]] if part in (self.columns or {}) else COLUMNS[part]  # type: ignore[index]
-        for name in names:
-            value: Any = row
-            for key in [name] if name in row else name.split("."):
-                value = value.get(key) if isinstance(value, Mapping) else None
-            if value is not None:
-                return value
-        return None
-
-    def _message(self, place: str, given: Any) -> Message:
-        if not isinstance(given, Mapping):
-            raise TextError(f"{place} is {shown(given)}; give an object with role and content")
-        # Arrow gives each message all keys of the file: a None stands for an absent one.
-        message = {
-            key: plain(value, f"{place}.{key}") for key, value in given.items() if value is not None
-        }
-        role, content = message.pop("from", None), message.pop("value", None)
-        role, content = message.get("role", role), message.get("content", content)
-        if role is None:
-            raise TextError(f"{place} has no role")
-        known = {**ROLES, **(self.roles or {})}
-        if not isinstance(role, str) or role not in known:
-            what = f"{place} has the role {shown(role)}"
-            raise TextError(f"{what}; the known ones are {', '.join(known)} (see `roles`)")
-        if role == "function_call" and "tool_calls" not in message:
-            message["tool_calls"], content = _calls_in(place, content), ""
-        message |= {
-            "role": known.get(known[role], known[role]),
-            "content": _text_of(place, content),
-        }
-        for name in REASONING:
-            if not isinstance(message.get(name, ""), str):
-                raise TextError(f"{place}.{name} is {shown(message[name])}; give a text")
-        reasoning = next((message[name] for name in REASONING if name in message), None)
-        if reasoning is not None:  # as transformers does, for the templates of both names
-            message |= {"reasoning_content": reasoning, "thinking": reasoning}
-        _check_calls(place, message)
-        is_spoken = message["role"] in ("user", "assistant")
-        if is_spoken and not (message["content"].strip() or reasoning or message.get("tool_calls")):
-            raise TextError(f"{place} ({message['role']}) is empty")
-        return message
+    if not isinstance(row, Mapping):
+        raise TextError(f"a row is {shown(row)}; give a dictionary")
+    names = {**COLUMNS, **{part: (name,) for part, name in (columns or {}).items()}}
+    parts = {part: _column(row, names[part]) for part in COLUMNS}
+    form = next((one for one in FORMS if all(parts[part] is not None for part in one)), None)
+    if form is None:
+        forms = ", or ".join(" and ".join(one) for one in FORMS)
+        there = shown(sorted(map(str, row)))
+        raise TextError(f"the row has the columns {there}; it needs {forms} (see `columns`)")
+    known = {**ROLES, **{role: ROLES[name] for role, name in (roles or {}).items()}}
+    messages = [_message(place, one, known) for place, one in _given_messages(form, parts)]
+    if isinstance(parts["system"], str) and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, {"role": "system", "content": parts["system"]})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise TextError(f"none of the {len(messages)} messages is an assistant's")
+    weights = [_weight_of(number, message) for number, message in enumerate(messages)]
+    return Conversation(messages, _tools_of(parts["tools"]), weights)
 
 
 def plain(value: Any, place: str) -> Any:
     """A value in JSON's types, from Python's and NumPy's; TextError for another."""
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, Mapping):
-        if not all(isinstance(key, str) for key in value):
-            raise TextError(f"{place} has the keys {shown([*value])}; give texts")
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {str(key): plain(one, f"{place}.{key}") for key, one in value.items()}
     if isinstance(value, np.ndarray):
         return plain(value.tolist(), place)
@@ -177,92 +115,108 @@ def texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, (list, dict)):
-        for one in value:
+        for one in value if isinstance(value, list) else (*value, *value.values()):
             yield from texts_in(one)
-            if isinstance(value, dict):
-                yield from texts_in(value[one])
+
+
+def _column(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    for name in names:
+        value: Any = row
+        for key in [name] if name in row else name.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
+    return None
 
 
 def _given_messages(form: tuple[str, ...], parts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The messages of a row as they stand there, with their places for errors."""
     if form == ("instruction", "output"):
-        texts = [parts["instruction"], parts["input"]]
-        if not all(isinstance(text, str) for text in (texts[0], texts[1] or "")):
+        texts = [parts["instruction"], parts["input"] or ""]
+        if not all(isinstance(text, str) for text in texts):
             raise TextError(f"instruction and input are {shown(texts)}; give texts")
         yield "instruction", {"role": "user", "content": "\n\n".join(filter(None, texts))}
         yield "output", {"role": "assistant", "content": parts["output"]}
         return
     for part, role in zip(form, ("user", "assistant"), strict=False):
         value = parts[part]
-        if isinstance(value, np.ndarray):
-            value = [*value]
         if len(form) == 2 and isinstance(value, str):
             yield part, {"role": role, "content": value}
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, (list, tuple, np.ndarray)):
             yield from ((f"{part}[{number}]", one) for number, one in enumerate(value))
         else:
             raise TextError(f"{part} is {shown(value)}; give a list of messages")
 
 
+def _message(place: str, given: Any, roles: Mapping[str, str]) -> Message:
+    if not isinstance(given, Mapping):
+        raise TextError(f"{place} is {shown(given)}; give an object with role and content")
+    message = plain(given, place)
+    # Arrow gives each message all keys of the file: a None stands for an absent one.
+    message = {key: value for key, value in message.items() if value is not None}
+    role, content = message.pop("from", None), message.pop("value", None)
+    role, content = message.get("role", role), message.get("content", content)
+    if not isinstance(role, str) or role not in roles:
+        what = f"{place} has the role {shown(role)}" if role is not None else f"{place} has no role"
+        raise TextError(f"{what}; the known ones are {', '.join(roles)} (see `roles`)")
+    if role == "function_call" and "tool_calls" not in message:
+        calls = _json_list(content, f"the function_call of {place}")
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+        content = ""
+    message |= {"role": roles[role], "content": _text_of(place, content)}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if not isinstance(reasoning, str | None):
+        raise TextError(f"the reasoning of {place} is {shown(reasoning)}; give a text")
+    if reasoning is not None:  # as transformers does, for the templates of both names
+        message |= {"reasoning_content": reasoning, "thinking": reasoning}
+    calls = message.get("tool_calls", [])
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            what = f"a tool call of {place} is {shown(call)}"
+            raise TextError(f'{what}; give {{"function": {{"name": ..., "arguments": ...}}}}')
+    if not calls:
+        message.pop("tool_calls", None)
+    is_spoken = message["role"] in ("user", "assistant")
+    if is_spoken and not (message["content"].strip() or reasoning or calls):
+        raise TextError(f"{place} ({message['role']}) is empty")
+    return message
+
+
 def _text_of(place: str, content: Any) -> str:
     """A content as one text: the texts of its parts stand one after the other."""
-    if isinstance(content, str):
-        return content
+    if isinstance(content, str | None):
+        return content or ""
     texts = []
-    for number, part in enumerate(content if isinstance(content, list) else [content]):
-        text = part.get("text") if isinstance(part, dict) else part
-        if part is None:
-            text = ""
-        elif not isinstance(text, str) or (isinstance(part, dict) and _is_other(part)):
-            raise TextError(
-                f"{place}.content[{number}] is {shown(part)}; only texts can be encoded"
-            )
+    for part in content if isinstance(content, list) else [content]:
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
+            raise TextError(f"the content of {place} has {shown(part)}; only texts can be encoded")
         texts.append(text)
     return "".join(texts)
 
 
-def _is_other(part: dict[str, Any]) -> bool:
-    return part.get("type", "text") != "text"
-
-
-def _calls_in(place: str, text: Any) -> list[Any]:
-    """The tool calls that ShareGPT writes as JSON into a turn."""
+def _json_list(value: Any, name: str) -> list[Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(value)
     except (TypeError, ValueError):
-        raise TextError(f"{place} is {shown(text)}; a function_call is JSON") from None
-    calls = value if isinstance(value, list) else [value]
-    return [{"type": "function", "function": call} for call in calls]
-
-
-def _check_calls(place: str, message: Message) -> None:
-    calls = message.get("tool_calls", [])
-    if not isinstance(calls, list):
-        raise TextError(f"{place}.tool_calls is {shown(calls)}; give a list")
-    for number, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            what = f"{place}.tool_calls[{number}] is {shown(call)}"
-            raise TextError(f'{what}; give {{"function": {{"name": ..., "arguments": ...}}}}')
-    if not calls:
-        message.pop("tool_calls", None)
+        raise TextError(f"{name} is {shown(value)}, which is not JSON") from None
+    return value if isinstance(value, list) else [value]
 
 
 def _tools_of(value: Any) -> list[Any] | None:
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except ValueError:
-            raise TextError(f"tools are {shown(value)}, which is not JSON") from None
+        value = _json_list(value, "tools") if value.strip() else None
     tools = plain(value, "tools")
     if not isinstance(tools, list | None) or not all(isinstance(one, dict) for one in tools or ()):
         raise TextError(f"tools are {shown(value)}; give a list of objects")
     return tools or None
 
 
-def _weight_of(place: str, message: Message) -> bool | None:
+def _weight_of(number: int, message: Message) -> bool | None:
     """Takes `weight` and `train` out of a message."""
     given = [message.pop(name) for name in ("weight", "train") if name in message]
     if any(type(one) not in (int, float, bool) or one not in (0, 1) for one in given):
-        raise TextError(f"{place} has the weight {shown(given)}; give 0 or 1")
+        raise TextError(f"message {number} has the weight {shown(given)}; give 0 or 1")
     return all(given) if given else None

@@ -10,18 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from millrace.chats import conversations
 from millrace.chats.chat_report import ChatReport
-from millrace.chats.conversations import Conversation, RowReader, plain, texts_in
-from millrace.chats.probes import learn, shown_stops, special_pattern
+from millrace.chats.markers import CALL, CONTENT, THOUGHT
+from millrace.chats.probes import learn, special_pattern
 from millrace.chats.proof import Document, Rules, prove
 from millrace.chats.templates import find_template
-from millrace.chats.token_borders import (
-    Bools,
-    BorderEncoder,
-    EncodedTexts,
-    places_of,
-    trained_tokens,
-)
+from millrace.chats.token_borders import BorderEncoder, EncodedTexts, places_of, trained_tokens
 from millrace.checks import shown
 from millrace.encoding.rows import EncodedRows
 from millrace.encoding.tokenizer import Tokenizer
@@ -29,67 +24,57 @@ from millrace.errors import ConfigError, TextError
 from millrace.option_class import check_options, identity_of, option
 
 
-def _check_names(name: str, value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
+def _check_values(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping | None):
         raise ConfigError(f"{name} must be a dictionary, not {shown(value)}")
     try:
-        return plain(value, name)  # type: ignore[no-any-return]
+        values: dict[str, Any] = conversations.plain(value or {}, name)
     except TextError as error:
         raise ConfigError(str(error)) from None
+    if name != "template_arguments":
+        known = conversations.COLUMNS if name == "columns" else conversations.ROLES
+        conversations.check_names(name, values, known)
+    return values
 
 
 def _check_date(name: str, value: Any) -> str | None:
-    if value is None:
-        return None
     try:
-        return datetime.date.fromisoformat(str(value)).isoformat()
+        return None if value is None else datetime.date.fromisoformat(str(value)).isoformat()
     except ValueError:
         raise ConfigError(f"{name} is {shown(value)}; give a day, such as 2025-01-31") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """How chats become tokens, and which of these are trained on.
+    """How chats become tokens, and which of these are trained on; the help of each field says how.
+    A ConfigError for one that cannot work."""
 
-    Args:
-        template_name: Name of one of several templates of a tokenizer.
-        template_arguments: Plain values that the template reads, such as `enable_thinking`.
-        date: Day that the template takes for today's; templates that read the clock need it.
-        turns: Turns to train on: "all", "last", or "weight" for those without a `weight` or
-            `train` of 0.
-        reasoning: Whether to train on reasoning.
-        tool_calls: Whether to train on tool calls.
-        stop: Text of the token that stops a turn. None: the one that the template shows.
-        history: What to do where a template renders a turn in another way if more messages follow:
-            "documents" for a document that ends with the turn, or "refuse".
-        mask_routes: Least number of routes that must agree, 1 or 2.
-        special_text: "refuse" for rows that hold the text of a special token, or "keep" to encode
-            it as that token, as transformers does.
-        columns: Names of columns by part: messages, conversations, prompt, completion,
-            instruction, input, output, tools, system. None: the usual names.
-        roles: Further roles of messages, and the usual ones that they stand for.
-    """
-
+    # fmt: off
     template_name: str | None = option("name of one of several templates of the tokenizer", None)
     template_arguments: Any = option(
-        "values that the template reads", None, check=_check_names, flags=None
-    )
-    date: Any = option("day that the template takes for today's", None, check=_check_date)
-    turns: str = option("turns to train on", "all", choices=("all", "last", "weight"))
-    reasoning: bool = option("leave reasoning out of the loss", True, flags="--no-reasoning")
-    tool_calls: bool = option("leave tool calls out of the loss", True, flags="--no-tool-calls")
-    stop: str | None = option("text of the token that stops a turn", None)
+        "values that the template reads, such as enable_thinking", None, check=_check_values,
+        flags=None)
+    date: Any = option(
+        "day that the template takes for today's, if it reads the clock", None, check=_check_date)
+    turns: str = option(
+        "turns to train on; weight: those without a `weight` or `train` of 0", "all",
+        choices=("all", "last", "weight"))
+    reasoning: bool = option("do not train on reasoning", True)
+    tool_calls: bool = option("do not train on tool calls", True)
+    stop: str | None = option(
+        "text of the token that stops a turn", None, default_text="the one that the template shows")
     history: str = option(
-        "what becomes of rewritten turns", "documents", choices=("documents", "refuse")
-    )
+        "what a turn becomes that is rendered in another way if more messages follow: a document "
+        "that ends with it, or a bad row", "documents", choices=("documents", "refuse"))
     mask_routes: int = option("least number of routes that must agree", 2, least=1, most=2)
     special_text: str = option(
-        "what becomes of special tokens in contents", "refuse", choices=("refuse", "keep")
-    )
-    columns: Any = option("names of columns by part", None, check=_check_names, flags=None)
-    roles: Any = option("further roles", None, check=_check_names, flags=None)
+        "what a row with the text of a special token becomes: a bad row, or that token", "refuse",
+        choices=("refuse", "keep"))
+    columns: Any = option(
+        "names of columns, by the usual names", None, check=_check_values, flags=None)
+    roles: Any = option(
+        "the usual roles that others stand for", None, check=_check_values, flags=None)
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -103,7 +88,7 @@ class ChatEncoder:
     agree on what the assistant says; a row for which they do not is a problem with a reason.
 
     Args:
-        tokenizer: Tokenizer that tells where its tokens end (`token_borders`).
+        tokenizer: Tokenizer that tells where its tokens end: byte-level BPE, or a tokenizer.json.
         template: Path or text of a chat template, or "chatml". None: the tokenizer's own, or
             ChatML.
         options: Fields of `ChatOptions`.
@@ -112,7 +97,7 @@ class ChatEncoder:
         tokenizer: The tokenizer.
         options: The `ChatOptions`.
         template: The template.
-        rules: What the probe conversations told of the template.
+        rules: What a probe conversation told of the template, `stops` above all.
         dtype: Dtype of the tokens, the tokenizer's.
 
     Raises:
@@ -131,47 +116,41 @@ class ChatEncoder:
     def __init__(
         self, tokenizer: Tokenizer, template: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:
-        if not isinstance(tokenizer, Tokenizer):
-            raise ConfigError(
-                f"tokenizer is {shown(tokenizer)}; give a millrace.encoding.Tokenizer"
-            )
-        if tokenizer.options.get("add_special_tokens"):
-            raise ConfigError("add_special_tokens is True, but templates add them: leave it out")
+        if not isinstance(tokenizer, Tokenizer) or tokenizer.options.get("add_special_tokens"):
+            what = f"tokenizer is {shown(tokenizer)}"
+            raise ConfigError(f"{what}; give a Tokenizer, without add_special_tokens")
         self.tokenizer, self.options = tokenizer, ChatOptions(**options)
         self.dtype = tokenizer.dtype
-        known = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.eod_token}
+        path, vocabulary = tokenizer.path, tokenizer.vocabulary
+        special = {"bos_token": vocabulary.bos_token, "eos_token": tokenizer.eod_token}
         self.template = find_template(
-            tokenizer.path,
-            template,
+            path if os.path.isdir(path) else os.path.dirname(path),
+            "chatml" if template is None and path == "bytes" else template,
             name=self.options.template_name,
             arguments=self.options.template_arguments,
-            special={name: text for name, text in known.items() if text is not None},
+            special={name: text for name, text in special.items() if text is not None},
             date=self.options.date,
         )
-        self._reader = RowReader(self.options.columns, self.options.roles)
-        self._borders = BorderEncoder.of(tokenizer)
-        special = tokenizer.special_tokens()
-        self._special = re.compile("|".join(sorted(map(re.escape, special), key=len)) or "(?!)")
+        self._borders = BorderEncoder(tokenizer)
+        texts = sorted(map(re.escape, tokenizer.special_tokens()), key=len, reverse=True)
+        self._special = re.compile("|".join(texts) or "(?!)")
+        kinds = {CONTENT: True, THOUGHT: self.options.reasoning, CALL: self.options.tool_calls}
         rules = Rules(
             turns=self.options.turns,
-            has_reasoning=self.options.reasoning,
-            has_tool_calls=self.options.tool_calls,
+            kinds=frozenset(kind for kind, is_asked in kinds.items() if is_asked),
             history=self.options.history,
             num_routes=self.options.mask_routes,
-            special=special_pattern(special),
+            special=special_pattern(tokenizer.special_tokens()),
         )
-        learned, documents = learn(
-            self.template, rules, self.options.stop, self.template.arguments.get("eos_token")
-        )
-        self.rules = learned
-        self._check_stops(documents)
+        self.rules, probes = learn(self.template, rules, self.options.stop)
+        if problems := _Masks(self._borders, probes).problems:
+            raise ConfigError(
+                f"{path} does not fit {self.template.name}: {next(iter(problems.values()))}. "
+                "Give the tokenizer this special token, or another template"
+            )
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
-        """The documents of some rows.
-
-        Args:
-            rows: Rows, of which those that cannot be rendered or proven are problems.
-        """
+        """The documents of some rows; those that cannot be rendered or proven are problems."""
         return self.encode_with_report(rows)[0]
 
     def encode_with_report(
@@ -180,46 +159,44 @@ class ChatEncoder:
         """The documents of some rows, and their counts."""
         problems: dict[int, str] = {}
         documents: list[Document] = []
-        counts = np.zeros(len(rows), np.int64)
+        owners: list[int] = []
         for number, row in enumerate(rows):
             try:
-                proven = self.documents(row)
+                of_row = self.documents(row)
             except TextError as error:
                 problems[number] = str(error)
                 continue
-            documents += proven
-            counts[number] = len(proven)
-        tokens = self._borders.encode([one.text for one in documents])
-        spans, stops = _global_spans(documents, tokens)
-        trained, border = trained_tokens(tokens, spans)
-        owners = np.repeat(np.arange(len(rows)), counts)
-        late = _late_problems(documents, tokens, trained, stops, owners)
-        without_target = sum("target" in reason for reason in late.values())
-        is_bad = np.isin(owners, [*late])
-        problems |= late
-        if late:
-            counts[[*late]] = 0
-        keep = np.repeat(~is_bad, tokens.lengths)
-        kept = [one for one, bad in zip(documents, is_bad, strict=True) if not bad]
-        routes = Counter("+".join(one.routes) for one in kept)
+            documents += of_row
+            owners += [number] * len(of_row)
+        masks = _Masks(self._borders, documents)
+        for place, problem in masks.problems.items():
+            problems.setdefault(owners[place], problem)
+        is_kept = np.array([owner not in problems for owner in owners], bool)
+        keep = np.repeat(is_kept, masks.tokens.lengths)
+        counts = np.bincount(np.array(owners, np.int64)[is_kept], minlength=len(rows))
+        kept = [one for one, is_good in zip(documents, is_kept, strict=True) if is_good]
         turns = [turn for one in kept for turn in one.turns]
-        report = ChatReport(
-            rows=len(rows),
-            bad_rows=len(problems),
-            rows_without_target=without_target,
-            documents=len(kept),
-            rewritten=len(kept) - int((counts > 0).sum()),
-            turns=len(turns),
-            turns_without_stop=sum(turn.stop[0] == turn.stop[1] for turn in turns),
-            tokens=int(keep.sum()),
-            trained=int(trained[keep].sum()),
-            border_tokens=int(border[keep].sum()),
-            routes=dict(routes),
+        report = {
+            "rows": len(rows),
+            "bad rows": len(problems),
+            "rows without a target": sum("has no target" in one for one in problems.values()),
+            "documents": len(kept),
+            "documents of rewritten history": len(kept) - int((counts > 0).sum()),
+            "turns": len(turns),
+            "turns without a stop token": sum(turn.stop[0] == turn.stop[1] for turn in turns),
+            "tokens": int(keep.sum()),
+            "trained tokens": int(masks.trained[keep].sum()),
+            "tokens across a border": int(masks.is_border[keep].sum()),
+            **Counter(f"routes: {', '.join(one.routes)}" for one in kept),
+        }
+        encoded = EncodedRows(
+            masks.tokens.ids[keep].astype(self.dtype, copy=False),
+            np.cumsum(masks.tokens.lengths[is_kept]),
+            masks.trained[keep],
+            counts.astype(np.int64),
+            dict(sorted(problems.items())),
         )
-        ids = tokens.ids[keep].astype(self.dtype, copy=False)
-        ends = np.cumsum(tokens.lengths[~is_bad])
-        order = dict(sorted(problems.items()))
-        return EncodedRows(ids, ends, trained[keep], counts, order), report
+        return encoded, ChatReport(counts=Counter(report))
 
     def documents(self, row: Mapping[str, Any]) -> list[Document]:
         """The rendered documents of a row, and what is trained of them.
@@ -228,8 +205,10 @@ class ChatEncoder:
             TextError: A row that is a problem.
         """
         try:
-            chat = self._reader.read(row)
-            self._check_texts(chat)
+            chat = conversations.conversation_of(row, self.options.columns, self.options.roles)
+            for number, message in enumerate(chat.messages):
+                self._check_texts(f"message {number}", message)
+            self._check_texts("the tools", chat.tools)
             return prove(chat, self.template, self.rules)
         except RecursionError:
             raise TextError("the row is nested too deeply: make it flat") from None
@@ -240,33 +219,32 @@ class ChatEncoder:
         Returns:
             For each document: `text`; `tokens` (ids), `texts` (of the tokens) and `trained`, lists
             of one length; `routes`; and `spans`, the characters by route: "markers" (pieces of the
-            assistant's turns), "prompt" (beginnings and ends of turns), "tags", and "trained".
+            trained turns), "prompt" (beginnings and ends of turns), "tags", and "trained".
 
         Raises:
             TextError: A row that is a problem.
         """
         explained = []
         for document in self.documents(row):
-            tokens = self._borders.encode([document.text])
-            spans, stops = _global_spans([document], tokens)
-            trained, _ = trained_tokens(tokens, spans)
-            late = _late_problems([document], tokens, trained, stops, np.zeros(1, np.int64))
-            if late:
-                raise TextError(late[0])
-            data: Any = document.text.encode() if tokens.is_bytes else document.text
-            pieces = [
-                data[start:end] for start, end in zip(tokens.starts, tokens.ends, strict=True)
-            ]
+            masks = _Masks(self._borders, [document])
+            if masks.problems:
+                raise TextError(masks.problems[0])
+            messages = {turn.message for turn in document.turns}
+            starts = [turn for turn in document.turns if turn.start is not None]
+            spans = {
+                "markers": [piece[2:] for piece in document.pieces if piece.message in messages],
+                "prompt": [(turn.start, turn.stop[1]) for turn in starts],
+                "tags": document.tags or [],
+                "trained": document.spans,
+            }
             explained.append(
                 {
                     "text": document.text,
-                    "tokens": tokens.ids.tolist(),
-                    "texts": [
-                        one.decode(errors="replace") if tokens.is_bytes else one for one in pieces
-                    ],
-                    "trained": trained.tolist(),
+                    "tokens": masks.tokens.ids.tolist(),
+                    "texts": [masks.text_of(0, place) for place in range(len(masks.trained))],
+                    "trained": masks.trained.tolist(),
                     "routes": document.routes,
-                    "spans": _spans_by_route(document),
+                    "spans": spans,
                 }
             )
         return explained
@@ -280,84 +258,67 @@ class ChatEncoder:
             "tokenizer_options": self.tokenizer.options,
             "tokenizer_versions": self.tokenizer.versions,
             **self.template.fingerprint(),
+            "stops": list(self.rules.stops),
             "options": identity_of(self.options),
         }
 
-    def _check_texts(self, chat: Conversation) -> None:
+    def _check_texts(self, name: str, value: Any) -> None:
         """Raises TextError for texts that cannot be encoded, or hold special tokens."""
-        for number, message in enumerate([*chat.messages, {"tools": chat.tools}]):
-            for text in texts_in(message):
-                name = f"message {number}" if number < len(chat.messages) else "tools"
-                if not text.isascii() and (lone := re.search(r"[\ud800-\udfff]", text)):
-                    what = f"the lone surrogate U+{ord(lone[0]):04X}: repair the text"
-                    raise TextError(f"{name} has {what}")
-                special = self._special.search(text)
-                if special and self.options.special_text == "refuse":
-                    raise TextError(
-                        f"{name} holds the text of the special token {special[0]!r}: remove it, or "
-                        'give special_text="keep" to encode it as that token'
-                    )
-
-    def _check_stops(self, documents: list[Document]) -> None:
-        """Raises ConfigError if no probe trains a stop token, or it is not the tokenizer's."""
-        tokens = self._borders.encode([one.text for one in documents])
-        spans, stops = _global_spans(documents, tokens)
-        trained, _ = trained_tokens(tokens, spans)
-        late = _late_problems(documents, tokens, trained, stops, np.zeros(len(documents), np.int64))
-        names = shown_stops(self.rules.stops)
-        if late:
-            raise ConfigError(
-                f"{self.template.name} stops turns with {names}, which {self.tokenizer.path} joins "
-                f"with other text, so that it would never be trained ({late[0]}): give the "
-                "tokenizer this special token, or another template"
-            )
-        for stop in self.rules.stops:
-            number = self.tokenizer.special_tokens().get(stop)
-            if number is not None and self.tokenizer.encode([stop]) != [[number]]:
-                if self.tokenizer.path == "bytes":
-                    continue
-                raise ConfigError(
-                    f"{self.tokenizer.path} encodes {stop!r} as plain text, though it is a special "
-                    "token: give special_tokens_in_text=True"
+        for text in conversations.texts_in(value):
+            if not text.isascii() and (lone := re.search(r"[\ud800-\udfff]", text)):
+                what = f"the lone surrogate U+{ord(lone[0]):04X}: repair the text"
+                raise TextError(f"{name} has {what}")
+            special = self._special.search(text)
+            if special and self.options.special_text == "refuse":
+                raise TextError(
+                    f"{name} holds the text of the special token {special[0]!r}: remove it, or "
+                    'give special_text="keep" to encode it as that token'
                 )
 
 
-def _global_spans(documents: list[Document], tokens: EncodedTexts) -> tuple[Any, Any]:
-    """Trained spans, int64 [spans, 2], and stop tokens with their documents, int64 [stops, 3], in
-    the places of the tokens."""
-    spans, stops = [], []
-    for number, (document, base) in enumerate(zip(documents, tokens.bases.tolist(), strict=True)):
-        of_text = places_of(document.text, document.spans, tokens.is_bytes)
-        spans += [(start + base, end + base) for start, end in of_text]
-        of_text = places_of(document.text, [one.stop for one in document.turns], tokens.is_bytes)
-        stops += [(start + base, end + base, number) for start, end in of_text if start < end]
-    return np.array(spans, np.int64).reshape(-1, 2), np.array(stops, np.int64).reshape(-1, 3)
+class _Masks:
+    """The tokens of some documents, which of them are trained on, and what is wrong with them.
 
+    Attributes:
+        tokens: Tokens of all documents.
+        trained, is_border: [n] Whether a token is trained on, and whether it is not because it
+            holds other characters, too.
+        problems: Reasons by document.
+    """
 
-def _late_problems(
-    documents: list[Document], tokens: EncodedTexts, trained: Bools, stops: Any, owners: Any
-) -> dict[int, str]:
-    """Rows whose tokens show a problem: their stop token, or no token at all, is not trained."""
-    problems: dict[int, str] = {}
-    last = np.searchsorted(tokens.ends, stops[:, 1] - 1, "right")
-    for place in np.flatnonzero(~trained[last]).tolist():
-        document = documents[stops[place, 2]]
-        token = slice(int(tokens.starts[last[place]]), int(tokens.ends[last[place]]))
-        base = tokens.bases[stops[place, 2]]
-        data: Any = document.text.encode() if tokens.is_bytes else document.text
-        problems[int(owners[stops[place, 2]])] = (
-            f"a stop token is part of the token {shown(data[token.start - base : token.stop - base])}"
+    def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
+        self._documents = documents
+        self.tokens: EncodedTexts = borders.encode([one.text for one in documents])
+        spans: list[tuple[int, int]] = []
+        stops: list[tuple[int, int]] = []
+        bases = self.tokens.bases.tolist()
+        for number, (document, base) in enumerate(zip(documents, bases, strict=True)):
+            ends_of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
+            every = [*document.spans, *ends_of_turns]
+            places = places_of(document.text, every, self.tokens.is_bytes)
+            places = [(start + base, end + base) for start, end in places]
+            count = len(document.spans)
+            spans += places[:count]
+            stops += [(end - 1, number) for _, end in places[count:]]
+        pairs = np.array(spans, np.int64).reshape(-1, 2)
+        self.trained, self.is_border = trained_tokens(self.tokens, pairs)
+        self.problems: dict[int, str] = {}
+        ends = np.cumsum(self.tokens.lengths)
+        sums = np.append(0, np.cumsum(self.trained))
+        for number in np.flatnonzero(sums[ends] == sums[ends - self.tokens.lengths]).tolist():
+            self.problems[number] = "it has no target: no token of its turns is whole"
+        last, numbers = np.array(stops, np.int64).reshape(-1, 2).T
+        of_stops = np.searchsorted(self.tokens.ends, last, "right")
+        for place in np.flatnonzero(~self.trained[of_stops]).tolist():
+            text = self.text_of(int(numbers[place]), int(of_stops[place]))
+            self.problems[int(numbers[place])] = (
+                f"a stop token is part of the token {shown(text)}, which holds other text, too"
+            )
+
+    def text_of(self, document: int, token: int) -> str:
+        """The text of a token of a document."""
+        text, base = self._documents[document].text, self.tokens.bases[document]
+        place = slice(self.tokens.starts[token] - base, self.tokens.ends[token] - base)
+        return (
+            text.encode()[place].decode(errors="replace") if self.tokens.is_bytes else text[place]
         )
-    ends = np.cumsum(tokens.lengths)
-    sums = np.append(0, np.cumsum(trained))
-    for number in np.flatnonzero(sums[ends] == sums[ends - tokens.lengths]).tolist():
-        problems.setdefault(int(owners[number]), "it has no target: no token of its turns is whole")
-    return problems
-
-
-def _spans_by_route(document: Document) -> dict[str, list[tuple[int, int]]]:
-    messages = {turn.message for turn in document.turns}
-    pieces = [(one.start, one.end) for one in document.pieces if one.message in messages]
-    prompts = [(turn.start, turn.stop[1]) for turn in document.turns if turn.start is not None]
-    spans = {"markers": pieces, "prompt": prompts, "tags": document.tags, "trained": document.spans}
-    return {name: one for name, one in spans.items() if one is not None}

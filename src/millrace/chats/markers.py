@@ -8,8 +8,7 @@ places. That is two renderings, whatever the number of messages.
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from millrace.chats.conversations import REASONING, Message
@@ -29,21 +28,20 @@ class Piece(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
-class Pieces:
+class Pieces(NamedTuple):
     """The pieces of all messages in a rendered text.
 
     Attributes:
         pieces: Pieces in the order of the text.
-        places: Places of all markers in the text, and the message of each.
+        marks: Place of each marker in the text, and its message.
         lost: First message of which a piece is missing; a large number for none.
         lost_calls: Messages of which a piece of a tool call is missing.
     """
 
     pieces: list[Piece]
-    places: list[tuple[int, int]]
+    marks: list[tuple[int, int]]
     lost: int
-    lost_calls: frozenset[int]
+    lost_calls: set[int]
 
 
 class Marker:
@@ -56,12 +54,12 @@ class Marker:
     """
 
     def __init__(self, text: str, literals: frozenset[str]) -> None:
-        # Digits, which no filter changes. Starts with the only 9 and so never overlaps itself.
+        # Digits, which no filter changes; 9 is only the first, so that none can overlap the next.
         nonces = (f"9{number:03o}1" for number in itertools.count())
         self._nonce = next(nonce for nonce in nonces if nonce not in text)
         self._text, self._owners = text, [(-1, "", False)]
         parts = "|".join(sorted(map(re.escape, literals), key=len, reverse=True))
-        self._literals = re.compile(f"({parts})") if literals else None
+        self._literals = re.compile(f"({parts})" if parts else "(?!)()")
 
     def marked(self, messages: Sequence[Message]) -> list[Message]:
         """Copies of the messages, with markers."""
@@ -76,21 +74,18 @@ class Marker:
         split = re.split(f"{self._nonce}([0-9]{{{_DIGITS}}})", marked_text)
         texts, found = split[::2], [int(number) for number in split[1::2]]
         if "".join(texts) != self._text:
-            raise TextError(
-                "route markers: the template renders other contents differently, so that its "
-                "contents cannot be found"
-            )
-        ends = itertools.accumulate(map(len, texts))
-        places = [(place, self._owners[number][0]) for number, place in zip(found, ends)]  # noqa: B905
+            raise TextError("route markers: the template changes with what the messages say")
+        places = itertools.accumulate(map(len, texts[:-1]))
+        marks = [(place, self._owners[one][0]) for place, one in zip(places, found, strict=True)]
         pieces = []
-        for place in range(len(found) - 1):
-            message, kind, is_start = self._owners[found[place]]
-            if is_start and found[place + 1] == found[place] + 1:
-                pieces.append(Piece(message, kind, places[place][0], places[place + 1][0]))
+        for number, (first, second) in enumerate(itertools.pairwise(found)):
+            message, kind, is_start = self._owners[first]
+            if is_start and second == first + 1:
+                pieces.append(Piece(message, kind, marks[number][0], marks[number + 1][0]))
         there = {*found}
         missing = [one for number, one in enumerate(self._owners) if number and number not in there]
-        lost_calls = frozenset(message for message, kind, _ in missing if kind == CALL)
-        return Pieces(pieces, places, min((one[0] for one in missing), default=1 << 60), lost_calls)
+        lost_calls = {message for message, kind, _ in missing if kind == CALL}
+        return Pieces(pieces, marks, min((one[0] for one in missing), default=1 << 60), lost_calls)
 
     def _put(self, message: int, kind: str, is_start: bool) -> str:
         self._owners.append((message, kind, is_start))
@@ -100,41 +95,34 @@ class Marker:
         core = text.strip()
         if not core:
             return text
-        start = text.find(core)
+        before, _, after = text.partition(core)
         first, last = self._put(number, kind, True), self._put(number, kind, False)
-        return f"{text[:start]}{first}{core}{last}{text[start + len(core) :]}"
+        return f"{before}{first}{core}{last}{after}"
 
-    def _wrap_parts(self, number: int, kind: str, text: str, role: str) -> str:
+    def _wrap_parts(self, number: int, text: str, role: str) -> str:
         """Wraps the texts between literals. An assistant's literals at both ends belong to what is
         trained on, and get markers, too."""
-        if self._literals is None or not self._literals.search(text):
-            return self._wrap(number, kind, text)
         parts = self._literals.split(text)
-        if not any(part.strip() for part in parts[::2]):
-            return self._wrap(number, kind, text)
+        if len(parts) == 1 or not any(part.strip() for part in parts[::2]):
+            return self._wrap(number, CONTENT, text)
         last_thought = max((at for at, one in enumerate(parts) if one == "</think>"), default=-1)
         for place in range(0, len(parts), 2):
-            of_part = THOUGHT if kind == CONTENT and place < last_thought else kind
-            parts[place] = self._wrap(number, of_part, parts[place])
-        text = "".join(parts)
-        if role != "assistant":
-            return text
-        if not parts[0].strip():
-            start = len(text) - len(text.lstrip())
-            text = f"{text[:start]}{self._put(number, kind, False)}{text[start:]}"
-        if not parts[-1].strip():
-            end = len(text.rstrip())
-            text = f"{text[:end]}{self._put(number, kind, False)}{text[end:]}"
-        return text
+            kind = THOUGHT if place < last_thought else CONTENT
+            parts[place] = self._wrap(number, kind, parts[place])
+        # Before a tag that closes, a marker would make a reasoning of nothing.
+        if role == "assistant" and not parts[0].strip() and parts[1][:2] != "</":
+            parts[1] = self._put(number, CONTENT, False) + parts[1]
+        if role == "assistant" and not parts[-1].strip():
+            parts[-2] += self._put(number, CONTENT, False)
+        return "".join(parts)
 
     def _marked_message(self, number: int, message: Message) -> Message:
-        marked, role = {**message}, message["role"]
-        content = message["content"]
+        marked, role, content = {**message}, message["role"], message["content"]
         if isinstance(content, list):
-            texts = [self._wrap_parts(number, CONTENT, one["text"], role) for one in content]
+            texts = [self._wrap_parts(number, one["text"], role) for one in content]
             marked["content"] = [{"type": "text", "text": text} for text in texts]
         else:
-            marked["content"] = self._wrap_parts(number, CONTENT, content, role)
+            marked["content"] = self._wrap_parts(number, content, role)
         if "reasoning_content" in message:
             text = self._wrap(number, THOUGHT, message["reasoning_content"])
             marked |= {name: text for name in REASONING if name in message}
@@ -143,27 +131,19 @@ class Marker:
         return marked
 
     def _marked_call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
-        function = {**call.get("function", call)}
-        count = len(self._owners)
+        function, count = {**call.get("function", call)}, len(self._owners)
         function["arguments"] = self._marked_values(number, function.get("arguments", {}))
-        if len(self._owners) == count:  # templates may look for a tool by its name
+        if len(self._owners) == count:  # only then: templates may look for a tool by its name
             function["name"] = self._wrap(number, CALL, function["name"])
         return {**call, "function": function} if "function" in call else function
 
     def _marked_values(self, number: int, value: Any) -> Any:
         if isinstance(value, str):
-            if value[:1] == "{" and value[-1:] == "}" and len(value) > 2:
-                return f"{{{self._wrap(number, CALL, value[1:-1])}}}"
-            return self._wrap(number, CALL, value)
+            is_json = value[:1] == "{" and value[-1:] == "}" and len(value) > 2
+            text = self._wrap(number, CALL, value[1:-1] if is_json else value)
+            return f"{{{text}}}" if is_json else text
         if isinstance(value, dict):
             return {key: self._marked_values(number, one) for key, one in value.items()}
         if isinstance(value, list):
             return [self._marked_values(number, one) for one in value]
         return value
-
-
-def runs_of(places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Runs of markers of one message: the message, and the first and last place of its run."""
-    for message, run in itertools.groupby(range(len(places)), lambda at: places[at][1]):
-        numbers = [*run]
-        yield message, numbers[0], numbers[-1]

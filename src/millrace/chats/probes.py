@@ -9,77 +9,82 @@ from millrace.chats.proof import Document, Renderings, Rules, prove, shared_leng
 from millrace.chats.templates import Template
 from millrace.errors import ConfigError, TextError
 
-SPECIAL = r"<[^\s<>]{1,60}>|\[\|[^\s\[\]|]{1,60}\|\]"
+_SPECIAL = r"<[^\s<>]{1,60}>|\[\|[^\s\[\]|]{1,60}\|\]"
 """What is taken for a special token although the tokenizer has none of that text."""
 
 _SYSTEM = {"role": "system", "content": "Rivers drive mills."}
-_FIRST = [
+_CHAT = [
     {"role": "user", "content": "Which river drives the lower mill?"},
     {"role": "assistant", "content": "The Ouse drives it."},
-]
-_SECOND = [
     {"role": "user", "content": "And which one drives the upper mill?"},
     {"role": "assistant", "content": "That one stands on the Cam."},
 ]
 _CALL = {"name": "find_river", "arguments": {"mill": "the upper one"}}
 _CALLS: list[Message] = [
-    _FIRST[0],
+    _CHAT[0],
     {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "id": "call00001", "function": _CALL}],
     },
     {"role": "tool", "content": "River Cam", "name": "find_river", "tool_call_id": "call00001"},
-    _SECOND[1],
 ]
 
 
 def special_pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """A pattern of special tokens: those of a tokenizer, and what looks like one."""
     known = sorted(map(re.escape, texts), key=len, reverse=True)
-    return re.compile("|".join([*known, SPECIAL]))
+    return re.compile("|".join([*known, _SPECIAL]))
 
 
-def learn(
-    template: Template, rules: Rules, stop: str | None, eos: str | None
-) -> tuple[Rules, list[Document]]:
-    """The rules of a template, and the documents of the probe conversations.
+def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, list[Document]]:
+    """The rules of a template, and the documents of a probe conversation.
+
+    Args:
+        template: The template.
+        rules: Rules that the caller asks for.
+        stop: Text of the stop token; None: the one that the template shows.
 
     Raises:
         ConfigError: A template that cannot be used: the message says why, and the remedy.
     """
     messages, has_parts = _readable(template)
     rules = replace(rules, has_parts=has_parts)
-    rules = replace(rules, stops=(stop,) if stop else _stops(template, rules, messages, eos))
-    has_prompt = _text(template, rules, messages[:-1]) != _text(
-        template, rules, messages[:-1], has_prompt=True
-    )
-    rules = replace(rules, has_prompt=has_prompt, turns="all")
+    stops = (stop,) if stop else _stops(template, rules, messages)
+    texts = [_text(template, rules, messages[:-1], has_prompt) for has_prompt in (False, True)]
+    rules = replace(rules, stops=stops, has_prompt=texts[0] != texts[1])
     try:
-        documents = prove(_chat(messages), template, replace(rules, history="documents"))
+        probe = replace(rules, turns="all", history="documents")
+        documents = prove(_chat(messages), template, probe)
     except TextError as error:
         raise ConfigError(f"the masks of {template.name} cannot be proven. {error}") from None
-    if not any(turn.stop[1] > turn.stop[0] for one in documents for turn in one.turns):
-        raise ConfigError(
-            f"{template.name} never ends a turn with {shown_stops(rules.stops)}, so that the model "
-            'would never learn to stop: give stop="the text of the stop token"'
-        )
+    if not any(turn.stop[0] < turn.stop[1] for one in documents for turn in one.turns):
+        what = " or ".join(map(repr, stops)) or "a special token"
+        raise ConfigError(f"{template.name} does not end turns with {what}{_NO_STOP}")
     return rules, documents
 
 
-def shown_stops(stops: tuple[str, ...]) -> str:
-    return " or ".join(map(repr, stops)) if stops else "a special token"
+_NO_STOP = (
+    ", so that the model would never learn to stop: give stop=TEXT of the token that stops, or "
+    "another template"
+)
 
 
 def _chat(messages: list[Message]) -> Conversation:
     return Conversation(messages, None, [None] * len(messages))
 
 
+def _text(
+    template: Template, rules: Rules, messages: list[Message], has_prompt: bool = False
+) -> str:
+    return Renderings(_chat(messages), template, rules).text(len(messages), has_prompt)
+
+
 def _readable(template: Template) -> tuple[list[Message], bool]:
     """A probe that the template renders with all its contents, and whether contents are parts."""
-    error: str = "it leaves out what the assistant says"
+    error = "it leaves out what the assistant says"
     for has_parts in (False, True):
-        for messages in ([*_FIRST, *_SECOND], [_SYSTEM, *_FIRST, *_SECOND], [*_FIRST]):
+        for messages in (_CHAT, [_SYSTEM, *_CHAT], _CHAT[:2]):
             try:
                 text = _text(template, Rules(has_parts=has_parts), messages)
             except TextError as problem:
@@ -90,25 +95,15 @@ def _readable(template: Template) -> tuple[list[Message], bool]:
     raise ConfigError(f"{template.name} cannot be used: {error}")
 
 
-def _text(
-    template: Template, rules: Rules, messages: list[Message], has_prompt: bool = False
-) -> str:
-    renderings = Renderings(_chat(messages), template, rules)
-    return renderings.text(len(messages), has_prompt)
-
-
-def _stops(
-    template: Template, rules: Rules, messages: list[Message], eos: str | None
-) -> tuple[str, ...]:
+def _stops(template: Template, rules: Rules, messages: list[Message]) -> tuple[str, ...]:
     """The texts that stop turns, of contents and of tool calls; empty if what begins the next turn
     does."""
-    stops: dict[str, None] = {}
+    stops: list[str] = []
     place = next(at for at, one in enumerate(messages) if one["role"] == "assistant")
-    asked = str(messages[place - 1]["content"])
+    asked, answer = (str(messages[at]["content"]) for at in (place - 1, place))
     after_user = rules.special.search(_text(template, rules, messages).partition(asked)[2])
-    usual = [eos, after_user[0] if after_user else None]
-    probes = [(messages, place, str(messages[place]["content"])), (_CALLS, 1, "the upper one")]
-    for probe, length, content in probes:
+    usual = [template.arguments.get("eos_token"), after_user[0] if after_user else None]
+    for probe, length, content in ((messages, place, answer), (_CALLS, 1, "the upper one")):
         try:
             texts = [_text(template, rules, probe[: length + more]) for more in (1, 2)]
         except TextError:
@@ -124,13 +119,9 @@ def _stops(
             matches = rules.special.finditer(end.rstrip())
             shared = [one[0] for one in matches if one.end() == len(end.rstrip())]
         if shared:
-            chosen = next((one for one in usual if one in shared), shared[-1])
-            stops[chosen] = None
-        elif probe is messages and not rules.special.search(middle):
-            raise ConfigError(
-                f"{template.name} ends a turn without a special token, so that the model would "
-                'never learn to stop: give stop="the text that stops", or another template'
-            )
-        elif probe is messages:
+            stops.append(next((one for one in usual if one in shared), shared[-1]))
+        elif probe is messages and rules.special.search(middle):
             return ()
-    return tuple(stops)
+        elif probe is messages:
+            raise ConfigError(f"{template.name} ends turns without a special token{_NO_STOP}")
+    return tuple(dict.fromkeys(stops))

@@ -12,19 +12,17 @@ import bisect
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from millrace.chats.conversations import Conversation, Message
-from millrace.chats.markers import CALL, CONTENT, THOUGHT, Marker, Piece, Pieces, runs_of
+from millrace.chats.conversations import Conversation
+from millrace.chats.markers import CALL, CONTENT, THOUGHT, Marker, Piece, Pieces
 from millrace.chats.templates import Tags, Template
 from millrace.errors import TextError
 
 Span = tuple[int, int]
 
 _NO_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
-
-PROMPT, TAGS, MARKERS = "prompt", "tags", "markers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class Rules:
 
     Args:
         turns: "all", "last" or "weight".
-        has_reasoning, has_tool_calls: Whether reasoning and tool calls are trained on.
+        kinds: Kinds of pieces that are trained on.
         history: "documents" or "refuse".
         num_routes: Least number of routes that must agree.
         stops: Texts that stop a turn; none: the next special token does, which begins the next.
@@ -43,8 +41,7 @@ class Rules:
     """
 
     turns: str = "all"
-    has_reasoning: bool = True
-    has_tool_calls: bool = True
+    kinds: frozenset[str] = frozenset({CONTENT, THOUGHT, CALL})
     history: str = "documents"
     num_routes: int = 2
     stops: tuple[str, ...] = ()
@@ -53,8 +50,7 @@ class Rules:
     has_prompt: bool = True
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """What is trained of one turn.
 
     Attributes:
@@ -70,17 +66,9 @@ class Turn:
     start: int | None
 
 
-@dataclass(frozen=True)
-class Document:
-    """A rendered text, and what is trained of it.
-
-    Attributes:
-        text: The text.
-        turns: Trained turns, in the order of the text.
-        pieces: Pieces of all messages.
-        tags: Generation tags, or None.
-        routes: Names of the routes that agree.
-    """
+class Document(NamedTuple):
+    """A rendered text, what is trained of it, and what the routes say: `pieces` of all messages,
+    generation `tags` or None, and the names of the `routes` that agree."""
 
     text: str
     turns: list[Turn]
@@ -90,6 +78,7 @@ class Document:
 
     @property
     def spans(self) -> list[Span]:
+        """Characters that are trained on."""
         return [span for turn in self.turns for span in turn.spans]
 
 
@@ -110,17 +99,16 @@ def prove(chat: Conversation, template: Template, rules: Rules) -> list[Document
     while pending:
         if length < len(chat.messages) and rules.history == "refuse":
             raise TextError(
-                f"{_named(pending[-1])}: {template.name} renders it in another way if more "
+                f"message {pending[-1]}: {template.name} renders it in another way if more "
                 'messages follow: give history="documents" for a document that ends with it'
             )
-        document = renderings.prove(length, pending)
+        document, proven = renderings.prove(length, pending)
         if document.turns:
             documents.append(document)
-            proven = {turn.message for turn in document.turns}
-            pending = [message for message in pending if message not in proven]
+        pending = [message for message in pending if message not in proven]
         length = pending[-1] + 1 if pending else 0
-    if not any(document.spans for document in documents):
-        raise TextError("no turn is trained on: reasoning or tool calls are all that they have")
+    if not documents:
+        raise TextError("it has no target: its turns have nothing of the kinds to train on")
     return documents[::-1]
 
 
@@ -128,135 +116,113 @@ def _turns_to_train(chat: Conversation, rules: Rules) -> list[int]:
     turns = [number for number, one in enumerate(chat.messages) if one["role"] == "assistant"]
     if rules.turns == "last":
         return turns[-1:]
-    if rules.turns == "weight":
-        turns = [number for number in turns if chat.weights[number] is not False]
-        if not turns:
-            raise TextError("no turn is trained on: all weights are 0")
-        return turns
-    for number in turns:
-        if chat.weights[number] is False:
-            raise TextError(f'{_named(number)} has the weight 0: give turns="weight" to heed it')
-    return turns
+    kept = [number for number in turns if chat.weights[number] is not False]
+    if rules.turns == "all" and kept != turns:
+        what = f"message {min({*turns} - {*kept})} has the weight 0"
+        raise TextError(f'{what}: give turns="weight" to heed weights, or remove them')
+    if not kept:
+        raise TextError("it has no target: all weights are 0")
+    return kept
 
 
-def _named(message: int) -> str:
-    return f"message {message}"
-
-
-@dataclass
 class Renderings:
     """The renderings of a conversation's beginnings, each made once."""
 
-    chat: Conversation
-    template: Template
-    rules: Rules
-    messages: list[Message] = field(init=False)
-    texts: dict[tuple[int, bool], str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.messages = self.chat.messages
-        if self.rules.has_parts:
+    def __init__(self, chat: Conversation, template: Template, rules: Rules) -> None:
+        self.tools, self.template, self.rules = chat.tools, template, rules
+        self.messages = chat.messages
+        if rules.has_parts:
             self.messages = [
                 {**one, "content": [{"type": "text", "text": one["content"]}]}
                 for one in self.messages
             ]
+        self._texts: dict[tuple[int, bool], str] = {}
 
     def text(self, length: int, has_prompt: bool = False) -> str:
+        """The text of the first messages."""
         key = length, has_prompt
-        if key not in self.texts:
-            messages = self.messages[:length]
-            self.texts[key] = self.template.render(messages, self.chat.tools, has_prompt)
-        return self.texts[key]
+        if key not in self._texts:
+            self._texts[key] = self.template.render(self.messages[:length], self.tools, has_prompt)
+        return self._texts[key]
 
-    def tagged(self, length: int) -> tuple[str, Tags | None]:
-        if not self.template.has_tags:
-            return self.text(length), None
-        text, tags = self.template.render_tagged(self.messages[:length], self.chat.tools)
-        self.texts[length, False] = text
-        return text, tags
-
-    def prove(self, length: int, pending: Sequence[int]) -> Document:
-        """The document of the first messages, with the pending turns whose context it has.
+    def prove(self, length: int, pending: Sequence[int]) -> tuple[Document, set[int]]:
+        """The document of the first messages, and the pending turns whose context it has.
 
         Raises:
             TextError: A last turn that is not proven though nothing follows it.
         """
-        text, tags = self.tagged(length)
+        messages, tags = self.messages[:length], None
+        if self.template.has_tags:
+            text, tags = self.template.render_tagged(messages, self.tools)
+            self._texts[length, False] = text
+        text = self.text(length)
         marker = Marker(text, self.template.literals)
-        marked = self.template.render(marker.marked(self.messages[:length]), self.chat.tools)
-        proof = _Proof(self, length, text, tags, marker.find(marked))
-        turns = []
-        for message in pending:
-            if message >= length:
-                continue
+        pieces = marker.find(self.template.render(marker.marked(messages), self.tools))
+        proof = _Proof(self, length, text, pieces)
+        if tags is not None:
+            proof.check_tags(tags)
+        turns, proven = [], set()
+        for message in (one for one in pending if one < length):
             try:
                 turns += proof.turn(message)
+                proven.add(message)
             except _RewrittenError as problem:
                 if message + 1 == length:  # nothing follows: no rewriting can be the reason
-                    raise TextError(f"{_named(message)}: {problem}") from None
-        routes = {MARKERS: True, PROMPT: not proof.without_prompt, TAGS: tags is not None}
-        names = tuple(name for name, is_there in routes.items() if is_there)
-        if turns and len(names) < self.rules.num_routes:
+                    raise TextError(f"message {message}: {problem}") from None
+        routes = ["markers"]
+        routes += ["prompt"] if not proof.without_prompt else []
+        routes += ["tags"] if tags is not None else []
+        if turns and len(routes) < self.rules.num_routes:
             raise TextError(
-                f"{_named(proof.without_prompt[0])}: {self.template.name} does not render the chat "
+                f"message {proof.without_prompt[0]}: {self.template.name} does not render the chat "
                 "before it, so that only markers tell the mask: give mask_routes=1 to trust them"
             )
-        return Document(text, turns, proof.pieces.pieces, tags, names)
+        return Document(text, turns, pieces.pieces, tags, tuple(routes)), proven
 
 
-@dataclass
 class _Proof:
-    """The proof of the turns of one rendering."""
+    """The proof of the turns of one rendering, of the first `length` messages."""
 
-    renderings: Renderings
-    length: int
-    text: str
-    tags: Tags | None
-    pieces: Pieces
-    runs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    by_message: dict[int, list[Piece]] = field(default_factory=dict)
-    starts: dict[Any, str] = field(default_factory=dict)
-    ends: dict[Any, int] = field(default_factory=dict)
-    without_prompt: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for message, first, last in runs_of(self.pieces.places):
-            self.runs.setdefault(message, (first, last))  # a name may come again in later turns
-        for piece in self.pieces.pieces:
+    def __init__(self, renderings: Renderings, length: int, text: str, pieces: Pieces) -> None:
+        self.renderings, self.length, self.text, self.pieces = renderings, length, text, pieces
+        self.runs: dict[int, tuple[int, int]] = {}  # of marks; a name may come again in later turns
+        for message, run in itertools.groupby(enumerate(pieces.marks), lambda one: one[1][1]):
+            numbers = [number for number, _ in run]
+            self.runs.setdefault(message, (numbers[0], numbers[-1]))
+        self.by_message: dict[int, list[Piece]] = {}
+        for piece in pieces.pieces:
             self.by_message.setdefault(piece.message, []).append(piece)
-        if self.tags is not None:
-            self._check_tags()
+        self._prompts: dict[Any, str] = {}
+        self._ends: dict[Any, int] = {}
+        self.without_prompt: list[int] = []
 
     def turn(self, message: int) -> list[Turn]:
         """What is trained of a turn: none if it has nothing that is to be trained.
 
         Raises:
-            _RewrittenError: A turn whose context, or own text, differs from the chat that ends with it.
+            _RewrittenError: A turn whose context or text differs from the chat that ends with it.
         """
         if message in self.pieces.lost_calls:
             raise _RewrittenError("the template leaves out a part of its tool calls")
         if message not in self.runs:
             raise _RewrittenError("route markers: its content is not in the rendered text")
-        places = self.pieces.places
-        first, last = self.runs[message]
-        begin, end = places[first][0], places[last][0]
-        before = places[first - 1][0] if first else 0
-        after = places[last + 1][0] if last + 1 < len(places) else None
-        pieces = [one for one in self.by_message.get(message, ()) if begin <= one.start <= end]
-        kept = [piece for piece in pieces if self._is_kept(piece)]
-        if len(pieces) < len(self.by_message.get(message, ())) and any(
-            one.kind == CONTENT for one in self.by_message[message] if one not in pieces
-        ):
+        marks, (first, last) = self.pieces.marks, self.runs[message]
+        begin, end = marks[first][0], marks[last][0]
+        before = marks[first - 1][0] if first else 0
+        after = marks[last + 1][0] if last + 1 < len(marks) else None
+        everything = self.by_message.get(message, [])
+        pieces = [one for one in everything if begin <= one.start <= end]
+        if any(one.kind == CONTENT for one in everything[len(pieces) :]):
             raise _RewrittenError("route markers: its content is rendered twice")
-        key: Any = self._kind_of(message)
+        kind = self._kind_of(message)
         is_call = bool(pieces) and pieces[0].kind == CALL
-        start = self._start(message, key and (key, self.text[before:begin]), before, begin, is_call)
-        key = key and (key, self.text[end:after], after is None)
-        stop = self._stop(message, key, end, after)
-        if not kept:
-            return []
-        spans = _without(pieces, kept, (begin if start is None else start), stop)
-        return [Turn(message, spans, stop, start)]
+        start = self._start(
+            message, kind and (kind, self.text[before:begin]), before, begin, is_call
+        )
+        stop = self._stop(message, kind and (kind, self.text[end:after], after is None), end, after)
+        kept = {piece for piece in pieces if piece.kind in self.renderings.rules.kinds}
+        spans = _spans(pieces, kept, begin if start is None else start, stop)
+        return [Turn(message, spans, stop, start)] if kept else []
 
     def _kind_of(self, message: int) -> Any:
         """What tells turns apart beside the text around them; None for a turn to look at alone.
@@ -271,11 +237,9 @@ class _Proof:
         kinds = tuple(piece.kind for piece in self.by_message.get(message, ()))
         return messages[message - 1]["role"], tuple(messages[message]), kinds
 
-    def _start(
-        self, message: int, key: Any, before: int, begin: int, is_call: bool
-    ) -> int | None:
+    def _start(self, message: int, key: Any, before: int, begin: int, is_call: bool) -> int | None:
         """Where the generation prompt ends; None if the template cannot render it."""
-        prompt = self.starts.get(key)
+        rules, prompt = self.renderings.rules, self._prompts.get(key)
         if key is None or prompt is None:
             try:
                 prompt = self.renderings.text(message, True)
@@ -283,46 +247,46 @@ class _Proof:
                 self.without_prompt.append(message)
                 return None
             if prompt[:before] != self.text[:before]:
-                raise _RewrittenError("route prompt: the text before it differs")
-            prompt = self.starts[key] = prompt[before:]
+                raise _RewrittenError(
+                    "route prompt: when the turn is generated, what is before it is rendered in "
+                    "another way than when it is trained"
+                )
+            prompt = self._prompts[key] = prompt[before:]
         shared = before + shared_length(prompt, self.text[before : begin + len(prompt)])
-        has_prompt = self.renderings.rules.has_prompt
-        if shared == before + len(prompt) and (has_prompt or not self.text[shared:begin].strip()):
+        is_whole = shared == before + len(prompt)
+        if is_whole and (rules.has_prompt or not self.text[shared:begin].strip()):
             return shared
         # The prompt holds something else than the turn begins with, such as "<think>": what stands
         # between is trained on only if it belongs to a tool call.
-        return self._call_start(shared, before, begin) if is_call and has_prompt else begin
-
-    def _call_start(self, place: int, before: int, begin: int) -> int:
-        """The beginning of a tool call behind a place that may be within a tag."""
-        for tag in self.renderings.rules.special.finditer(self.text, before, begin):
-            if tag.start() < place < tag.end():
-                place = tag.start()
-        thought = _NO_THOUGHT.match(self.text, place, begin)
-        return thought.end() if thought else place
+        if not (is_call and rules.has_prompt):
+            tags = rules.special.finditer(self.text, begin, max(shared, begin))
+            return max((tag.end() for tag in tags), default=begin)  # the prompt holds these
+        for tag in rules.special.finditer(self.text, before, begin):
+            shared = tag.start() if tag.start() < shared < tag.end() else shared
+        thought = _NO_THOUGHT.match(self.text, shared, begin)
+        return thought.end() if thought else shared
 
     def _stop(self, message: int, key: Any, end: int, after: int | None) -> Span:
         """The stop token after the last piece."""
         rules = self.renderings.rules
-        limit = len(self.text) if after is None else after
         if not rules.stops:
-            limit = end + self._check_end(message, key, end)
-            special = rules.special.search(self.text, limit)
+            place = end + self._check_end(message, key, end)
+            special = rules.special.search(self.text, place)
             is_near = special is not None and (after is None or special.end() <= after)
-            return special.span() if special and is_near else (limit, limit)
-        places = [self.text.find(stop, end, limit) for stop in rules.stops]
-        found = [(at, -len(stop)) for at, stop in zip(places, rules.stops, strict=True) if at >= 0]
-        if not found:
+            return special.span() if special and is_near else (place, place)
+        limit = len(self.text) if after is None else after
+        places = [(self.text.find(stop, end, limit), -len(stop)) for stop in rules.stops]
+        place, length = min((one for one in places if one[0] >= 0), default=(-1, 0))
+        if place < 0:
             raise _RewrittenError(f"no stop token ({', '.join(rules.stops)}) follows it")
-        at, length = min(found)
-        self._check_end(message, key, at - length)
-        return at, at - length
+        self._check_end(message, key, place - length)
+        return place, place - length
 
     def _check_end(self, message: int, key: Any, limit: int) -> int:
         """Compares with the chat that ends with the turn, of which it must be the beginning up to
         `limit`. Returns how many characters follow there but white space."""
-        if key is not None and key in self.ends:
-            return self.ends[key]
+        if key is not None and key in self._ends:
+            return self._ends[key]
         ended = self.text
         if message + 1 < self.length:
             try:
@@ -331,51 +295,39 @@ class _Proof:
                 self.without_prompt.append(message)
         if ended[:limit] != self.text[:limit]:
             raise _RewrittenError("route prompt: its text differs")
-        length = max(shared_length(ended.rstrip(), self.text) - limit, 0)
-        if key is not None:
-            self.ends[key] = length
-        return length
+        self._ends[key] = max(shared_length(ended.rstrip(), self.text) - limit, 0)
+        return self._ends[key]
 
-    def _is_kept(self, piece: Piece) -> bool:
-        rules = self.renderings.rules
-        kinds = {CONTENT: True, THOUGHT: rules.has_reasoning, CALL: rules.has_tool_calls}
-        return kinds[piece.kind]
-
-    def _check_tags(self) -> None:
+    def check_tags(self, tags: Tags) -> None:
         """Raises TextError if tags are around another message, or not around an assistant's."""
-        tags = sorted(self.tags or ())
+        tags = sorted(tags)
         starts = [start for start, _ in tags]
-        messages = self.renderings.messages
         for piece in self.pieces.pieces:
-            is_ours = messages[piece.message]["role"] == "assistant"
+            is_ours = self.renderings.messages[piece.message]["role"] == "assistant"
             place = bisect.bisect_right(starts, piece.start) - 1
             is_tagged = place >= 0 and piece.end <= tags[place][1]
-            first, last = self.runs[piece.message]
-            places = self.pieces.places
-            is_copy = not places[first][0] <= piece.start <= places[last][0]
-            if is_tagged != is_ours and not is_copy and (is_ours <= self._is_kept(piece)):
+            first, last = (self.pieces.marks[mark][0] for mark in self.runs[piece.message])
+            is_copy = not first <= piece.start <= last
+            is_asked = not is_ours or piece.kind in self.renderings.rules.kinds
+            if is_tagged != is_ours and is_asked and not is_copy:
                 what = "do not hold" if is_ours else "hold"
-                name = self.renderings.template.name
                 raise TextError(
-                    f"{_named(piece.message)}: route tags: the generation tags of {name} {what} "
-                    f"its {piece.kind}, against route markers"
+                    f"message {piece.message}: route tags: the generation tags of "
+                    f"{self.renderings.template.name} {what} its {piece.kind}"
                 )
 
 
-def _without(pieces: list[Piece], kept: list[Piece], start: int, stop: Span) -> list[Span]:
-    """The spans from start to stop, without the pieces that are not kept and what is around them."""
+def _spans(pieces: list[Piece], kept: set[Piece], start: int, stop: Span) -> list[Span]:
+    """The spans from start to stop, without pieces that are not kept and what is around these."""
     if len(kept) == len(pieces):
         return [(start, stop[1])] if start < stop[1] else []
     spans = []
-    chosen = {*kept}
-    for is_kept, group in itertools.groupby(pieces, chosen.__contains__):
+    for is_kept, group in itertools.groupby(pieces, kept.__contains__):
         run = [*group]
+        first = start if run[0] is pieces[0] else run[0].start
         if is_kept:
-            is_first, is_last = run[0] is pieces[0], run[-1] is pieces[-1]
-            spans.append((start if is_first else run[0].start, stop[1] if is_last else run[-1].end))
-    if spans[-1][1] < stop[1]:
-        spans.append(stop)
-    return [span for span in spans if span[0] < span[1]]
+            spans.append((first, stop[0] if run[-1] is pieces[-1] else run[-1].end))
+    return [span for span in (*spans, stop) if span[0] < span[1]]
 
 
 def shared_length(first: str, second: str) -> int:

@@ -3,9 +3,9 @@
 A token that holds characters of both is not trained on, and counted.
 """
 
+import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,6 @@ class EncodedTexts(NamedTuple):
     is_bytes: bool
 
 
-@dataclass(frozen=True)
 class BorderEncoder:
     """Encodes texts, and finds the borders of their tokens.
 
@@ -53,31 +52,25 @@ class BorderEncoder:
         ConfigError: A tokenizer without borders.
     """
 
-    tokenizer: Tokenizer
-    sizes: NDArray[np.int32] | None
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "BorderEncoder":
-        vocabulary = tokenizer.vocabulary
-        sizes = _sizes(vocabulary)
-        if sizes is None and not isinstance(vocabulary, JsonVocabulary):
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self._sizes = tokenizer, _sizes(tokenizer.vocabulary)
+        if self._sizes is None and not isinstance(tokenizer.vocabulary, JsonVocabulary):
             raise ConfigError(
                 f"{tokenizer.path} does not tell where its tokens end: give a tokenizer.json, a "
                 'folder with one, a .tiktoken file, or "bytes"'
             )
-        return cls(tokenizer, sizes)
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         """The tokens of some texts, in one call of the encoder."""
-        if self.sizes is not None:
-            counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-            bases, totals = starts_and_ends(np.array(counts, np.int64))
-            ids, lengths = self.tokenizer.encode_batch(texts)
-            ends = np.cumsum(self.sizes[ids], dtype=np.int64)
-            last = np.append(0, ends)[np.cumsum(lengths)]
-            if np.array_equal(last, totals):
-                return EncodedTexts(ids, lengths, np.append(0, ends)[:-1], ends, bases, True)
-        return self._with_offsets(texts)
+        if self._sizes is None:
+            return self._with_offsets(texts)
+        counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
+        bases, totals = starts_and_ends(np.array(counts, np.int64))
+        ids, lengths = self.tokenizer.encode_batch(texts)
+        places = np.append(0, np.cumsum(self._sizes[ids], dtype=np.int64))
+        if not np.array_equal(places[np.cumsum(lengths)], totals):
+            return self._with_offsets(texts)  # such as tokens that swallow white space
+        return EncodedTexts(ids, lengths, places[:-1], places[1:], bases, True)
 
     def _with_offsets(self, texts: list[str]) -> EncodedTexts:
         vocabulary = self.tokenizer.vocabulary
@@ -86,13 +79,13 @@ class BorderEncoder:
         encoded = vocabulary.library.encode_batch(texts, add_special_tokens=False)
         lengths = np.array([len(one.ids) for one in encoded], np.int64)
         bases, _ = starts_and_ends(np.array([*map(len, texts)], np.int64))
-        ids = np.concatenate([np.array(one.ids, np.uint32) for one in encoded])
-        offsets = [np.array(one.offsets, np.int64).reshape(-1, 2)[:, 1] for one in encoded]
+        ids = np.array([number for one in encoded for number in one.ids], np.uint32)
+        offsets = np.array([end for one in encoded for _, end in one.offsets], np.int64)
         # Offsets may leave out the space before a word: a token begins where the last one ended.
-        ends = np.maximum.accumulate(np.concatenate(offsets) + np.repeat(bases, lengths))
+        ends = np.maximum.accumulate(offsets + np.repeat(bases, lengths))
         starts = np.append(0, ends)[:-1]
-        firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
-        starts[firsts] = bases[lengths > 0]
+        firsts, _ = starts_and_ends(lengths)
+        starts[firsts[lengths > 0]] = bases[lengths > 0]
         return EncodedTexts(ids, lengths, starts, ends, bases, False)
 
 
@@ -108,16 +101,13 @@ def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
     >>> [mask.tolist() for mask in trained_tokens(tokens, np.array([[1, 4]]))]
     [[False, True, False], [True, False, False]]
     """
-    if not len(spans):
-        nothing = np.zeros(len(tokens.ids), bool)
-        return nothing, nothing.copy()
-    first, last = spans[:, 0].copy(), spans[:, 1].copy()
-    place = np.searchsorted(first, tokens.starts, "right") - 1
+    first, last = np.append(-1, spans[:, 0]), np.append(-1, spans[:, 1])
     is_whole = tokens.starts < tokens.ends
-    is_inside = (place >= 0) & (tokens.ends <= last[place]) & is_whole
+    place = np.searchsorted(first, tokens.starts, "right") - 1
+    is_inside = (tokens.ends <= last[place]) & is_whole
     place = np.searchsorted(first, tokens.ends, "left") - 1
-    is_touched = (place >= 0) & (last[place] > tokens.starts) & is_whole
-    # The bytes of one character may be several tokens of the same offsets.
+    is_touched = (last[place] > tokens.starts) & is_whole
+    # The bytes of one character may be several tokens, of which only the first has an offset.
     before = np.maximum.accumulate(np.where(is_whole, np.arange(len(is_whole)), 0))
     return is_inside[before], (is_touched & ~is_inside)[before]
 
@@ -126,31 +116,27 @@ def places_of(text: str, spans: Sequence[tuple[int, int]], is_bytes: bool) -> li
     """Spans of characters as they are, or as spans of bytes."""
     if not is_bytes or text.isascii():
         return [*spans]
-    borders = sorted({place for span in spans for place in span})
-    sizes = [
-        len(text[start:end].encode()) for start, end in zip([0, *borders], borders, strict=False)
-    ]
-    places = dict(zip(borders, np.cumsum(sizes).tolist(), strict=True))
+    borders = sorted({0, *(place for span in spans for place in span)})
+    sizes = [len(text[start:end].encode()) for start, end in itertools.pairwise(borders)]
+    places = dict(zip(borders, np.cumsum([0, *sizes]).tolist(), strict=True))
     return [(places[start], places[end]) for start, end in spans]
 
 
 def _sizes(vocabulary: Vocabulary) -> NDArray[np.int32] | None:
     """The bytes of each id: int32 [ids]; None if tokens are not the bytes of the text."""
-    if isinstance(vocabulary, ByteVocabulary):
-        return np.ones(vocabulary.size, np.int32)
-    sizes = np.zeros(vocabulary.largest_id + 1, np.int32)
+    sizes = np.ones(vocabulary.largest_id + 1, np.int32)
     if isinstance(vocabulary, TiktokenVocabulary):
-        for token, number in vocabulary.ranks.items():
-            sizes[number] = len(token)
-        for text, number in vocabulary.special_ids.items():
-            sizes[number] = len(text.encode())
-        return sizes
-    if not isinstance(vocabulary, JsonVocabulary) or not _is_byte_level(vocabulary.content):
-        return None
-    for text, number in vocabulary.library.get_vocab(with_added_tokens=False).items():
-        sizes[number] = len(text)  # a character for each byte
-    for number, token in vocabulary.library.get_added_tokens_decoder().items():
-        sizes[number] = len(token.content.encode())
+        of_tokens = {number: len(token) for token, number in vocabulary.ranks.items()}
+        added = {number: text for text, number in vocabulary.special_ids.items()}
+    elif isinstance(vocabulary, JsonVocabulary) and _is_byte_level(vocabulary.content):
+        tokens = vocabulary.library.get_vocab(with_added_tokens=False)
+        of_tokens = {number: len(text) for text, number in tokens.items()}  # a character a byte
+        tokens = vocabulary.library.get_added_tokens_decoder()
+        added = {number: token.content for number, token in tokens.items()}
+    else:
+        return sizes if isinstance(vocabulary, ByteVocabulary) else None
+    of_tokens |= {number: len(text.encode()) for number, text in added.items()}
+    sizes[[*of_tokens]] = [*of_tokens.values()]
     return sizes
 
 
