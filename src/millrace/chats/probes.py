@@ -51,8 +51,7 @@ def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, li
     messages, has_parts = _readable(template)
     rules = replace(rules, has_parts=has_parts)
     stops = (stop,) if stop else _stops(template, rules, messages)
-    texts = [_text(template, rules, messages[:-1], has_prompt) for has_prompt in (False, True)]
-    rules = replace(rules, stops=stops, has_prompt=texts[0] != texts[1])
+    rules = replace(rules, stops=stops, has_prompt=_has_prompt(template, rules, messages, stops))
     try:
         probe = replace(rules, turns="all", history="documents")
         documents = prove(_chat(messages), template, probe)
@@ -72,6 +71,20 @@ _NO_STOP = (
 
 def _chat(messages: list[Message]) -> Conversation:
     return Conversation(messages, None, [None] * len(messages))
+
+
+def _has_prompt(
+    template: Template, rules: Rules, messages: list[Message], stops: tuple[str, ...]
+) -> bool:
+    """Whether generation prompts hold all that stands before answers: the template has such a
+    prompt, or answers follow at once, or it ends each chat with the prompt, asked for or not."""
+    plain, prompt = (_text(template, rules, messages[:-1], one) for one in (False, True))
+    turn = _text(template, rules, messages).removeprefix(plain)
+    header, _, tail = turn.partition(str(messages[-1]["content"]))
+    for stop in stops:
+        tail = tail.rpartition(stop)[2]
+    is_always = bool(tail.strip()) and plain.endswith(tail)
+    return plain != prompt or not header.strip() or is_always
 
 
 def _text(

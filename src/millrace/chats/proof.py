@@ -37,7 +37,7 @@ class Rules:
         stops: Texts that stop a turn; none: the next special token does, which begins the next.
         special: Pattern of special tokens.
         has_parts: Whether the template reads contents as lists of parts.
-        has_prompt: Whether the template has a generation prompt.
+        has_prompt: Whether generation prompts hold all that stands before the answers.
     """
 
     turns: str = "all"
@@ -167,7 +167,12 @@ class Renderings:
                 turns += proof.turn(message)
                 proven.add(message)
             except _RewrittenError as problem:
-                if message + 1 == length:  # nothing follows: no rewriting can be the reason
+                if message + 1 < length:
+                    continue
+                try:  # nothing follows, so only what is generated can be told otherwise
+                    proof, tags = proof.after_prompt(message), None
+                    turns, proven = proof.turn(message), {message}
+                except _RewrittenError:
                     raise TextError(f"message {message}: {problem}") from None
         routes = ["markers"]
         routes += ["prompt"] if not proof.without_prompt else []
@@ -177,7 +182,7 @@ class Renderings:
                 f"message {proof.without_prompt[0]}: {self.template.name} does not render the chat "
                 "before it, so that only markers tell the mask: give mask_routes=1 to trust them"
             )
-        return Document(text, turns, pieces.pieces, tags, tuple(routes)), proven
+        return Document(proof.text, turns, proof.pieces.pieces, tags, tuple(routes)), proven
 
 
 class _Proof:
@@ -223,6 +228,31 @@ class _Proof:
         kept = {piece for piece in pieces if piece.kind in self.renderings.rules.kinds}
         spans = _spans(pieces, kept, begin if start is None else start, stop)
         return [Turn(message, spans, stop, start)] if kept else []
+
+    def after_prompt(self, message: int) -> "_Proof":
+        """The proof of the last turn behind its generation prompt, for a template that renders what
+        is before a turn in one way to generate it, and in another once the turn is there."""
+        try:
+            prompt = self.renderings.text(message, True)
+        except TextError:
+            raise _RewrittenError from None
+        marks, (first, last) = self.pieces.marks, self.runs.get(message, (0, -1))
+        before, begin = (marks[one][0] if 0 <= one <= last else 0 for one in (first - 1, first))
+        ends = (place for place in range(begin, before, -1))
+        start = next((one for one in ends if prompt.endswith(self.text[before:one])), None)
+        if start is None or self.renderings.rules.history == "refuse":
+            raise _RewrittenError
+        shift = len(prompt) - start
+        moved = Pieces(
+            [
+                one._replace(start=one.start + shift, end=one.end + shift)
+                for one in self.by_message.get(message, [])
+            ],
+            [(place + shift, message) for place, _ in marks[first : last + 1]],
+            self.pieces.lost,
+            self.pieces.lost_calls,
+        )
+        return _Proof(self.renderings, self.length, prompt + self.text[start:], moved)
 
     def _kind_of(self, message: int) -> Any:
         """What tells turns apart beside the text around them; None for a turn to look at alone.
