@@ -78,7 +78,10 @@ def _has_prompt(
 ) -> bool:
     """Whether generation prompts hold all that stands before answers: the template has such a
     prompt, or answers follow at once, or it ends each chat with the prompt, asked for or not."""
-    plain, prompt = (_text(template, rules, messages[:-1], one) for one in (False, True))
+    try:
+        plain, prompt = (_text(template, rules, messages[:-1], one) for one in (False, True))
+    except TextError:
+        return False
     turn = _text(template, rules, messages).removeprefix(plain)
     header, _, tail = turn.partition(str(messages[-1]["content"]))
     for stop in stops:
@@ -103,7 +106,8 @@ def _readable(template: Template) -> tuple[list[Message], bool]:
             except TextError as problem:
                 error = str(problem)
                 continue
-            if all(one["content"] in text for one in messages if one["role"] == "assistant"):
+            is_whole = all(one["content"] in text for one in messages if one["role"] == "assistant")
+            if is_whole and "'type': 'text'" not in text:  # not a list as Python prints it
                 return messages, has_parts
     raise ConfigError(f"{template.name} cannot be used: {error}")
 

@@ -276,7 +276,7 @@ class _Proof:
             except TextError:
                 self.without_prompt.append(message)
                 return None
-            if prompt[:before] != self.text[:before]:
+            if not self._is_context(message, prompt, before):
                 raise _RewrittenError(
                     "route prompt: when the turn is generated, what is before it is rendered in "
                     "another way than when it is trained"
@@ -295,6 +295,18 @@ class _Proof:
             shared = tag.start() if tag.start() < shared < tag.end() else shared
         thought = _NO_THOUGHT.match(self.text, shared, begin)
         return thought.end() if thought else shared
+
+    def _is_context(self, message: int, prompt: str, before: int) -> bool:
+        """Whether a generation prompt begins as the text does: as a whole, or as far as it agrees
+        with the chat before the turn."""
+        shared = shared_length(prompt, self.text)
+        if shared == len(prompt):
+            return True
+        try:
+            chat = self.renderings.text(message)
+        except TextError:
+            return shared >= before
+        return shared >= max(before, shared_length(prompt, chat.rstrip()))
 
     def _stop(self, message: int, key: Any, end: int, after: int | None) -> Span:
         """The stop token after the last piece."""
@@ -356,8 +368,10 @@ def _spans(pieces: list[Piece], kept: set[Piece], start: int, stop: Span) -> lis
         run = [*group]
         first = start if run[0] is pieces[0] else run[0].start
         if is_kept:
-            spans.append((first, stop[0] if run[-1] is pieces[-1] else run[-1].end))
-    return [span for span in (*spans, stop) if span[0] < span[1]]
+            spans.append((first, stop[1] if run[-1] is pieces[-1] else run[-1].end))
+    if spans and spans[-1][1] < stop[1]:
+        spans.append(stop)
+    return [span for span in spans if span[0] < span[1]]
 
 
 def shared_length(first: str, second: str) -> int:
