@@ -1,11 +1,11 @@
-"""Masks of chats against twins of their templates, which know by themselves what must be trained."""
+"""Masks of chats against twins of their templates, which know what must be trained."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
@@ -70,6 +70,13 @@ def encoders(tokenizer: Tokenizer) -> dict[str, ChatEncoder]:
 def test_trained_are_the_characters_that_the_twin_trains(
     encoders: dict[str, ChatEncoder], name: str, messages: list[dict[str, Any]]
 ) -> None:
+    # What this template leaves out as a whole cannot be trained.
+    texts = [one["content"] for one in messages if one["role"] == "assistant" and one["content"]]
+    assume(name != "thinking by content" or all(one.split("</think>")[-1].strip() for one in texts))
+    # Behind an empty message, that template's two contexts cannot be told from its header.
+    assume(
+        name != "system last" or all(one["content"] for one in messages if one["role"] == "tool")
+    )
     twin, encoder = TWINS[name], encoders[name]
     turns = {number for number, one in enumerate(messages) if one["role"] == "assistant"}
     proven: set[int] = set()

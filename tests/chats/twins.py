@@ -11,22 +11,34 @@ Messages = Sequence[dict[str, Any]]
 Segments = list[tuple[str, int | None]]
 
 _CALLS = (
-    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "</call>{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}</call>{% endfor %}"
 )
 _PROMPT = "{% if add_generation_prompt %}[|assistant|]{% endif %}"
 
-PLAIN = f"{{% for m in messages %}}[|{{{{ m.role }}}}|]{{{{ m.content }}}}{_CALLS}<|end|>\n{{% endfor %}}{_PROMPT}"
+PLAIN = (
+    f"{{% for m in messages %}}[|{{{{ m.role }}}}|]{{{{ m.content }}}}{_CALLS}<|end|>\n"
+    f"{{% endfor %}}{_PROMPT}"
+)
 TAGGED = (
     "{% for m in messages %}[|{{ m.role }}|]{% if m.role == 'assistant' %}{% generation %}"
     f"{{{{ m.content }}}}{_CALLS}<|end|>{{% endgeneration %}}{{% else %}}{{{{ m.content }}}}<|end|>"
     f"{{% endif %}}{{{{ '\\n' }}}}{{% endfor %}}{_PROMPT}"
 )
-STRIPPED = f"<s>{{% for m in messages %}}[|{{{{ m.role }}}}|]{{{{ m.content | trim }}}}{_CALLS}<|end|>{{% endfor %}}{_PROMPT}"
+STRIPPED = (
+    f"<s>{{% for m in messages %}}[|{{{{ m.role }}}}|]{{{{ m.content | trim }}}}{_CALLS}<|end|>"
+    f"{{% endfor %}}{_PROMPT}"
+)
 THINKING = (  # the reasoning of all but the last turn is left out
     "{% for m in messages %}[|{{ m.role }}|]{% if m.role == 'assistant' and loop.last %}<think>"
     f"{{{{ m.reasoning_content or '' }}}}</think>{{% endif %}}{{{{ m.content }}}}{_CALLS}<|end|>\n"
     f"{{% endfor %}}{_PROMPT}"
+)
+THINKING_BY_CONTENT = (  # what a content says before a tag is left out, and the tag shows that
+    "{% for m in messages %}[|{{ m.role }}|]{% if m.role == 'assistant' %}"
+    "{% if loop.last or '</think>' in m.content %}<think></think>{% endif %}"
+    f"{{{{ m.content.split('</think>')[-1] }}}}{_CALLS}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    f"<|end|>\n{{% endfor %}}{_PROMPT}"
 )
 MARKED_BY_NEXT = (  # as in GLM, nothing ends a turn but the role of the next one
     f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{{{{ m.content }}}}{_CALLS}{{% endfor %}}"
@@ -79,6 +91,17 @@ def _thinking(messages: Messages) -> Segments:
     return _segments(messages, body)
 
 
+def _thinking_by_content(messages: Messages) -> Segments:
+    def body(number: int, message: dict[str, Any]) -> str:
+        text = message["content"]
+        if message["role"] != "assistant":
+            return str(text)
+        is_shown = number + 1 == len(messages) or "</think>" in text
+        return ("<think></think>" if is_shown else "") + str(text.split("</think>")[-1])
+
+    return _segments(messages, body)
+
+
 def _marked_by_next(messages: Messages) -> Segments:
     segments: Segments = []
     for number, message in enumerate(messages):
@@ -90,7 +113,7 @@ def _marked_by_next(messages: Messages) -> Segments:
 
 
 def _system_last(messages: Messages) -> Segments:
-    """Of a chat whose last turn follows a user's message: what generation is given, and the turn."""
+    """Of a chat that ends with a turn: what its generation is given, and the turn."""
     segments: Segments = []
     first = f"{messages[0]['content']}\n" if messages[0]["role"] == "system" else ""
     for number, message in enumerate(messages):
@@ -123,6 +146,7 @@ TWINS = {
     ),
     "thinking": Twin(THINKING, _thinking),
     "marked by next": Twin(MARKED_BY_NEXT, _marked_by_next),
+    "thinking by content": Twin(THINKING_BY_CONTENT, _thinking_by_content),
     "parts": Twin(PARTS, _segments),
     "system last": Twin(SYSTEM_LAST, _system_last),
 }

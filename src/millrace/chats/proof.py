@@ -215,16 +215,21 @@ class _Proof:
         begin, end = marks[first][0], marks[last][0]
         before = marks[first - 1][0] if first else 0
         after = marks[last + 1][0] if last + 1 < len(marks) else None
+        said = self.renderings.messages[message]["content"]
+        shown = self.text[before:begin].rstrip()
+        if isinstance(said, str) and said.lstrip()[:8] == "</think>" == shown[-8:]:
+            begin = before + len(shown) - 8  # this tag has no marker, see `Marker`
         everything = self.by_message.get(message, [])
         pieces = [one for one in everything if begin <= one.start <= end]
+        if not pieces:
+            raise _RewrittenError("route markers: nothing of its content is in the rendered text")
         if any(one.kind == CONTENT for one in everything[len(pieces) :]):
             raise _RewrittenError("route markers: its content is rendered twice")
-        kind = self._kind_of(message)
-        is_call = bool(pieces) and pieces[0].kind == CALL
-        start = self._start(
-            message, kind and (kind, self.text[before:begin]), before, begin, is_call
-        )
-        stop = self._stop(message, kind and (kind, self.text[end:after], after is None), end, after)
+        key = self._kind_of(message)
+        key = key and (*key, self.text[before:begin])
+        is_call = pieces[0].kind == CALL
+        start = self._start(message, key, before, begin, is_call)
+        stop = self._stop(message, key and (*key, self.text[end:after], after is None), end, after)
         kept = {piece for piece in pieces if piece.kind in self.renderings.rules.kinds}
         spans = _spans(pieces, kept, begin if start is None else start, stop)
         return [Turn(message, spans, stop, start)] if kept else []
