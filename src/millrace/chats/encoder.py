@@ -119,6 +119,8 @@ class ChatEncoder:
         if not isinstance(tokenizer, Tokenizer) or tokenizer.options.get("add_special_tokens"):
             what = f"tokenizer is {shown(tokenizer)}"
             raise ConfigError(f"{what}; give a Tokenizer, without add_special_tokens")
+        if not tokenizer.options.get("special_tokens_in_text", True):
+            raise ConfigError("special_tokens_in_text is False, but templates write special tokens")
         self.tokenizer, self.options = tokenizer, ChatOptions(**options)
         self.dtype = tokenizer.dtype
         path, vocabulary = tokenizer.path, tokenizer.vocabulary
