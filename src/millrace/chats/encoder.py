@@ -16,7 +16,7 @@ from millrace.chats.markers import CALL, CONTENT, THOUGHT
 from millrace.chats.probes import learn, special_pattern
 from millrace.chats.proof import Document, Rules, prove
 from millrace.chats.templates import find_template
-from millrace.chats.token_borders import BorderEncoder, EncodedTexts, places_of, trained_tokens
+from millrace.chats.token_borders import BorderEncoder, places_of, trained_tokens
 from millrace.checks import shown
 from millrace.encoding.rows import EncodedRows
 from millrace.encoding.tokenizer import Tokenizer
@@ -122,9 +122,8 @@ class ChatEncoder:
         if not tokenizer.options.get("special_tokens_in_text", True):
             raise ConfigError("special_tokens_in_text is False, but templates write special tokens")
         self.tokenizer, self.options = tokenizer, ChatOptions(**options)
-        self.dtype = tokenizer.dtype
-        path, vocabulary = tokenizer.path, tokenizer.vocabulary
-        special = {"bos_token": vocabulary.bos_token, "eos_token": tokenizer.eod_token}
+        self.dtype, path = tokenizer.dtype, tokenizer.path
+        special = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.eod_token}
         self.template = find_template(
             path if os.path.isdir(path) else os.path.dirname(path),
             "chatml" if template is None and path == "bytes" else template,
@@ -142,7 +141,7 @@ class ChatEncoder:
             kinds=frozenset(kind for kind, is_asked in kinds.items() if is_asked),
             history=self.options.history,
             num_routes=self.options.mask_routes,
-            special=special_pattern(tokenizer.special_tokens()),
+            special=special_pattern(texts),
         )
         self.rules, probes = learn(self.template, rules, self.options.stop)
         if problems := _Masks(self._borders, probes).problems:
@@ -160,23 +159,21 @@ class ChatEncoder:
     ) -> tuple[EncodedRows, ChatReport]:
         """The documents of some rows, and their counts."""
         problems: dict[int, str] = {}
-        documents: list[Document] = []
-        owners: list[int] = []
+        documents: list[tuple[int, Document]] = []
         for number, row in enumerate(rows):
             try:
-                of_row = self.documents(row)
+                documents += [(number, one) for one in self.documents(row)]
             except TextError as error:
                 problems[number] = str(error)
-                continue
-            documents += of_row
-            owners += [number] * len(of_row)
-        masks = _Masks(self._borders, documents)
+        masks = _Masks(self._borders, [one for _, one in documents])
         for place, problem in masks.problems.items():
-            problems.setdefault(owners[place], problem)
-        is_kept = np.array([owner not in problems for owner in owners], bool)
+            problems.setdefault(documents[place][0], problem)
+        is_kept = np.array([number not in problems for number, _ in documents], bool)
+        owners = np.array([number for number, _ in documents], np.int64)[is_kept]
+        counts = np.bincount(owners, minlength=len(rows)).astype(np.int64)
         keep = np.repeat(is_kept, masks.tokens.lengths)
-        counts = np.bincount(np.array(owners, np.int64)[is_kept], minlength=len(rows))
-        kept = [one for one, is_good in zip(documents, is_kept, strict=True) if is_good]
+        ids, trained = masks.tokens.ids[keep].astype(self.dtype, copy=False), masks.trained[keep]
+        kept = [one for number, one in documents if number not in problems]
         turns = [turn for one in kept for turn in one.turns]
         report = {
             "rows": len(rows),
@@ -186,18 +183,13 @@ class ChatEncoder:
             "documents of rewritten history": len(kept) - int((counts > 0).sum()),
             "turns": len(turns),
             "turns without a stop token": sum(turn.stop[0] == turn.stop[1] for turn in turns),
-            "tokens": int(keep.sum()),
-            "trained tokens": int(masks.trained[keep].sum()),
+            "tokens": len(ids),
+            "trained tokens": int(trained.sum()),
             "tokens across a border": int(masks.is_border[keep].sum()),
             **Counter(f"routes: {', '.join(one.routes)}" for one in kept),
         }
-        encoded = EncodedRows(
-            masks.tokens.ids[keep].astype(self.dtype, copy=False),
-            np.cumsum(masks.tokens.lengths[is_kept]),
-            masks.trained[keep],
-            counts.astype(np.int64),
-            dict(sorted(problems.items())),
-        )
+        ends = np.cumsum(masks.tokens.lengths[is_kept])
+        encoded = EncodedRows(ids, ends, trained, counts, dict(sorted(problems.items())))
         return encoded, ChatReport(counts=Counter(report))
 
     def documents(self, row: Mapping[str, Any]) -> list[Document]:
@@ -216,15 +208,12 @@ class ChatEncoder:
             raise TextError("the row is nested too deeply: make it flat") from None
 
     def explain(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What becomes of a row, for people.
+        """What becomes of a row, for people; TextError for one that is a problem.
 
         Returns:
             For each document: `text`; `tokens` (ids), `texts` (of the tokens) and `trained`, lists
             of one length; `routes`; and `spans`, the characters by route: "markers" (pieces of the
             trained turns), "prompt" (beginnings and ends of turns), "tags", and "trained".
-
-        Raises:
-            TextError: A row that is a problem.
         """
         explained = []
         for document in self.documents(row):
@@ -232,23 +221,17 @@ class ChatEncoder:
             if masks.problems:
                 raise TextError(masks.problems[0])
             messages = {turn.message for turn in document.turns}
-            starts = [turn for turn in document.turns if turn.start is not None]
+            prompts = [(turn.start, turn.stop[1]) for turn in document.turns]
             spans = {
                 "markers": [piece[2:] for piece in document.pieces if piece.message in messages],
-                "prompt": [(turn.start, turn.stop[1]) for turn in starts],
+                "prompt": [span for span in prompts if span[0] is not None],
                 "tags": document.tags or [],
                 "trained": document.spans,
             }
-            explained.append(
-                {
-                    "text": document.text,
-                    "tokens": masks.tokens.ids.tolist(),
-                    "texts": [masks.text_of(0, place) for place in range(len(masks.trained))],
-                    "trained": masks.trained.tolist(),
-                    "routes": document.routes,
-                    "spans": spans,
-                }
-            )
+            texts = [masks.text_of(0, place) for place in range(len(masks.trained))]
+            of_tokens = {"tokens": masks.tokens.ids.tolist(), "trained": masks.trained.tolist()}
+            of_text = {"text": document.text, "routes": document.routes, "spans": spans}
+            explained.append({**of_text, **of_tokens, "texts": texts})
         return explained
 
     def fingerprint(self) -> dict[str, Any]:
@@ -279,43 +262,32 @@ class ChatEncoder:
 
 
 class _Masks:
-    """The tokens of some documents, which of them are trained on, and what is wrong with them.
-
-    Attributes:
-        tokens: Tokens of all documents.
-        trained, is_border: [n] Whether a token is trained on, and whether it is not because it
-            holds other characters, too.
-        problems: Reasons by document.
-    """
+    """The tokens of some documents, which of them are trained on or across a border, and the
+    problems that they show, by document."""
 
     def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
         self._documents = documents
-        self.tokens: EncodedTexts = borders.encode([one.text for one in documents])
+        self.tokens = borders.encode([one.text for one in documents])
         spans: list[tuple[int, int]] = []
         stops: list[tuple[int, int]] = []
-        bases = self.tokens.bases.tolist()
-        for number, (document, base) in enumerate(zip(documents, bases, strict=True)):
-            ends_of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
-            every = [*document.spans, *ends_of_turns]
-            places = places_of(document.text, every, self.tokens.is_bytes)
-            places = [(start + base, end + base) for start, end in places]
-            count = len(document.spans)
-            spans += places[:count]
-            stops += [(end - 1, number) for _, end in places[count:]]
-        pairs = np.array(spans, np.int64).reshape(-1, 2)
-        self.trained, self.is_border = trained_tokens(self.tokens, pairs)
-        self.problems: dict[int, str] = {}
-        ends = np.cumsum(self.tokens.lengths)
-        sums = np.append(0, np.cumsum(self.trained))
-        for number in np.flatnonzero(sums[ends] == sums[ends - self.tokens.lengths]).tolist():
-            self.problems[number] = "it has no target: no token of its turns is whole"
+        for number, document in enumerate(documents):
+            of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
+            pairs = [*document.spans, *of_turns]
+            base, count = int(self.tokens.bases[number]), len(document.spans)
+            places = places_of(document.text, pairs, self.tokens.is_bytes)
+            spans += [(start + base, end + base) for start, end in places[:count]]
+            stops += [(end + base - 1, number) for _, end in places[count:]]
+        array = np.array(spans, np.int64).reshape(-1, 2)
+        self.trained, self.is_border = trained_tokens(self.tokens, array)
+        ends, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
+        empty = np.flatnonzero(sums[ends] == sums[ends - self.tokens.lengths]).tolist()
+        self.problems = dict.fromkeys(empty, "it has no target: no token of its turns is whole")
         last, numbers = np.array(stops, np.int64).reshape(-1, 2).T
-        of_stops = np.searchsorted(self.tokens.ends, last, "right")
-        for place in np.flatnonzero(~self.trained[of_stops]).tolist():
-            text = self.text_of(int(numbers[place]), int(of_stops[place]))
-            self.problems[int(numbers[place])] = (
-                f"a stop token is part of the token {shown(text)}, which holds other text, too"
-            )
+        tokens = np.searchsorted(self.tokens.ends, last, "right")
+        for place in np.flatnonzero(~self.trained[tokens]).tolist():
+            text = self.text_of(int(numbers[place]), int(tokens[place]))
+            what = f"a stop token is part of the token {shown(text)}, which holds other text, too"
+            self.problems[int(numbers[place])] = what
 
     def text_of(self, document: int, token: int) -> str:
         """The text of a token of a document."""

@@ -31,10 +31,9 @@ _CALLS: list[Message] = [
 ]
 
 
-def special_pattern(texts: Iterable[str]) -> re.Pattern[str]:
+def special_pattern(patterns: Iterable[str]) -> re.Pattern[str]:
     """A pattern of special tokens: those of a tokenizer, and what looks like one."""
-    known = sorted(map(re.escape, texts), key=len, reverse=True)
-    return re.compile("|".join([*known, _SPECIAL]))
+    return re.compile("|".join([*patterns, _SPECIAL]))
 
 
 def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, list[Document]]:
