@@ -34,7 +34,7 @@ class Pieces(NamedTuple):
     Attributes:
         pieces: Pieces in the order of the text.
         marks: Place of each marker in the text, and its message.
-        lost: First message of which a piece is missing; a large number for none.
+        lost: First message of which a piece, or a literal, is missing; a large number for none.
         lost_calls: Messages of which a piece of a tool call is missing.
     """
 
@@ -58,6 +58,7 @@ class Marker:
         nonces = (f"9{number:03o}1" for number in itertools.count())
         self._nonce = next(nonce for nonce in nonces if nonce not in text)
         self._text, self._owners = text, [(-1, "", False)]
+        self._with_literals: list[tuple[int, str, int, int]] = []
         parts = "|".join(sorted(map(re.escape, literals), key=len, reverse=True))
         self._literals = re.compile(f"({parts})" if parts else "(?!)()")
 
@@ -85,7 +86,13 @@ class Marker:
         there = {*found}
         missing = [one for number, one in enumerate(self._owners) if number and number not in there]
         lost_calls = {message for message, kind, _ in missing if kind == CALL}
-        return Pieces(pieces, marks, min((one[0] for one in missing), default=1 << 60), lost_calls)
+        lost = [message for message, _, _ in missing]
+        at = dict(zip(found, marks, strict=True))
+        for message, core, marker, offset in self._with_literals:
+            place = at[marker][0] - offset if marker in at else -1
+            if place < 0 or not self._text.startswith(core, place):
+                lost.append(message)
+        return Pieces(pieces, marks, min(lost, default=1 << 60), lost_calls)
 
     def _put(self, message: int, kind: str, is_start: bool) -> str:
         self._owners.append((message, kind, is_start))
@@ -105,6 +112,10 @@ class Marker:
         parts = self._literals.split(text)
         if len(parts) == 1 or not any(part.strip() for part in parts[::2]):
             return self._wrap(number, CONTENT, text)
+        first = next(at for at, part in enumerate(parts) if at % 2 == 0 and part.strip())
+        offset = text.index(parts[first].lstrip(), len("".join(parts[:first])))
+        core, indent = text.strip(), len(text) - len(text.lstrip())
+        self._with_literals.append((number, core, len(self._owners), offset - indent))
         last_thought = max((at for at, one in enumerate(parts) if one == "</think>"), default=-1)
         for place in range(0, len(parts), 2):
             kind = THOUGHT if place < last_thought else CONTENT
