@@ -29,29 +29,17 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """The pieces of all messages in a rendered text.
+    """The pieces of all messages in a rendered text."""
 
-    Attributes:
-        pieces: Pieces in the order of the text.
-        marks: Place of each marker in the text, and its message.
-        lost: First message of which a piece, or a literal, is missing; a large number for none.
-        lost_calls: Messages of which a piece of a tool call is missing.
-    """
-
-    pieces: list[Piece]
-    marks: list[tuple[int, int]]
-    lost: int
-    lost_calls: set[int]
+    pieces: list[Piece]  # in the order of the text
+    marks: list[tuple[int, int]]  # the place of each marker in the text, and its message
+    lost: int  # the first message of which a piece or literal is missing; a large number for none
+    lost_calls: set[int]  # messages of which a piece of a tool call is missing
 
 
 class Marker:
-    """Puts markers into messages, and finds them in the text.
-
-    Args:
-        text: The rendered text, in which no marker may occur.
-        literals: Texts for which templates search contents, such as "</think>". They stay as they
-            are, between the pieces.
-    """
+    """Puts markers into messages, and finds them in their text. `literals`, for which the template
+    may search contents, such as "</think>", stay as they are, between the pieces."""
 
     def __init__(self, text: str, literals: frozenset[str]) -> None:
         # Digits, which no filter changes; 9 is only the first, so that none can overlap the next.
@@ -67,11 +55,7 @@ class Marker:
         return [self._marked_message(number, one) for number, one in enumerate(messages)]
 
     def find(self, marked_text: str) -> Pieces:
-        """The pieces, from the text of the marked messages.
-
-        Raises:
-            TextError: A text that is not the first one with markers.
-        """
+        """The pieces, from the text of the marked messages; TextError if it says other things."""
         split = re.split(f"{self._nonce}([0-9]{{{_DIGITS}}})", marked_text)
         texts, found = split[::2], [int(number) for number in split[1::2]]
         if "".join(texts) != self._text:

@@ -37,16 +37,8 @@ def special_pattern(patterns: Iterable[str]) -> re.Pattern[str]:
 
 
 def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, list[Document]]:
-    """The rules of a template, and the documents of a probe conversation.
-
-    Args:
-        template: The template.
-        rules: Rules that the caller asks for.
-        stop: Text of the stop token; None: the one that the template shows.
-
-    Raises:
-        ConfigError: A template that cannot be used: the message says why, and the remedy.
-    """
+    """The rules of a template, from those that the caller asks for and the text of the stop token
+    or None, and the documents of a probe; ConfigError for a template that cannot be used."""
     messages, has_parts = _readable(template)
     rules = replace(rules, has_parts=has_parts)
     stops = (stop,) if stop else _stops(template, rules, messages)

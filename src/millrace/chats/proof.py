@@ -27,43 +27,25 @@ _NO_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """What to train on, and what is known of the template.
-
-    Args:
-        turns: "all", "last" or "weight".
-        kinds: Kinds of pieces that are trained on.
-        history: "documents" or "refuse".
-        num_routes: Least number of routes that must agree.
-        stops: Texts that stop a turn; none: the next special token does, which begins the next.
-        special: Pattern of special tokens.
-        has_parts: Whether the template reads contents as lists of parts.
-        has_prompt: Whether generation prompts hold all that stands before the answers.
-    """
+    """What to train on, and what is known of the template."""
 
     turns: str = "all"
     kinds: frozenset[str] = frozenset({CONTENT, THOUGHT, CALL})
     history: str = "documents"
     num_routes: int = 2
-    stops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # texts that stop turns; none: the token that begins the next does
     special: re.Pattern[str] = re.compile("(?!)")
-    has_parts: bool = False
-    has_prompt: bool = True
+    has_parts: bool = False  # whether the template reads contents as lists of parts
+    has_prompt: bool = True  # whether generation prompts hold all that stands before the answers
 
 
 class Turn(NamedTuple):
-    """What is trained of one turn.
+    """What is trained of one turn, in characters."""
 
-    Attributes:
-        message: Number of the message.
-        spans: Characters that are trained on.
-        stop: Characters of the stop token, which are among them; empty without one.
-        start: Where the route of the prompt begins the turn; None without that route.
-    """
-
-    message: int
+    message: int  # its number
     spans: list[Span]
-    stop: Span
-    start: int | None
+    stop: Span  # the stop token, which is in the spans; empty without one
+    start: int | None  # where the route of the prompt begins the turn; None without that route
 
 
 class Document(NamedTuple):
@@ -88,10 +70,7 @@ class _RewrittenError(Exception):
 
 def prove(chat: Conversation, template: Template, rules: Rules) -> list[Document]:
     """The documents of a conversation: one, or more where a template rewrites its history.
-
-    Raises:
-        TextError: A chat that the template refuses, a mask that is not proven, or no turn to train.
-    """
+    TextError for a chat that the template refuses, a mask that is not proven, or no target."""
     pending = _turns_to_train(chat, rules)
     renderings = Renderings(chat, template, rules)
     documents: list[Document] = []
@@ -132,10 +111,9 @@ class Renderings:
         self.tools, self.template, self.rules = chat.tools, template, rules
         self.messages = chat.messages
         if rules.has_parts:
-            self.messages = [
-                {**one, "content": [{"type": "text", "text": one["content"]}]}
-                for one in self.messages
-            ]
+            parts = [[{"type": "text", "text": one["content"]}] for one in self.messages]
+            pairs = zip(self.messages, parts, strict=True)
+            self.messages = [{**one, "content": content} for one, content in pairs]
         self._texts: dict[tuple[int, bool], str] = {}
 
     def text(self, length: int, has_prompt: bool = False) -> str:
@@ -146,11 +124,8 @@ class Renderings:
         return self._texts[key]
 
     def prove(self, length: int, pending: Sequence[int]) -> tuple[Document, set[int]]:
-        """The document of the first messages, and the pending turns whose context it has.
-
-        Raises:
-            TextError: A last turn that is not proven though nothing follows it.
-        """
+        """The document of the first messages, and the pending turns whose context it has. TextError
+        for a last turn that is not proven though nothing follows it."""
         messages, tags = self.messages[:length], None
         if self.template.has_tags:
             text, tags = self.template.render_tagged(messages, self.tools)
@@ -174,9 +149,8 @@ class Renderings:
                     turns, proven = proof.turn(message), {message}
                 except _RewrittenError:
                     raise TextError(f"message {message}: {problem}") from None
-        routes = ["markers"]
-        routes += ["prompt"] if not proof.without_prompt else []
-        routes += ["tags"] if tags is not None else []
+        others = {"prompt": not proof.without_prompt, "tags": tags is not None}
+        routes = ["markers", *(name for name, is_there in others.items() if is_there)]
         if turns and len(routes) < self.rules.num_routes:
             raise TextError(
                 f"message {proof.without_prompt[0]}: {self.template.name} does not render the chat "
@@ -202,11 +176,8 @@ class _Proof:
         self.without_prompt: list[int] = []
 
     def turn(self, message: int) -> list[Turn]:
-        """What is trained of a turn: none if it has nothing that is to be trained.
-
-        Raises:
-            _RewrittenError: A turn whose context or text differs from the chat that ends with it.
-        """
+        """What is trained of a turn, if anything; _RewrittenError if it differs from the chat that
+        ends with it."""
         if message in self.pieces.lost_calls:
             raise _RewrittenError("the template leaves out a part of its tool calls")
         if message not in self.runs:
@@ -248,15 +219,12 @@ class _Proof:
         if start is None or self.renderings.rules.history == "refuse":
             raise _RewrittenError
         shift = len(prompt) - start
-        moved = Pieces(
-            [
-                one._replace(start=one.start + shift, end=one.end + shift)
-                for one in self.by_message.get(message, [])
-            ],
-            [(place + shift, message) for place, _ in marks[first : last + 1]],
-            self.pieces.lost,
-            self.pieces.lost_calls,
-        )
+        pieces = [
+            Piece(message, kind, first + shift, last + shift)
+            for _, kind, first, last in self.by_message.get(message, [])
+        ]
+        marks = [(place + shift, message) for place, _ in marks[first : last + 1]]
+        moved = self.pieces._replace(pieces=pieces, marks=marks)
         return _Proof(self.renderings, self.length, prompt + self.text[start:], moved)
 
     def _kind_of(self, message: int) -> Any:

@@ -65,11 +65,8 @@ class JinjaTemplate:
         return frozenset(_LITERALS.findall(self.source))
 
     def render(self, messages: Sequence[Message], tools: Tools, has_prompt: bool = False) -> str:
-        """The text of some messages, with the generation prompt if `has_prompt`.
-
-        Raises:
-            TextError: Messages that the template refuses.
-        """
+        """The text of some messages, with the generation prompt if `has_prompt`; TextError for
+        messages that the template refuses."""
         return self._render(messages, tools, has_prompt, None)
 
     def render_tagged(self, messages: Sequence[Message], tools: Tools) -> tuple[str, Tags]:
@@ -211,17 +208,8 @@ def find_template(
     special: Mapping[str, str],
     date: str | None,
 ) -> Template:
-    """The template of a tokenizer's folder, a file or a text.
-
-    Args:
-        folder: The tokenizer's folder.
-        template: Path of a template; its text, with braces of Jinja; "chatml"; None for the
-            folder's own, or ChatML where there is none.
-        name: Name of one of several templates of the folder. None: "default".
-        arguments: Plain values that the template reads.
-        special: Special tokens that the tokenizer's file names, such as `bos_token`.
-        date: Day that the template takes for today's.
-    """
+    """The template of a file or text, "chatml", or for None the tokenizer's folder's own, if it has
+    one. `special` are the tokens that the tokenizer's file names, such as `bos_token`."""
     settings = _json_file(os.path.join(folder, "special_tokens_map.json"))
     settings |= _json_file(os.path.join(folder, "tokenizer_config.json"))
     place = "the template"

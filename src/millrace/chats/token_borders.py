@@ -24,33 +24,18 @@ Bools = NDArray[np.bool_]
 
 
 class EncodedTexts(NamedTuple):
-    """Tokens of some texts that stand one after the other.
+    """Tokens of some texts that stand one after the other."""
 
-    Attributes:
-        ids: [n] Token ids of all texts.
-        lengths: [texts] Number of tokens of each.
-        starts, ends: [n] Where a token begins and ends, in characters or bytes of all texts.
-        bases: [texts] Where each text begins.
-        is_bytes: Whether places are of bytes of UTF-8.
-    """
-
-    ids: NDArray[Any]
-    lengths: Ints
-    starts: Ints
-    ends: Ints
-    bases: Ints
-    is_bytes: bool
+    ids: NDArray[Any]  # [n] of all texts
+    lengths: Ints  # [texts] number of tokens of each
+    starts: Ints  # [n] where a token begins in all texts, in characters or bytes
+    ends: Ints  # [n] where it ends
+    bases: Ints  # [texts] where each text begins
+    is_bytes: bool  # whether places are of bytes of UTF-8
 
 
 class BorderEncoder:
-    """Encodes texts, and finds the borders of their tokens.
-
-    Args:
-        tokenizer: Tokenizer of byte-level BPE, or of a `tokenizer.json`, which has offsets.
-
-    Raises:
-        ConfigError: A tokenizer without borders.
-    """
+    """Encodes texts, and finds the borders of their tokens; ConfigError for a tokenizer without."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self._sizes = tokenizer, _sizes(tokenizer.vocabulary)
@@ -90,11 +75,7 @@ class BorderEncoder:
 
 
 def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
-    """Which tokens are in a span, and which hold characters on both sides of a span's border.
-
-    Args:
-        tokens: Tokens of some texts.
-        spans: [spans, 2] Beginnings and ends, in order, in the same places as the tokens.
+    """Which tokens are in one of the spans, [spans, 2] in order, and which are across a border.
 
     >>> starts, ends = np.array([0, 2, 4]), np.array([2, 4, 6])
     >>> tokens = EncodedTexts(starts, np.array([3]), starts, ends, np.array([0]), True)
