@@ -13,6 +13,7 @@ from millrace.errors import ConfigError
 from tests.chats.twins import PLAIN, TAGGED, TWINS, Twin, expected
 from tests.conftest import train_tokenizer
 
+CHAT = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
 SPECIAL = ("<|end|>", "<s>", "[|user|]", "[|assistant|]")
 
 TEXTS = st.one_of(
@@ -227,17 +228,29 @@ def test_tokens_across_a_border(tmp_path: Path) -> None:
     assert encoder.tokenizer.decode(rows.tokens[rows.trained]) == "<|end|>"
 
 
-def test_a_tokenizer_with_a_normalizer_has_offsets(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["normalizer", "swallowing"])
+def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) -> None:
     import tokenizers
 
     model = tokenizers.Tokenizer.from_file(str(train_tokenizer(tmp_path / "t.json", SPECIAL)))
-    model.normalizer = tokenizers.normalizers.NFC()
-    model.save(str(tmp_path / "nfc.json"))
-    encoder = ChatEncoder(Tokenizer(tmp_path / "nfc.json"), PLAIN)
-    chat = [{"role": "user", "content": "e\u0301"}, {"role": "assistant", "content": "e\u0301水🌊"}]
-    rows = encoder.encode([{"messages": chat}])
+    if kind == "normalizer":
+        model.normalizer = tokenizers.normalizers.NFC()
+    else:
+        model.add_special_tokens([tokenizers.AddedToken("<x>", lstrip=True, rstrip=True)])
+    model.save(str(tmp_path / "other.json"))
+    encoder = ChatEncoder(Tokenizer(tmp_path / "other.json"), PLAIN, special_text="keep")
+    said = "e\u0301 \u6c34\U0001f30a"
+    chat = [{"role": "user", "content": said + " <x> "}, {"role": "assistant", "content": said}]
+    batch = [{"messages": [{**CHAT[0]}, {**CHAT[1]}]}, {"messages": chat}] * 2
+    rows = encoder.encode(batch)
     assert rows.trained is not None
-    assert encoder.tokenizer.decode(rows.tokens[rows.trained]) == "\xe9水🌊<|end|>"
+    masks = np.split(rows.trained, rows.ends[:-1])
+    tokens = np.split(rows.tokens, rows.ends[:-1])
+    expected = said.replace("e\u0301", "\xe9") if kind == "normalizer" else said
+    assert encoder.tokenizer.decode(tokens[1][masks[1]]) == f"{expected}<|end|>"
+    alone = encoder.encode(batch[:1])
+    assert np.array_equal(masks[0], alone.trained)
+    assert np.array_equal(masks[2], alone.trained)
 
 
 def test_long_chats_are_rendered_a_fixed_number_of_times(

@@ -16,7 +16,7 @@ from millrace.chats.markers import CALL, CONTENT, THOUGHT
 from millrace.chats.probes import learn, special_pattern
 from millrace.chats.proof import Document, Rules, prove
 from millrace.chats.templates import find_template
-from millrace.chats.token_borders import BorderEncoder, places_of, trained_tokens
+from millrace.chats.token_borders import BorderEncoder, byte_spans, trained_tokens
 from millrace.checks import shown
 from millrace.encoding.rows import EncodedRows
 from millrace.encoding.tokenizer import Tokenizer
@@ -274,7 +274,7 @@ class _Masks:
             of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
             pairs = [*document.spans, *of_turns]
             base, count = int(self.tokens.bases[number]), len(document.spans)
-            places = places_of(document.text, pairs, self.tokens.is_bytes)
+            places = byte_spans(document.text, pairs)
             spans += [(start + base, end + base) for start, end in places[:count]]
             stops += [(end + base - 1, number) for _, end in places[count:]]
         array = np.array(spans, np.int64).reshape(-1, 2)
@@ -293,6 +293,4 @@ class _Masks:
         """The text of a token of a document."""
         text, base = self._documents[document].text, self.tokens.bases[document]
         place = slice(self.tokens.starts[token] - base, self.tokens.ends[token] - base)
-        return (
-            text.encode()[place].decode(errors="replace") if self.tokens.is_bytes else text[place]
-        )
+        return text.encode()[place].decode(errors="replace")

@@ -3,7 +3,6 @@
 A token that holds characters of both is not trained on, and counted.
 """
 
-import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.encoding.flat_ids import starts_and_ends
+from millrace.encoding.flat_ids import flat_ids, starts_and_ends
 from millrace.encoding.hugging_face import JsonVocabulary
 from millrace.encoding.tiktoken_file import TiktokenVocabulary
 from millrace.encoding.tokenizer import Tokenizer
@@ -28,10 +27,9 @@ class EncodedTexts(NamedTuple):
 
     ids: NDArray[Any]  # [n] of all texts
     lengths: Ints  # [texts] number of tokens of each
-    starts: Ints  # [n] where a token begins in all texts, in characters or bytes
+    starts: Ints  # [n] where a token begins in all texts, in bytes of UTF-8
     ends: Ints  # [n] where it ends
     bases: Ints  # [texts] where each text begins
-    is_bytes: bool  # whether places are of bytes of UTF-8
 
 
 class BorderEncoder:
@@ -47,38 +45,43 @@ class BorderEncoder:
 
     def encode(self, texts: list[str]) -> EncodedTexts:
         """The tokens of some texts, in one call of the encoder."""
-        if self._sizes is None:
-            return self._with_offsets(texts)
         counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
         bases, totals = starts_and_ends(np.array(counts, np.int64))
-        ids, lengths = self.tokenizer.encode_batch(texts)
-        places = np.append(0, np.cumsum(self._sizes[ids], dtype=np.int64))
-        if not np.array_equal(places[np.cumsum(lengths)], totals):
-            return self._with_offsets(texts)  # such as tokens that swallow white space
-        return EncodedTexts(ids, lengths, places[:-1], places[1:], bases, True)
-
-    def _with_offsets(self, texts: list[str]) -> EncodedTexts:
-        vocabulary = self.tokenizer.vocabulary
-        if not isinstance(vocabulary, JsonVocabulary):
-            raise ConfigError(f"the tokens of {self.tokenizer.path} are not the bytes of the texts")
-        encoded = vocabulary.library.encode_batch(texts, add_special_tokens=False)
-        lengths = np.array([len(one.ids) for one in encoded], np.int64)
-        bases, _ = starts_and_ends(np.array([*map(len, texts)], np.int64))
-        ids = np.array([number for one in encoded for number in one.ids], np.uint32)
-        offsets = np.array([end for one in encoded for _, end in one.offsets], np.int64)
-        # Offsets may leave out the space before a word: a token begins where the last one ended.
-        ends = np.maximum.accumulate(offsets + np.repeat(bases, lengths))
+        if self._sizes is None:
+            ids, lengths = flat_ids([one.ids for one in self._offsets(texts)])
+        else:
+            ids, lengths = self.tokenizer.encode_batch(texts)
+        firsts, lasts = starts_and_ends(lengths)
+        sizes = np.zeros(len(ids), np.int64) if self._sizes is None else self._sizes[ids]
+        sums = np.append(0, np.cumsum(sizes, dtype=np.int64))
+        ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
+        # Such as tokens that swallow white space around them.
+        others = np.flatnonzero(sums[lasts] - sums[firsts] != totals - bases).tolist()
+        for number, one in zip(others, self._offsets([texts[at] for at in others]), strict=True):
+            places = _byte_places(
+                texts[number], np.array([end for _, end in one.offsets], np.int64)
+            )
+            # Offsets may leave out the space before a word: a token begins where the last ended.
+            ends[firsts[number] : lasts[number]] = bases[number] + np.maximum.accumulate(places)
         starts = np.append(0, ends)[:-1]
-        firsts, _ = starts_and_ends(lengths)
         starts[firsts[lengths > 0]] = bases[lengths > 0]
-        return EncodedTexts(ids, lengths, starts, ends, bases, False)
+        return EncodedTexts(ids, lengths, starts, ends, bases)
+
+    def _offsets(self, texts: list[str]) -> Any:
+        """What the reference library says of some texts."""
+        vocabulary = self.tokenizer.vocabulary
+        if texts and not isinstance(vocabulary, JsonVocabulary):
+            raise ConfigError(f"the tokens of {self.tokenizer.path} are not the bytes of the texts")
+        if not texts or not isinstance(vocabulary, JsonVocabulary):
+            return []
+        return vocabulary.library.encode_batch(texts, add_special_tokens=False)
 
 
 def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
     """Which tokens are in one of the spans, [spans, 2] in order, and which are across a border.
 
     >>> starts, ends = np.array([0, 2, 4]), np.array([2, 4, 6])
-    >>> tokens = EncodedTexts(starts, np.array([3]), starts, ends, np.array([0]), True)
+    >>> tokens = EncodedTexts(starts, np.array([3]), starts, ends, np.array([0]))
     >>> [mask.tolist() for mask in trained_tokens(tokens, np.array([[1, 4]]))]
     [[False, True, False], [True, False, False]]
     """
@@ -93,14 +96,21 @@ def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
     return is_inside[before], (is_touched & ~is_inside)[before]
 
 
-def places_of(text: str, spans: Sequence[tuple[int, int]], is_bytes: bool) -> list[tuple[int, int]]:
-    """Spans of characters as they are, or as spans of bytes."""
-    if not is_bytes or text.isascii():
+def byte_spans(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans of characters as spans of bytes."""
+    if text.isascii() or not spans:
         return [*spans]
-    borders = sorted({0, *(place for span in spans for place in span)})
-    sizes = [len(text[start:end].encode()) for start, end in itertools.pairwise(borders)]
-    places = dict(zip(borders, np.cumsum([0, *sizes]).tolist(), strict=True))
-    return [(places[start], places[end]) for start, end in spans]
+    places = _byte_places(text, np.array(spans, np.int64)).tolist()
+    return [(start, end) for start, end in places]
+
+
+def _byte_places(text: str, places: Ints) -> Ints:
+    """Places of characters as places of bytes."""
+    if text.isascii():
+        return places
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    sizes = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
+    return np.append(0, np.cumsum(sizes, dtype=np.int64))[places]
 
 
 def _sizes(vocabulary: Vocabulary) -> NDArray[np.int32] | None:
