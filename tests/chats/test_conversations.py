@@ -104,6 +104,7 @@ def test_the_other_parts_of_messages() -> None:
         ({"prompt": 3, "completion": "a"}, "prompt is 3"),
         ({"prompt": "u", "completion": ""}, "completion .* is empty"),
         ({"instruction": 3, "output": "a"}, "give texts"),
+        ({"instruction": "u", "input": np.array(["a", 3], object), "output": "a"}, "give texts"),
     ],
 )
 def test_rows_that_are_refused(row: Any, reason: str) -> None:

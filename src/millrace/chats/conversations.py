@@ -77,7 +77,7 @@ def conversation_of(
     if not isinstance(row, Mapping):
         raise TextError(f"a row is {shown(row)}; give a dictionary")
     names = {**COLUMNS, **{part: (name,) for part, name in (columns or {}).items()}}
-    parts = {part: _column(row, names[part]) for part in COLUMNS}
+    parts = {part: plain(_column(row, names[part]), part) for part in COLUMNS}
     form = next((one for one in FORMS if all(parts[part] is not None for part in one)), None)
     if form is None:
         forms = ", or ".join(" and ".join(one) for one in FORMS)
@@ -142,18 +142,17 @@ def _given_messages(form: tuple[str, ...], parts: dict[str, Any]) -> Iterator[tu
         value = parts[part]
         if len(form) == 2 and isinstance(value, str):
             yield part, {"role": role, "content": value}
-        elif isinstance(value, (list, tuple, np.ndarray)):
+        elif isinstance(value, list):
             yield from ((f"{part}[{number}]", one) for number, one in enumerate(value))
         else:
             raise TextError(f"{part} is {shown(value)}; give a list of messages")
 
 
 def _message(place: str, given: Any, roles: Mapping[str, str]) -> Message:
-    if not isinstance(given, Mapping):
+    if not isinstance(given, dict):
         raise TextError(f"{place} is {shown(given)}; give an object with role and content")
-    message = plain(given, place)
     # Arrow gives each message all keys of the file: a None stands for an absent one.
-    message = {key: value for key, value in message.items() if value is not None}
+    message = {key: value for key, value in given.items() if value is not None}
     role, content = message.pop("from", None), message.pop("value", None)
     role, content = message.get("role", role), message.get("content", content)
     if not isinstance(role, str) or role not in roles:
@@ -208,10 +207,9 @@ def _json_list(value: Any, name: str) -> list[Any]:
 def _tools_of(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         value = _json_list(value, "tools") if value.strip() else None
-    tools = plain(value, "tools")
-    if not isinstance(tools, list | None) or not all(isinstance(one, dict) for one in tools or ()):
+    if not isinstance(value, list | None) or not all(isinstance(one, dict) for one in value or ()):
         raise TextError(f"tools are {shown(value)}; give a list of objects")
-    return tools or None
+    return value or None
 
 
 def _weight_of(number: int, message: Message) -> bool | None:
