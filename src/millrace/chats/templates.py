@@ -123,8 +123,8 @@ def _compiled(source: str) -> Any:
             templates[source] = getattr(compile_template, "__wrapped__", compile_template)(source)
         except ImportError as error:
             raise ConfigError(
-                f'chat templates need transformers and jinja2 ({error}): pip install "transformers'
-                '>=5" "jinja2>=3.1.6", or give template="chatml"'
+                f"chat templates need transformers and jinja2 ({error}): pip install "
+                "'millrace[chats]', or give template=\"chatml\""
             ) from None
         except MUST_PASS:
             raise
