@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from millrace.checks import shown
-from millrace.errors import ConfigError, TextError
+from millrace.errors import TextError
 
 Message = dict[str, Any]
 
@@ -47,14 +47,6 @@ class Conversation(NamedTuple):
     messages: list[Message]
     tools: list[Any] | None
     weights: list[bool | None]
-
-
-def check_names(name: str, names: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raises ConfigError for `columns` or `roles` that name something else."""
-    for key, value in names.items():
-        part = key if name == "columns" else value
-        if part not in known or not isinstance(value, str):
-            raise ConfigError(f"{name} has {key!r}: {shown(value)}; the known ones: {[*known]}")
 
 
 def conversation_of(

@@ -31,9 +31,10 @@ def _check_values(name: str, value: Any) -> dict[str, Any]:
         values: dict[str, Any] = conversations.plain(value or {}, name)
     except TextError as error:
         raise ConfigError(str(error)) from None
-    if name != "template_arguments":
-        known = conversations.COLUMNS if name == "columns" else conversations.ROLES
-        conversations.check_names(name, values, known)
+    known = {*(conversations.COLUMNS if name == "columns" else conversations.ROLES)}
+    for key, one in values.items() if name != "template_arguments" else ():
+        if (key if name == "columns" else one) not in known or not isinstance(one, str):
+            raise ConfigError(f"{name} has {key!r}: {shown(one)}; the known ones: {[*known]}")
     return values
 
 

@@ -214,7 +214,7 @@ class _Proof:
             raise _RewrittenError from None
         marks, (first, last) = self.pieces.marks, self.runs.get(message, (0, -1))
         before, begin = (marks[one][0] if 0 <= one <= last else 0 for one in (first - 1, first))
-        ends = (place for place in range(begin, before, -1))
+        ends = range(min(begin, before + 999), before, -1)  # headers are short
         start = next((one for one in ends if prompt.endswith(self.text[before:one])), None)
         if start is None or self.renderings.rules.history == "refuse":
             raise _RewrittenError
