@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.encoding import Tokenizer
-from millrace.encoding.rows import EncodedRows, TextRows
+from millrace.encoding.row_encoders import EncodedRows, TextRows
 from millrace.feed import TokenBatch
 
 BYTES = TextRows(Tokenizer("bytes"))

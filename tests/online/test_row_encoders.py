@@ -8,7 +8,7 @@ import pytest
 
 from millrace import ConfigError, TextError
 from millrace.encoding import Tokenizer
-from millrace.encoding.rows import EncodedRows, RowEncoder, TextRows, encode_rows
+from millrace.encoding.row_encoders import EncodedRows, RowEncoder, TextRows, encode_rows
 from tests.online.encoders import BYTES, EOD, Marked
 
 

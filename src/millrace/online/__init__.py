@@ -4,7 +4,7 @@
 for or once for all, and `StreamDataset` makes samples of rows that can only be read in turn.
 """
 
-from millrace.encoding.rows import EncodedRows, RowEncoder, TextRows
+from millrace.encoding.row_encoders import EncodedRows, RowEncoder, TextRows
 from millrace.online.numbered_rows import Rows, open_rows
 from millrace.online.stream_dataset import StreamDataset
 from millrace.online.text_dataset import TextDataset

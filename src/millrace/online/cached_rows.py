@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.cache import arrays
 from millrace.encoding import Tokenizer
-from millrace.encoding.rows import RowEncoder, TextRows
+from millrace.encoding.row_encoders import RowEncoder, TextRows
 from millrace.engine import Progress
 from millrace.errors import ConfigError
 from millrace.files import atomic_file, file_lock

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT32, check_choice, check_int, shown
-from millrace.encoding.rows import RowEncoder, check_encoder, encode_rows
+from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_rows
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
@@ -354,7 +354,7 @@ class StreamDataset(TokenStreamDataset):
     Example:
         >>> from millrace import Loader
         >>> from millrace.encoding import Tokenizer
-        >>> from millrace.encoding.rows import TextRows
+        >>> from millrace.encoding.row_encoders import TextRows
         >>> def rows(first):
         ...     return ({"text": "abcdef"[number] * 3} for number in range(first, 6))
         >>> encoder = TextRows(Tokenizer("bytes"))

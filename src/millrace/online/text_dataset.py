@@ -9,7 +9,7 @@ import numpy as np
 from millrace import _native
 from millrace.checks import MAX_INT64, check_choice, check_int
 from millrace.deferred import Deferred
-from millrace.encoding.rows import RowEncoder, TextRows, check_encoder, encode_rows
+from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder, encode_rows
 from millrace.errors import ConfigError, TextError
 from millrace.online.cached_rows import Pair, tokenized
 from millrace.online.numbered_rows import Rows, base_of, folder_of, open_rows

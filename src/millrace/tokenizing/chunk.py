@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from millrace.encoding import compare_encoders
 from millrace.encoding.flat_ids import starts_and_ends, with_tokens
-from millrace.encoding.rows import encode_rows
+from millrace.encoding.row_encoders import encode_rows
 from millrace.engine import Task
 from millrace.errors import TextError
 from millrace.files import checksum

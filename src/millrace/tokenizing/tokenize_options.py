@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace import checks
 from millrace.encoding import Tokenizer
-from millrace.encoding.rows import RowEncoder, check_encoder
+from millrace.encoding.row_encoders import RowEncoder, check_encoder
 from millrace.engine import ENGINES
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size

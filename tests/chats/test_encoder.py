@@ -1,0 +1,236 @@
+"""The encoder of chats: its arrays, templates of folders, special tokens, reports and pickles."""
+
+import json
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.chats import ChatEncoder, ChatReport
+from millrace.encoding import Tokenizer
+from millrace.errors import ConfigError
+from tests.chats.twins import PLAIN, TAGGED, TWINS
+from tests.conftest import results_of_processes, train_tokenizer
+
+SPECIAL = ("<|im_end|>", "<|end|>", "<s>", "</s>")
+CHAT = [{"role": "user", "content": "the mill"}, {"role": "assistant", "content": "the race"}]
+ROW = {"messages": CHAT}
+BAD = {"messages": CHAT[:1]}
+UNTRAINED = {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(folder / "tokenizer.json", SPECIAL)
+    return folder
+
+
+def config(folder: Path, tmp_path: Path, **values: Any) -> Tokenizer:
+    """A tokenizer's folder with a tokenizer_config.json."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    return Tokenizer(tmp_path)
+
+
+def test_arrays_of_rows(folder: Path) -> None:
+    encoder = ChatEncoder(Tokenizer(folder), TWINS["thinking"].template, turns="weight")
+    longer = {"messages": [*CHAT, *CHAT]}
+    rows, report = encoder.encode_with_report([ROW, BAD, longer, UNTRAINED, ROW])
+    assert rows.counts.tolist() == [1, 0, 2, 0, 1]
+    assert list(rows.problems) == [1, 3]
+    assert rows.tokens.dtype == encoder.dtype == np.uint16
+    assert rows.counts.dtype == rows.ends.dtype == np.int64
+    assert rows.trained is not None
+    assert rows.trained.dtype == bool
+    assert rows.ends[-1] == len(rows.tokens) == len(rows.trained)
+    documents = np.split(rows.tokens, rows.ends[:-1])
+    assert np.array_equal(documents[0], documents[1])
+    alone = [encoder.encode([row]) for row in (ROW, longer, ROW)]
+    assert np.array_equal(np.concatenate([one.tokens for one in alone]), rows.tokens)
+    assert report.counts["rows"] == 5
+    assert report.counts["bad rows"] == 2
+    assert report.counts["rows without a target"] == 1
+    assert report.counts["documents"] == report.counts["routes: markers, prompt"] == 4
+    assert report.counts["tokens"] == len(rows.tokens)
+    assert report.counts["trained tokens"] == rows.trained.sum()
+
+
+@pytest.mark.parametrize("batch", [[], [BAD], [BAD, {}]])
+def test_batches_without_documents(folder: Path, batch: list[Any]) -> None:
+    rows, report = ChatEncoder(Tokenizer(folder)).encode_with_report(batch)
+    assert len(rows.tokens) == len(rows.ends) == 0
+    assert rows.counts.tolist() == [0] * len(batch)
+    assert report.counts["bad rows"] == len(rows.problems) == len(batch)
+
+
+def test_reports_add_up(folder: Path) -> None:
+    encoder = ChatEncoder(Tokenizer(folder))
+    batch = [ROW, BAD, {"messages": [*CHAT, CHAT[0]]}]
+    parts = [encoder.encode_with_report([row])[1] for row in batch]
+    total = sum(parts, ChatReport())
+    assert total == encoder.encode_with_report(batch)[1]
+    table = total.table().splitlines()
+    assert table[0].split() == ["rows", "3"]
+    assert table[-1].startswith("trained share")
+
+
+def test_special_tokens_in_contents(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    call = {"function": {"name": "f", "arguments": {"</s>": 1}}}
+    rows = [
+        {"messages": [CHAT[0], {"role": "assistant", "content": "a</s>b"}]},
+        {"messages": [{**CHAT[0], "content": "<|end|>"}, CHAT[1]]},
+        {"messages": [CHAT[0], {**CHAT[1], "tool_calls": [call]}]},
+        {"messages": CHAT, "tools": [{"name": "<s>"}]},
+        {"messages": [CHAT[0], {"role": "assistant", "content": "a\ud800"}]},
+    ]
+    problems = ChatEncoder(tokenizer).encode(rows).problems
+    names = ["message 1 holds", "message 0 holds", "message 1 holds", "the tools hold"]
+    assert len(problems) == 5
+    assert all(names[number][:9] in problems[number] for number in range(4))
+    assert "lone surrogate U+D800" in problems[4]
+    kept = ChatEncoder(tokenizer, special_text="keep").encode(rows)
+    assert list(kept.problems) == [4]
+    assert kept.trained is not None
+    first = kept.tokens[: kept.ends[0]][kept.trained[: kept.ends[0]]]
+    assert tokenizer.decode(first) == "a</s>b<|im_end|>"
+    assert tokenizer.special_tokens()["</s>"] in first
+
+
+def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
+    def text(tokenizer: Tokenizer, *template: Any, **options: Any) -> str:
+        document = ChatEncoder(tokenizer, *template, **options).explain(ROW)[0]
+        return str(document["text"])
+
+    assert text(Tokenizer(folder)).startswith("<|im_start|>user\n")
+    named = PLAIN + "{{ bos_token }}{{ word }}"
+    token = {"content": "<s>", "special": True}
+    tokenizer = config(folder, tmp_path, chat_template=named, bos_token=token)
+    assert text(tokenizer, template_arguments={"word": "w"}).endswith("<|end|>\n<s>w")
+    listed = [{"name": "default", "template": PLAIN}, {"name": "b", "template": PLAIN + "b"}]
+    tokenizer = config(folder, tmp_path, chat_template=listed)
+    assert text(tokenizer, template_name="b") == text(tokenizer) + "b"
+    with pytest.raises(ConfigError, match="give template_name one of default, b"):
+        ChatEncoder(tokenizer, template_name="c")
+    (tmp_path / "chat_template.jinja").write_text(PLAIN + "file")
+    assert text(tokenizer) == text(tokenizer, tmp_path / "chat_template.jinja")
+    assert text(tokenizer).endswith("file")
+    assert text(tokenizer, PLAIN + "text").endswith("text")
+    assert text(tokenizer, "chatml").startswith("<|im_start|>user\n")
+    for template in (str(tmp_path / "none.jinja"), 3):
+        with pytest.raises(ConfigError, match="give a file, Jinja, or chatml"):
+            ChatEncoder(tokenizer, template)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ChatML has no names"):
+        ChatEncoder(Tokenizer(folder), template_arguments={"a": 1})
+
+
+def test_our_chatml() -> None:
+    tools = [{"name": "f"}]
+    row = {"messages": [{"role": "system", "content": "s"}, *CHAT], "tools": tools}
+    encoder = ChatEncoder(Tokenizer("bytes"))
+    assert encoder.explain(row)[0]["routes"] == ("markers", "prompt", "tags")
+    with_system = encoder.explain(row)[0]["text"]
+    without = encoder.explain({"messages": CHAT, "tools": tools})[0]["text"]
+    assert with_system == without.replace("system\n", "system\ns\n\n", 1)
+    assert '{"name": "f"}<|im_end|>' in without
+
+
+def test_templates_render_as_transformers_does(folder: Path) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = TAGGED + "{% for n in range(9) %}{% if n > 1 %}{% break %}{% endif %}<{% endfor %}"
+    encoder = ChatEncoder(Tokenizer(folder), template)
+    messages = [{"role": "system", "content": "<é> & 'q'"}, *CHAT, *CHAT]
+    (text,), (tags,) = render_jinja_template(
+        [messages], chat_template=template, return_assistant_tokens_mask=True
+    )
+    (document,) = encoder.explain({"messages": messages})
+    assert document["text"] == text
+    assert document["spans"]["tags"] == document["spans"]["trained"] == tags
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"turns": "some"}, "turns must be one of all, last, weight"),
+        ({"mask_routes": 3}, "mask_routes must be between 1 and 2"),
+        ({"date": "today"}, "give a day"),
+        ({"template_arguments": [1]}, "must be a dictionary"),
+        ({"template_arguments": {"a": object()}}, "template_arguments.a is"),
+        ({"reasoning": 1}, "reasoning must be True or False"),
+        ({"stop": "never"}, "cannot be proven.* no stop token"),
+    ],
+)
+def test_options_that_cannot_work(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ChatEncoder(Tokenizer(folder), PLAIN, **options)
+
+
+def test_tokenizers_that_cannot_work(folder: Path) -> None:
+    function = Tokenizer.from_function(len, vocabulary_size=9, version="1")
+    added = Tokenizer(folder, add_special_tokens=True)
+    for tokenizer in (function, added, "gpt2"):
+        with pytest.raises(ConfigError, match=r"token"):
+            ChatEncoder(tokenizer)  # type: ignore[arg-type]
+    plain = Tokenizer(folder, special_tokens_in_text=False)
+    with pytest.raises(ConfigError, match="special_tokens_in_text is False"):
+        ChatEncoder(plain, PLAIN)
+
+
+def test_the_fast_encoder_and_the_reference_agree(folder: Path) -> None:
+    batch = [
+        ROW,
+        {"messages": [{**CHAT[0], "content": "水 🌊"}, {**CHAT[1], "content": "é\u0301"}]},
+    ]
+    rows = [
+        ChatEncoder(Tokenizer(folder, encoder=name), PLAIN).encode(batch)
+        for name in ("tokenizers", "fastokens")
+    ]
+    assert np.array_equal(rows[0].tokens, rows[1].tokens)
+    assert rows[0].trained is not None
+    assert rows[1].trained is not None
+    assert np.array_equal(rows[0].trained, rows[1].trained)
+
+
+def encode_in_process(encoder: ChatEncoder, out: Any) -> None:
+    out.put([array.tolist() for array in encoder.encode([ROW, BAD])[:3]])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_have_the_same_encoder(folder: Path, method: str) -> None:
+    encoder = ChatEncoder(Tokenizer(folder), TAGGED)
+    expected = [array.tolist() for array in encoder.encode([ROW, BAD])[:3]]  # type: ignore[union-attr]
+    copy = pickle.loads(pickle.dumps(encoder))
+    assert copy.fingerprint() == encoder.fingerprint()
+    json.dumps(encoder.fingerprint())
+    assert results_of_processes(method, encode_in_process, [(encoder,)]) == [expected]
+
+
+def test_threads_do_not_mix_their_tags(folder: Path) -> None:
+    encoder, results = ChatEncoder(Tokenizer(folder), TAGGED), []
+
+    def encode() -> None:
+        results.extend(encoder.encode([ROW] * 100).problems.items())
+
+    threads = [threading.Thread(target=encode) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == []
+
+
+def test_rows_can_be_explained(folder: Path) -> None:
+    encoder = ChatEncoder(Tokenizer(folder))
+    (document,) = encoder.explain(ROW)
+    assert "".join(document["texts"]) == document["text"]
+    chosen = zip(document["texts"], document["trained"], strict=True)
+    assert "".join(text for text, is_trained in chosen if is_trained) == "the race<|im_end|>"
+    assert {len(document[name]) for name in ("tokens", "texts", "trained")} == {
+        len(document["tokens"])
+    }
+    assert document["text"][slice(*document["spans"]["markers"][0])] == "the race"
