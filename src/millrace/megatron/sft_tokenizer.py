@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.checks import check_choice, check_path, shown
-from millrace.deferred import cached_property
 from millrace.encoding import Tokenizer
-from millrace.encoding.flat_ids import split_ids
-from millrace.errors import ConfigError, TextError
+from millrace.encoding.vocabulary import package
+from millrace.errors import ConfigError
 from millrace.megatron.errors import ConversationError
 
+Conversation = Sequence[Mapping[str, Any]]
 IGNORE_INDEX = -100  # target of a token that is not trained on
 
 _SYSTEM, _USER, _ASSISTANT = "<SPECIAL_10>System\n", "<SPECIAL_11>User\n", "<SPECIAL_11>Assistant\n"
@@ -27,8 +26,8 @@ _FORMATS: dict[str, tuple[dict[str, tuple[str, str]], int, str | None]] = {
     "identity": ({}, 0, "<unk>"),
     "default": ({}, 0, None),
 }
-"""The texts around a role's content, if the format masks; how many of the assistant's first tokens
-it masks; and the padding token."""
+"""The texts around each role's content, if the format masks; how many of the assistant's first
+tokens it masks; and the padding token."""
 
 
 class SFTTokenizer:
@@ -36,36 +35,39 @@ class SFTTokenizer:
 
     Args:
         tokenizer_path: Folder of a fast Hugging Face tokenizer.
-        prompt_format: "nemotron-nano-v2" or "nemotron-h-aligned", where only the assistant's turns
-            are trained on; "identity" (the contents alone) or "default" (the tokenizer's own
-            template), where every token is.
+        prompt_format: "nemotron-nano-v2" or "nemotron-h-aligned", where the assistant's turns are
+            trained on; "identity" (the contents alone) or "default" (the tokenizer's own template),
+            where every token is.
 
     Attributes:
-        pad: Id of the padding token: `<unk>`, for "nemotron-h-aligned" `<SPECIAL_233>`, for
-            "default" the tokenizer's own, or its EOS if it has none. `pad_id` is the same.
+        pad, pad_id: Id of the format's padding token. For "default" it is the tokenizer's own, or
+            EOS if it has none.
         eod: Id of the EOS token, or None.
 
     Raises:
-        ConfigError: An unknown format, or a tokenizer without the tokens or template that it needs.
+        ConfigError: An unknown format, or a tokenizer that lacks what it needs.
         TextError: transformers is not installed.
     """
 
     def __init__(self, tokenizer_path: str, prompt_format: str) -> None:
         self.path = check_path("tokenizer_path", tokenizer_path)
         self.prompt_format = check_choice("prompt_format", prompt_format, tuple(_FORMATS))
-        self._turns, self._num_masked, pad_text = _FORMATS[prompt_format]
-        try:
-            library = __import__("transformers").AutoTokenizer
-        except ImportError:
-            raise TextError("install transformers: pip install 'millrace[trainers]'") from None
+        self._turns, self._num_masked, pad = _FORMATS[prompt_format]
+        library = package("transformers").AutoTokenizer
         self._library = hf = library.from_pretrained(self.path)
-        self.eod, own_pad = hf.eos_token_id, hf.pad_token_id
-        own_pad = self.eod if own_pad is None else own_pad
-        self.pad = self.pad_id = hf.convert_tokens_to_ids(pad_text) if pad_text else own_pad
-        if self.pad is None or not hf.is_fast or not (pad_text or hf.chat_template):
-            needs = pad_text or "a pad or EOS token and a chat template"
-            what = f"the prompt format {prompt_format!r} needs a fast tokenizer with {needs}"
-            raise ConfigError(f"{what}: {self.path} is not one")
+        self.eod = hf.eos_token_id
+        own_pad = self.eod if hf.pad_token_id is None else hf.pad_token_id
+        self.pad = self.pad_id = hf.convert_tokens_to_ids(pad) if pad else own_pad
+        if self.pad is None or not hf.is_fast or not (pad or hf.chat_template):
+            needs = f"a fast tokenizer with {pad or 'a chat template, and a pad or EOS token'}"
+            raise ConfigError(f"{prompt_format} needs {needs}, which {self.path} is not")
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "tokenizer.json")
+            hf.backend_tokenizer.save(file)
+            self._encoder = Tokenizer(file, special_tokens_in_text=not hf.split_special_tokens)
+        added = list(hf.backend_tokenizer.get_added_tokens_decoder().values())
+        texts = () if hf.split_special_tokens else ("<SPECIAL_10>", "<SPECIAL_11>")
+        self._borders = tuple(text for text in texts if is_border(text, added))
 
     @property
     def vocab_size(self) -> int:
@@ -75,14 +77,10 @@ class SFTTokenizer:
     @property
     def unique_identifiers(self) -> dict[str, str]:
         """What names the tokenizer in the descriptions of datasets."""
-        kind = type(self).__qualname__
-        return {"class": kind, "tokenizer_path": self.path, "prompt_format": self.prompt_format}
+        return {"tokenizer_path": self.path, "prompt_format": self.prompt_format}
 
     def tokenize_conversation(
-        self,
-        conversation: Sequence[Mapping[str, Any]],
-        return_target: bool,
-        add_generation_prompt: bool,
+        self, conversation: Conversation, return_target: bool, add_generation_prompt: bool
     ) -> Any:
         """The tokens of a conversation (int64 [n]), or its tokens and targets.
 
@@ -92,39 +90,31 @@ class SFTTokenizer:
             add_generation_prompt: Whether to ask the template for it; only "default" has one.
 
         Raises:
-            ConversationError: Roles, contents or texts that the format cannot take.
+            ConversationError: Roles, contents or tokens that the format cannot mask.
+            TextError: A text that cannot be encoded.
         """
-        if not (self._turns and return_target):
-            text = self._render(conversation, add_generation_prompt)
-            tokens = self._encode([text])[0].astype(np.int64)
-            return (tokens, tokens.copy()) if return_target else tokens
+        if self.prompt_format == "default":
+            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
+            turns = [str(self._library.apply_chat_template(list(conversation), **options))]
+        elif self.prompt_format == "identity":
+            turns = ["".join(str(message.get("content", "")) for message in conversation)]
+        else:
+            _check_roles(conversation)
+            turns = [self._text_of(message) for message in conversation]
+        ids, sizes = self._encoder.encode_batch(turns)
         # Megatron-LM encodes the conversation and each turn alone, and demands the same ids. A turn
         # that begins with a border has the same ids behind any other: there, once is enough.
-        roles, turns = _roles_of(conversation), [self._text_of(one) for one in conversation]
         is_proven = all(text.startswith(self._borders) for text in turns[1:] if text)
-        parts = self._encode(turns)
-        tokens = np.concatenate(parts, dtype=np.int64)
-        if not is_proven and not np.array_equal(self._encode(["".join(turns)])[0], tokens):
+        if not (is_proven or np.array_equal(self._encoder.encode_batch(["".join(turns)])[0], ids)):
             what = f"its turns have other tokens alone: {shown(turns)}"
             raise ConversationError(f"{what}. This tokenizer merges across turns")
+        tokens = ids.astype(np.int64)
         targets, start = tokens.copy(), 0
-        for role, part in zip(roles, parts, strict=True):
-            num_masked = self._num_masked if role == "assistant" else len(part)
+        for message, size in zip(conversation if self._turns else (), sizes.tolist(), strict=False):
+            num_masked = self._num_masked if message["role"].lower() == "assistant" else size
             targets[start : start + num_masked] = IGNORE_INDEX
-            start += len(part)
-        return tokens, targets
-
-    def _render(self, conversation: Sequence[Mapping[str, Any]], has_prompt: bool) -> str:
-        if self._turns:
-            return "".join(map(self._text_of, conversation))
-        if self.prompt_format == "identity":
-            return "".join(str(message.get("content", "")) for message in conversation)
-        options = {"tokenize": False, "add_generation_prompt": has_prompt}
-        try:
-            return str(self._library.apply_chat_template(list(conversation), **options))
-        except Exception as error:  # whatever a template raises
-            kind = type(error).__name__
-            raise ConversationError(f"the template raises {kind}: {error}") from error
+            start += size
+        return (tokens, targets) if return_target else tokens
 
     def _text_of(self, message: Mapping[str, Any]) -> str:
         """The text of a turn in a format that masks."""
@@ -137,26 +127,6 @@ class SFTTokenizer:
             content = content.replace("/think", "").replace("/no_think", "")
         before, after = self._turns[role]
         return before + content.strip() + after
-
-    def _encode(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        try:
-            return split_ids(*self._encoder.encode_batch(texts))
-        except TextError as error:
-            raise ConversationError(str(error)) from error
-
-    @cached_property
-    def _encoder(self) -> Tokenizer:
-        """The ids of the library, by the fastest encoder that agrees with it."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, "tokenizer.json")
-            self._library.backend_tokenizer.save(file)
-            return Tokenizer(file, special_tokens_in_text=not self._library.split_special_tokens)
-
-    @cached_property
-    def _borders(self) -> tuple[str, ...]:
-        added = list(self._library.backend_tokenizer.get_added_tokens_decoder().values())
-        texts = () if self._library.split_special_tokens else ("<SPECIAL_10>", "<SPECIAL_11>")
-        return tuple(text for text in texts if is_border(text, added))
 
 
 def is_border(text: str, added_tokens: Sequence[Any]) -> bool:
@@ -173,18 +143,14 @@ def is_border(text: str, added_tokens: Sequence[Any]) -> bool:
     return any(token.content == text and not token.normalized for token in added_tokens)
 
 
-def _roles_of(conversation: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The roles in lower case, if the masks can be made."""
-    roles = [message["role"].lower() for message in conversation]
-    for place, role in enumerate(roles):
+def _check_roles(conversation: Conversation) -> None:
+    before = conversation[-1]["role"].lower()  # as in Megatron-LM, the first turn follows the last
+    for place, message in enumerate(conversation, start=1):
+        role = message["role"].lower()
         if role not in ("system", "user", "tool", "assistant"):
-            what = f"role {role!r}; give system, user, assistant or tool"
-        elif role == "assistant" and not conversation[place].get("content"):
-            what = "empty content: remove it"
-        # As in Megatron-LM, the first turn follows the last one.
-        elif role == "assistant" and roles[place - 1] not in ("user", "tool"):
-            what = f"role assistant, behind {roles[place - 1]}; it must follow user or tool"
-        else:
-            continue
-        raise ConversationError(f"turn {place + 1} has the {what}")
-    return roles
+            what = f"the role {role!r}; give system, user, assistant or tool"
+            raise ConversationError(f"turn {place} has {what}")
+        if role == "assistant" and (before not in ("user", "tool") or not message.get("content")):
+            what = f"is empty, or follows {before}; it must follow user or tool"
+            raise ConversationError(f"turn {place} of the assistant {what}")
+        before = role
