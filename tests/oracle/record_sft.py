@@ -3,8 +3,8 @@
     python tests/oracle/record_sft.py /path/of/a/Megatron-LM/clone
 
 needs `datasets`, transformers 4 (0.16.1 cannot use 5) and megatron-core, whose base classes serve
-both releases. Of the clone it runs only the files below, as they are; it reads them with `git show`.
-The `datasets` of the test's record were 5.0.1; 4 and older give absent keys as None.
+both releases. Of the clone it runs only the files below, as they are, from `git show`. The test's
+arrays are of datasets 5.0.1 (4 and older give absent keys as None) and transformers 4.57.
 """
 
 import importlib
@@ -76,7 +76,9 @@ def main(clone: str) -> None:
             if release == "0.16":
                 file = "training/tokenizer/multimodal_tokenizer.py"
                 run(release, f"{where}.tokenizer.multimodal_tokenizer", file)
-                kinds["old"] = run(release, "old", "training/tokenizer/sft_tokenizer.py").SFTTokenizer
+                kinds["old"] = run(
+                    release, "old", "training/tokenizer/sft_tokenizer.py"
+                ).SFTTokenizer
             lines = data.SFTLowLevelDataset(path)
             for prompt in FORMATS:
                 kind = kinds["old" if prompt in OLD and release == "0.16" else "new"]

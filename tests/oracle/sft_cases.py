@@ -18,13 +18,12 @@ LENGTHS = ((8, 1), (16, 1), (16, 2), (17, 1), (33, 4), (64, 1), (64, 2), (200, 1
 """Sequence lengths and context-parallel sizes."""
 
 
-def write_tokenizer(folder: Path, *, has_pad: bool = True, **fields: Any) -> str:
-    """A byte-level BPE whose only merges make WORDS; `fields` are those of the special tokens."""
+def write_tokenizer(folder: Path, more: Any = (), *, has_pad: bool = True, **fields: Any) -> str:
+    """A byte-level BPE whose only merges make WORDS; `fields` are those of the special tokens,
+    behind which come `more` plain ones."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    merges = dict.fromkeys(
-        (word[:end], word[end]) for word in WORDS for end in range(1, len(word))
-    )
+    merges = dict.fromkeys((word[:end], word[end]) for word in WORDS for end in range(1, len(word)))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {text: number for number, text in enumerate([*alphabet, *map("".join, merges)])}
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
@@ -32,6 +31,7 @@ def write_tokenizer(folder: Path, *, has_pad: bool = True, **fields: Any) -> str
     tokenizer.decoder = decoders.ByteLevel()
     options = {"normalized": False, "special": True, **fields}
     tokenizer.add_special_tokens([AddedToken(text, **options) for text in SPECIAL])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in more])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
@@ -81,7 +81,20 @@ LINES: list[list[dict[str, Any]]] = [
     chat("user: " + "the water " * 90, "assistant: late"),
     *itertools.starmap(
         of_lengths,
-        [(7,), (8,), (9,), (15,), (16,), (17,), (18,), (8, 8), (8, 8, 1), (16, 3), (17, 3), (15, 1)],
+        [
+            (7,),
+            (8,),
+            (9,),
+            (15,),
+            (16,),
+            (17,),
+            (18,),
+            (8, 8),
+            (8, 8, 1),
+            (16, 3),
+            (17, 3),
+            (15, 1),
+        ],
     ),
     of_lengths(*[1] * 30),
     of_lengths(0, 3),

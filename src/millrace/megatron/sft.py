@@ -15,7 +15,6 @@ from millrace.megatron.errors import ConversationError, require
 from millrace.megatron.sft_tokenizer import IGNORE_INDEX, SFTTokenizer
 from millrace.megatron.utils import GPTDatasetConfig
 from millrace.storage import storage_of
-from millrace.text.json_values import BadDocumentError, parse_json
 
 __all__ = ["IGNORE_INDEX", "SFTDataset", "SFTLowLevelDataset", "SFTTokenizer"]
 
@@ -51,17 +50,14 @@ class SFTLowLevelDataset:
         line = self._file.read(start + 1, stop - start - 1).tobytes().removeprefix(b"\xef\xbb\xbf")
         try:
             record = package("orjson").loads(line)
-        except ValueError:
-            try:
-                record = parse_json(line)
-            except BadDocumentError as error:
-                raise TextError(f"{self.place_of(row)}: {error}") from None
-        messages: Any = record.get("messages") if isinstance(record, dict) else None
-        objects = messages if isinstance(messages, list) else [messages]
+        except ValueError as error:
+            raise TextError(f"{self.place_of(row)} is not valid JSON: {error}") from None
+        messages = record.get("messages") if isinstance(record, dict) else None
+        objects: Any = messages if isinstance(messages, list) else [None]
         if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in objects):
             what = f'has no list "messages" of objects with a "role": {shown(record, 60)}'
             raise TextError(f"{self.place_of(row)} {what}. Repair or remove the line")
-        return objects
+        return list(objects)
 
     def place_of(self, row: int) -> str:
         """A row's place, for messages."""

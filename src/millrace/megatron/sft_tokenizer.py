@@ -43,6 +43,7 @@ class SFTTokenizer:
         pad, pad_id: Id of the format's padding token. For "default" it is the tokenizer's own, or
             EOS if it has none.
         eod: Id of the EOS token, or None.
+        vocab_size, unique_identifiers: Number of tokens; the arguments.
 
     Raises:
         ConfigError: An unknown format, or a tokenizer that lacks what it needs.
@@ -55,7 +56,8 @@ class SFTTokenizer:
         self._turns, self._num_masked, pad = _FORMATS[prompt_format]
         library = package("transformers").AutoTokenizer
         self._library = hf = library.from_pretrained(self.path)
-        self.eod = hf.eos_token_id
+        self.eod, self.vocab_size = hf.eos_token_id, len(hf)
+        self.unique_identifiers = {"tokenizer_path": self.path, "prompt_format": prompt_format}
         own_pad = self.eod if hf.pad_token_id is None else hf.pad_token_id
         self.pad = self.pad_id = hf.convert_tokens_to_ids(pad) if pad else own_pad
         if self.pad is None or not hf.is_fast or not (pad or hf.chat_template):
@@ -68,16 +70,6 @@ class SFTTokenizer:
         added = list(hf.backend_tokenizer.get_added_tokens_decoder().values())
         texts = () if hf.split_special_tokens else ("<SPECIAL_10>", "<SPECIAL_11>")
         self._borders = tuple(text for text in texts if is_border(text, added))
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens."""
-        return len(self._library)
-
-    @property
-    def unique_identifiers(self) -> dict[str, str]:
-        """What names the tokenizer in the descriptions of datasets."""
-        return {"tokenizer_path": self.path, "prompt_format": self.prompt_format}
 
     def tokenize_conversation(
         self, conversation: Conversation, return_target: bool, add_generation_prompt: bool
