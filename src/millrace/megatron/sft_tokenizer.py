@@ -67,6 +67,7 @@ class SFTTokenizer:
             file = os.path.join(folder, "tokenizer.json")
             hf.backend_tokenizer.save(file)
             self._encoder = Tokenizer(file, special_tokens_in_text=not hf.split_special_tokens)
+        self._encoder.load()  # here, once: forked workers need not check the encoder again
         added = list(hf.backend_tokenizer.get_added_tokens_decoder().values())
         texts = () if hf.split_special_tokens else ("<SPECIAL_10>", "<SPECIAL_11>")
         self._borders = tuple(text for text in texts if is_border(text, added))
