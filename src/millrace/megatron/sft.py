@@ -90,9 +90,10 @@ class SFTDataset(MegatronDataset):
         check_choice("sft_release", config.sft_release, ("0.16", "0.17", "0.18", "0.19"))
         for name in ("reset_position_ids", "reset_attention_mask", "create_attention_mask"):
             require(not getattr(config, name), f"{name} must be False for packed conversations")
-        is_empty = self.indices is None or len(self.indices) == 0
-        split = f"the {self.index_split.name} split of {self.dataset_path}"
-        require(not is_empty or self.num_samples == 0, f"{split} has no lines; give it a share")
+        has_eod = config.sft_release != "0.16" or config.tokenizer.eod is not None
+        require(has_eod, "sft_release 0.16 appends EOD: the tokenizer needs one")
+        has_lines = self.num_samples == 0 or (self.indices is not None and len(self.indices) > 0)
+        require(has_lines, f"{self.dataset_path} has no lines for {self.index_split.name}")
         self._has_warned = False
 
     @staticmethod
@@ -175,10 +176,11 @@ class SFTDataset(MegatronDataset):
     def _pack(self, row: int, reads_all: bool = False) -> tuple[dict[str, Any], dict[str, int]]:
         """A line's arrays, and counts, for which it need not read what is cut."""
         length, pad = self.config.sequence_length, self.config.tokenizer.pad
-        place = getattr(self.dataset, "place_of", f"{self.dataset_path}, row {{}}".format)(row)
+        place_of = getattr(self.dataset, "place_of", None)
+        place = place_of(row) if place_of else f"{self.dataset_path}, row {row}"
         pairs, sizes, num_conversations = self._read(row, place, reads_all)
         is_real = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
-        rows = np.full((2, max(len(is_real), length + 1)), pad)
+        rows = np.full((2, max(len(is_real), length + 1)), pad, np.int64)
         rows[:, : len(is_real)][:, is_real] = np.concatenate(pairs, axis=1)
         rows[:, length] = pad  # also where the line goes on: its next label is lost
         tokens, labels = rows[0, :length], rows[1, 1 : length + 1]
@@ -206,7 +208,8 @@ class SFTDataset(MegatronDataset):
             "masked_tokens": int((is_label & (labels[: len(is_label)] == pad)).sum()),
             "untrained_lines": int(not is_trained.any()),
         }
-        if not self._has_warned and (counts["cut_conversations"] or counts["untrained_lines"]):
+        is_lossy = counts["cut_conversations"] or counts["untrained_lines"]
+        if is_lossy and not (self._has_warned or reads_all):
             self._has_warned = True
             warnings.warn(f"{place}: {counts}; see summary()", stacklevel=3)
         return arrays, counts
