@@ -20,6 +20,7 @@ _SYSTEM, _USER, _ASSISTANT = "<SPECIAL_10>System\n", "<SPECIAL_11>User\n", "<SPE
 _STOP = "\n<SPECIAL_12>\n"
 _NANO = {"system": (_SYSTEM, "\n"), "user": (_USER, "\n"), "assistant": (_ASSISTANT, _STOP)}
 _ALIGNED = {"system": (_SYSTEM, "\n"), "user": (_USER, f"\n{_ASSISTANT}"), "assistant": ("", "\n")}
+_CONTENTS = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
 _FORMATS: dict[str, tuple[dict[str, tuple[str, str]], int, str | None]] = {
     "nemotron-nano-v2": (_NANO, 3, "<unk>"),
     "nemotron-h-aligned": (_ALIGNED, 0, "<SPECIAL_233>"),
@@ -86,14 +87,14 @@ class SFTTokenizer:
             ConversationError: Roles, contents or tokens that the format cannot mask.
             TextError: A text that cannot be encoded.
         """
-        if self.prompt_format == "default":
-            options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-            turns = [str(self._library.apply_chat_template(list(conversation), **options))]
-        elif self.prompt_format == "identity":
-            turns = ["".join(str(message.get("content", "")) for message in conversation)]
-        else:
+        if self._turns:
             _check_roles(conversation)
             turns = [self._text_of(message) for message in conversation]
+        else:
+            template = _CONTENTS if self.prompt_format == "identity" else None
+            options = {"chat_template": template, "add_generation_prompt": add_generation_prompt}
+            render = self._library.apply_chat_template
+            turns = [str(render(list(conversation), tokenize=False, **options))]
         ids, sizes = self._encoder.encode_batch(turns)
         # Megatron-LM encodes the conversation and each turn alone, and demands the same ids. A turn
         # that begins with a border has the same ids behind any other: there, once is enough.
