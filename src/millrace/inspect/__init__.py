@@ -1,5 +1,6 @@
 """Descriptions of files, for people and for programs."""
 
+from millrace.inspect.chats import format_chat
 from millrace.inspect.description import (
     Description,
     ShardsDescription,
@@ -18,6 +19,7 @@ __all__ = [
     "describe",
     "describe_packs",
     "describe_shards",
+    "format_chat",
     "format_description",
     "format_packs",
     "format_shards",

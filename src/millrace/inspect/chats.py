@@ -1,0 +1,33 @@
+"""A row of conversations as a model sees it: its tokens, and which of them are trained on."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from millrace.checks import printable_lines
+
+_COLOURS, _BRACKETS = ("\x1b[1;32m", "\x1b[0m"), ("⟦", "⟧")
+
+
+def format_chat(documents: Sequence[dict[str, Any]], *, has_colour: bool = False) -> str:
+    """The documents of a row, with the tokens that are trained on in green, or in brackets.
+
+    Args:
+        documents: What `ChatEncoder.explain` returns.
+        has_colour: Whether to mark tokens by colours of a terminal.
+    """
+    start, end = _COLOURS if has_colour else _BRACKETS
+    lines = []
+    for number, one in enumerate(documents):
+        num_trained, total = sum(one["trained"]), len(one["trained"])
+        lines.append(
+            f"document {number}: {num_trained:,} of {total:,} tokens are trained on "
+            f"({num_trained / total:.1%}); routes that agree: {', '.join(one['routes'])}"
+        )
+        tokens = zip(one["trained"], one["texts"], strict=True)
+        runs = []
+        for is_trained, run in itertools.groupby(tokens, lambda token: token[0]):
+            text = printable_lines("".join(text for _, text in run))
+            runs.append(f"{start}{text}{end}" if is_trained else text)
+        lines.append("".join(runs))
+    return "\n".join(lines)
