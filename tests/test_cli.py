@@ -169,7 +169,8 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
     out.mkdir()
     for arguments, message in [
         (["inspect", tmp_path / "none"], "none.bin and"),
-        (["inspect", good], "not found"),
+        (["inspect", good], "--tokenizer is missing"),
+        (["inspect", f"{good}.no"], "not found"),
         (["inspect", cut], "truncated"),
         (["tokenize", "--input", bad, "--tokenizer", tokenizer_file], "bad.jsonl, line 2"),
         (["tokenize", "--input", tmp_path / "no", "--tokenizer", tokenizer_file], "cannot be read"),
