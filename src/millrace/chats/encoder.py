@@ -1,11 +1,13 @@
 """Chats into tokens with a proven mask."""
 
 import datetime
+import json
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from millrace.encoding.tokenizer import Tokenizer
 from millrace.errors import ConfigError, TextError
 from millrace.option_class import check_options, identity_of, option
 
+_chats = partial(option, group="chats")
+
 
 def _check_values(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping | None):
@@ -38,6 +42,13 @@ def _check_values(name: str, value: Any) -> dict[str, Any]:
     return values
 
 
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not JSON, such as '{{\"key\": true}}': {error}") from None
+
+
 def _check_date(name: str, value: Any) -> str | None:
     try:
         return None if value is None else datetime.date.fromisoformat(str(value)).isoformat()
@@ -51,30 +62,33 @@ class ChatOptions:
     A ConfigError for one that cannot work."""
 
     # fmt: off
-    template_name: str | None = option("name of one of several templates of the tokenizer", None)
+    template_name: str | None = _chats("name of one of several templates of the tokenizer", None)
     template_arguments: Any = option(
-        "values that the template reads, such as enable_thinking", None, check=_check_values,
-        flags=None)
+        'values that the template reads: {"enable_thinking": false}', None, check=_check_values,
+        parse=_parse_json, metavar="JSON", group="chats")
     date: Any = option(
-        "day that the template takes for today's, if it reads the clock", None, check=_check_date)
-    turns: str = option(
+        "day that the template takes for today's, if it reads the clock", None, check=_check_date,
+        group="chats")
+    turns: str = _chats(
         "turns to train on; weight: those without a `weight` or `train` of 0", "all",
         choices=("all", "last", "weight"))
-    reasoning: bool = option("do not train on reasoning", True)
-    tool_calls: bool = option("do not train on tool calls", True)
-    stop: str | None = option(
+    reasoning: bool = _chats("do not train on reasoning", True)
+    tool_calls: bool = _chats("do not train on tool calls", True)
+    stop: str | None = _chats(
         "text of the token that stops a turn", None, default_text="the one that the template shows")
-    history: str = option(
+    history: str = _chats(
         "what a turn becomes that is rendered in another way if more messages follow: a document "
         "that ends with it, or a bad row", "documents", choices=("documents", "refuse"))
-    mask_routes: int = option("least number of routes that must agree", 2, least=1, most=2)
-    special_text: str = option(
+    mask_routes: int = _chats("least number of routes that must agree", 2, least=1, most=2)
+    special_text: str = _chats(
         "what a row with the text of a special token becomes: a bad row, or that token", "refuse",
         choices=("refuse", "keep"))
     columns: Any = option(
-        "names of columns, by the usual names", None, check=_check_values, flags=None)
+        'names of columns, by the usual names: {"messages": "data.turns"}', None,
+        check=_check_values, parse=_parse_json, metavar="JSON", group="chats")
     roles: Any = option(
-        "the usual roles that others stand for", None, check=_check_values, flags=None)
+        'the usual roles that others stand for: {"customer": "user"}', None, check=_check_values,
+        parse=_parse_json, metavar="JSON", group="chats")
     # fmt: on
 
     def __post_init__(self) -> None:

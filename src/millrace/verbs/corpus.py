@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from millrace.chats import ChatEncoder
+from millrace.chats.encoder import ChatOptions
 from millrace.encoding import ENCODERS, Tokenizer
 from millrace.encoding.training import train_tokenizer
 from millrace.engine import ALREADY, ENVIRONMENT
@@ -18,8 +20,8 @@ from millrace.option_class import StrPath, option, parse_escapes, parse_size, ta
 from millrace.shuffling import shuffle
 from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.text import SentenceSplitter, read_input_list
-from millrace.tokenizing import TokenizeOptions, tokenize
-from millrace.verbs import JsonOption, Verb
+from millrace.tokenizing import TokenizeOptions, TokenizeResult, tokenize
+from millrace.verbs import JsonOption, TemplateOption, Verb
 
 _tokenizer = partial(option, group="tokenizer")
 _documents = partial(option, group="documents")
@@ -70,6 +72,16 @@ class SentenceOptions:
     )
     lang: str = _documents("language of the sentences", "english", metavar="NAME")
     keep_newlines: bool = _documents("keep the space between sentences", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOption:
+    chat: bool = option(
+        "encode conversations by a chat template, and write which tokens are trained on; without "
+        "--json-keys, PREFIX_KEY is PREFIX_chat",
+        False,
+        group="chats",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +140,21 @@ def _tokenize(
     sentences = take_options(SentenceOptions, options)
     if "library" in sentences:
         options["splitter"] = SentenceSplitter(**sentences)
+    chats = {**take_options(TemplateOption, options), **take_options(ChatOptions, options)}
+    is_chat = options.pop("chat", False)
+    if chats and not is_chat:
+        raise ConfigError(f"{', '.join(chats)}: add --chat, or leave this out")
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
         options["tokenizer"] = Tokenizer(tokenizer, **settings)
+        if is_chat:
+            encoder = ChatEncoder(options["tokenizer"], chats.pop("chat_template", None), **chats)
+            options = {"json_keys": ("chat",), **options, "row_encoder": encoder}
         result = tokenize(inputs, show_progress=True, **options)
+    return _tokenize_report(result, as_json)
+
+
+def _tokenize_report(result: TokenizeResult, as_json: bool) -> str:
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
     if as_json:
         report = {
@@ -204,7 +227,16 @@ VERBS = (
     Verb(
         "tokenize",
         _tokenize,
-        (TokenizeOptions, InputListOption, TokenizerOptions, SentenceOptions, JsonOption),
+        (
+            TokenizeOptions,
+            InputListOption,
+            TokenizerOptions,
+            SentenceOptions,
+            ChatOption,
+            TemplateOption,
+            ChatOptions,
+            JsonOption,
+        ),
         "Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also "
         "compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair "
         "per key. A job that was killed continues when the same command runs again.",
