@@ -15,10 +15,10 @@ import numpy as np
 from millrace.chats import conversations
 from millrace.chats.chat_report import ChatReport
 from millrace.chats.markers import CALL, CONTENT, THOUGHT
-from millrace.chats.probes import learn, special_pattern
+from millrace.chats.probes import LOOKS_SPECIAL, learn
 from millrace.chats.proof import Document, Rules, prove
 from millrace.chats.templates import find_template
-from millrace.chats.token_borders import BorderEncoder, byte_spans, trained_tokens
+from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
 from millrace.checks import shown
 from millrace.encoding.row_encoders import EncodedRows
 from millrace.encoding.tokenizer import Tokenizer
@@ -156,7 +156,7 @@ class ChatEncoder:
             kinds=frozenset(kind for kind, is_asked in kinds.items() if is_asked),
             history=self.options.history,
             num_routes=self.options.mask_routes,
-            special=special_pattern(texts),
+            special=re.compile("|".join([*texts, LOOKS_SPECIAL])),
         )
         self.rules, probes = learn(self.template, rules, self.options.stop)
         if problems := _Masks(self._borders, probes).problems:
@@ -283,15 +283,15 @@ class _Masks:
     def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
         self._documents = documents
         self.tokens = borders.encode([one.text for one in documents])
-        spans: list[tuple[int, int]] = []
+        spans: list[list[int]] = []
         stops: list[tuple[int, int]] = []
         for number, document in enumerate(documents):
             of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
-            pairs = [*document.spans, *of_turns]
-            base, count = int(self.tokens.bases[number]), len(document.spans)
-            places = byte_spans(document.text, pairs)
-            spans += [(start + base, end + base) for start, end in places[:count]]
-            stops += [(end + base - 1, number) for _, end in places[count:]]
+            pairs = np.array([*document.spans, *of_turns], np.int64).reshape(-1, 2)
+            places = byte_places(document.text, pairs) + self.tokens.bases[number]
+            count = len(document.spans)
+            spans += places[:count].tolist()
+            stops += [(end - 1, number) for end in places[count:, 1].tolist()]
         array = np.array(spans, np.int64).reshape(-1, 2)
         self.trained, self.is_border = trained_tokens(self.tokens, array)
         ends, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))

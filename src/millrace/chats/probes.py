@@ -1,7 +1,5 @@
 """What a template does with a few conversations: whether it can be used, and how turns stop."""
 
-import re
-from collections.abc import Iterable
 from dataclasses import replace
 
 from millrace.chats.conversations import Conversation, Message
@@ -9,7 +7,7 @@ from millrace.chats.proof import Document, Renderings, Rules, prove, shared_leng
 from millrace.chats.templates import Template
 from millrace.errors import ConfigError, TextError
 
-_SPECIAL = r"<[^\s<>]{1,60}>|\[\|[^\s\[\]|]{1,60}\|\]"
+LOOKS_SPECIAL = r"<[^\s<>]{1,60}>|\[\|[^\s\[\]|]{1,60}\|\]"
 """What is taken for a special token although the tokenizer has none of that text."""
 
 _SYSTEM = {"role": "system", "content": "Rivers drive mills."}
@@ -29,11 +27,6 @@ _CALLS: list[Message] = [
     },
     {"role": "tool", "content": "River Cam", "name": "find_river", "tool_call_id": "call00001"},
 ]
-
-
-def special_pattern(patterns: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of special tokens: those of a tokenizer, and what looks like one."""
-    return re.compile("|".join([*patterns, _SPECIAL]))
 
 
 def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, list[Document]]:

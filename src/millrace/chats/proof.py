@@ -126,10 +126,11 @@ class Renderings:
     def prove(self, length: int, pending: Sequence[int]) -> tuple[Document, set[int]]:
         """The document of the first messages, and the pending turns whose context it has. TextError
         for a last turn that is not proven though nothing follows it."""
-        messages, tags = self.messages[:length], None
+        messages = self.messages[:length]
+        tags: Tags | None = None
         if self.template.has_tags:
-            text, tags = self.template.render_tagged(messages, self.tools)
-            self._texts[length, False] = text
+            tags = []
+            self._texts[length, False] = self.template.render(messages, self.tools, tags=tags)
         text = self.text(length)
         marker = Marker(text, self.template.literals)
         pieces = marker.find(self.template.render(marker.marked(messages), self.tools))

@@ -64,28 +64,15 @@ class JinjaTemplate:
     def literals(self) -> frozenset[str]:
         return frozenset(_LITERALS.findall(self.source))
 
-    def render(self, messages: Sequence[Message], tools: Tools, has_prompt: bool = False) -> str:
-        """The text of some messages, with the generation prompt if `has_prompt`; TextError for
-        messages that the template refuses."""
-        return self._render(messages, tools, has_prompt, None)
-
-    def render_tagged(self, messages: Sequence[Message], tools: Tools) -> tuple[str, Tags]:
-        """The text of some messages, and where the generation tags begin and end in it."""
-        tags: Tags = []
-        return self._render(messages, tools, False, tags), tags
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Plain values: all that decides the text."""
-        return {
-            "template": sha256(self.source.encode()),
-            "template_arguments": dict(self.arguments),
-            "date": self.date,
-            "jinja2": version_of("jinja2"),
-        }
-
-    def _render(
-        self, messages: Sequence[Message], tools: Tools, has_prompt: bool, tags: Tags | None
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        has_prompt: bool = False,
+        tags: Tags | None = None,
     ) -> str:
+        """The text of some messages, with the generation prompt if `has_prompt`; TextError for
+        messages that the template refuses. Where its generation tags are goes to `tags`."""
         values = {"documents": None, **self.arguments, "messages": messages, "tools": tools}
         values["add_generation_prompt"] = has_prompt
         if self.date is not None:
@@ -106,6 +93,15 @@ class JinjaTemplate:
         except BaseException as error:
             reason = f"{error}" or type(error).__name__
             raise TextError(f"{self.name} refuses the chat: {reason}") from None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain values: all that decides the text."""
+        return {
+            "template": sha256(self.source.encode()),
+            "template_arguments": dict(self.arguments),
+            "date": self.date,
+            "jinja2": version_of("jinja2"),
+        }
 
 
 _LOCAL = threading.local()
@@ -153,23 +149,21 @@ class ChatML:
     has_tags = True
     literals: frozenset[str] = frozenset()
 
-    def render(self, messages: Sequence[Message], tools: Tools, has_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        has_prompt: bool = False,
+        tags: Tags | None = None,
+    ) -> str:
         """As `JinjaTemplate.render`."""
-        prompt = "<|im_start|>assistant\n" if has_prompt else ""
-        return self.render_tagged(messages, tools)[0] + prompt
-
-    def render_tagged(self, messages: Sequence[Message], tools: Tools) -> tuple[str, Tags]:
-        """As `JinjaTemplate.render_tagged`."""
-        texts: list[str] = []
-        tags: Tags = []
-        length = 0
+        text, header = "", "<|im_start|>assistant\n"
         for role, body in _turns(messages, tools):
-            text = f"<|im_start|>{role}\n{body}<|im_end|>\n"
-            if role == "assistant":
-                tags.append((length + len("<|im_start|>assistant\n"), length + len(text) - 1))
-            texts.append(text)
-            length += len(text)
-        return "".join(texts), tags
+            start = len(text)
+            text += f"<|im_start|>{role}\n{body}<|im_end|>\n"
+            if role == "assistant" and tags is not None:
+                tags.append((start + len(header), len(text) - 1))
+        return text + header if has_prompt else text
 
     def fingerprint(self) -> dict[str, Any]:
         """As `JinjaTemplate.fingerprint`."""
@@ -227,7 +221,12 @@ def find_template(
         if name is not None or arguments:
             raise ConfigError("ChatML has no names and takes no template_arguments: leave them out")
         return ChatML()
-    values = {**special, **_special_texts(settings), **arguments}
+    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
+    texts = {
+        key: one.get("content") if isinstance(one, dict) else one for key, one in tokens.items()
+    }
+    texts = {key: text for key, text in texts.items() if isinstance(text, str)}
+    values = {**special, **texts, **arguments}  # as transformers gives them
     return JinjaTemplate(source, values, date, place)
 
 
@@ -243,16 +242,6 @@ def _own_template(folder: str, settings: dict[str, Any], name: str) -> str | Non
         names = ", ".join(templates)
         raise ConfigError(f"{folder} has no template {name!r}: give template_name one of {names}")
     return templates.get(name)
-
-
-def _special_texts(settings: dict[str, Any]) -> dict[str, str]:
-    """The special tokens that transformers gives to templates."""
-    texts = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if key.endswith("_token")
-    }
-    return {key: value for key, value in texts.items() if isinstance(value, str)}
 
 
 def _json_file(path: str) -> dict[str, Any]:

@@ -4,7 +4,6 @@ A token that holds characters of both is not trained on, and counted.
 """
 
 import json
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,9 +57,7 @@ class BorderEncoder:
         # Such as tokens that swallow white space around them.
         others = np.flatnonzero(sums[lasts] - sums[firsts] != totals - bases).tolist()
         for number, one in zip(others, self._offsets([texts[at] for at in others]), strict=True):
-            places = _byte_places(
-                texts[number], np.array([end for _, end in one.offsets], np.int64)
-            )
+            places = byte_places(texts[number], np.array([end for _, end in one.offsets], np.int64))
             # Offsets may leave out the space before a word: a token begins where the last ended.
             ends[firsts[number] : lasts[number]] = bases[number] + np.maximum.accumulate(places)
         starts = np.append(0, ends)[:-1]
@@ -96,15 +93,7 @@ def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
     return is_inside[before], (is_touched & ~is_inside)[before]
 
 
-def byte_spans(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of characters as spans of bytes."""
-    if text.isascii() or not spans:
-        return [*spans]
-    places = _byte_places(text, np.array(spans, np.int64)).tolist()
-    return [(start, end) for start, end in places]
-
-
-def _byte_places(text: str, places: Ints) -> Ints:
+def byte_places(text: str, places: Ints) -> Ints:
     """Places of characters as places of bytes."""
     if text.isascii():
         return places
