@@ -10,10 +10,13 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
-from tests.chats.twins import PLAIN, TAGGED, TWINS, Twin, expected
+from tests.chats.twins import PLAIN, TAGGED, TWINS, expected
 from tests.conftest import train_tokenizer
 
 CHAT = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+WITHOUT_PROMPT = (
+    "{% if messages[-1].role != 'assistant' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+)
 SPECIAL = ("<|end|>", "<s>", "[|user|]", "[|assistant|]")
 
 TEXTS = st.one_of(
@@ -179,8 +182,7 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
         ("{{ raise_exception('never') }}", "never"),
         ("{% for", "not Jinja"),
         (PLAIN + "{{ strftime_now('%d') }}", "reads the clock"),
-        ("{% if messages[-1].role != 'assistant' %}{{ raise_exception('no') }}{% endif %}" + PLAIN,
-         "cannot be|mask_routes=1"),
+        (WITHOUT_PROMPT, "mask_routes=1"),
     ],
 )  # fmt: skip
 def test_templates_that_are_refused(tokenizer: Tokenizer, template: str, message: str) -> None:
@@ -189,22 +191,17 @@ def test_templates_that_are_refused(tokenizer: Tokenizer, template: str, message
 
 
 def test_one_route_is_enough_where_it_is_asked_for(tokenizer: Tokenizer) -> None:
-    template = (
-        "{% if messages[-1].role != 'assistant' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
-    )
-    encoder = ChatEncoder(tokenizer, template, mask_routes=1)
-    chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
-    (document,) = encoder.explain({"messages": chat})
+    encoder = ChatEncoder(tokenizer, WITHOUT_PROMPT, mask_routes=1)
+    (document,) = encoder.explain({"messages": CHAT})
     assert document["routes"] == ("markers",)
-    assert trained_text(encoder, chat) == ["a<|end|>"]
+    assert trained_text(encoder, CHAT) == ["a<|end|>"]
 
 
 def test_the_date_and_the_arguments_decide_the_text(tokenizer: Tokenizer) -> None:
     template = PLAIN + "{{ strftime_now('%d %b') }}{{ mood }}"
-    chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
     options = {"date": "2025-01-31", "template_arguments": {"mood": "!"}}
     encoder = ChatEncoder(tokenizer, template, **options)
-    assert encoder.explain({"messages": chat})[0]["text"].endswith("31 Jan!")
+    assert encoder.explain({"messages": CHAT})[0]["text"].endswith("31 Jan!")
     prints = [
         ChatEncoder(tokenizer, template, **{**options, **change}).fingerprint()
         for change in ({}, {"date": "2025-02-01"}, {"template_arguments": {}})
@@ -215,13 +212,12 @@ def test_the_date_and_the_arguments_decide_the_text(tokenizer: Tokenizer) -> Non
 
 def test_tokens_across_a_border(tmp_path: Path) -> None:
     """Without special tokens, "|>" and what follows can be one token."""
-    chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
     path = train_tokenizer(tmp_path / "t.json", ("<|endoftext|>", ">\n[", "]a"))
     with pytest.raises(ConfigError, match=r"part of the token '>\\n\['"):
         ChatEncoder(Tokenizer(path), PLAIN)
     path = train_tokenizer(tmp_path / "u.json", ("<|endoftext|>", "]a"))
     encoder = ChatEncoder(Tokenizer(path), PLAIN)
-    rows, report = encoder.encode_with_report([{"messages": chat}])
+    rows, report = encoder.encode_with_report([{"messages": CHAT}])
     assert rows.problems == {}
     assert report.counts["tokens across a border"] == 1
     assert rows.trained is not None
@@ -241,7 +237,7 @@ def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) ->
     encoder = ChatEncoder(Tokenizer(tmp_path / "other.json"), PLAIN, special_text="keep")
     said = "e\u0301 \u6c34\U0001f30a"
     chat = [{"role": "user", "content": said + " <x> "}, {"role": "assistant", "content": said}]
-    batch = [{"messages": [{**CHAT[0]}, {**CHAT[1]}]}, {"messages": chat}] * 2
+    batch = [{"messages": CHAT}, {"messages": chat}] * 2
     rows = encoder.encode(batch)
     assert rows.trained is not None
     masks = np.split(rows.trained, rows.ends[:-1])
@@ -270,12 +266,3 @@ def test_long_chats_are_rendered_a_fixed_number_of_times(
     assert len(document.turns) == 150
     assert sorted(counts, reverse=True)[:2] == [300, 300]
     assert sum(counts) < 800
-
-
-def test_the_twins_are_not_blind() -> None:
-    """A mask that is off by one character is seen."""
-    chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
-    text, trained = expected(Twin(PLAIN, TWINS["plain"].segments), chat, 1)
-    assert text == "[|user|]u<|end|>\n[|assistant|]a<|end|>"
-    assert "".join(text[at] for at in sorted(trained)) == "a<|end|>"
-    assert np.diff(sorted(trained)).tolist() == [1] * 7

@@ -4,6 +4,7 @@ A twin knows its template's layout, so that its rules are not those of the route
 of a chat in segments, and for each segment the message that it trains, or None.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -57,8 +58,6 @@ SYSTEM_LAST = (  # as in Mistral's, the system message stands before the last me
 
 
 def _calls(message: dict[str, Any]) -> str:
-    import json
-
     functions = [call["function"] for call in message.get("tool_calls", [])]
     return "".join(
         f"<call>{one['name']}{json.dumps(one['arguments'], ensure_ascii=False)}</call>"

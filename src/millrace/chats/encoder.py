@@ -109,9 +109,6 @@ class ChatEncoder:
         options: Fields of `ChatOptions`.
 
     Attributes:
-        tokenizer: The tokenizer.
-        options: The `ChatOptions`.
-        template: The template.
         rules: What a probe conversation told of the template, `stops` above all.
         dtype: Dtype of the tokens, the tokenizer's.
 

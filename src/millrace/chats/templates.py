@@ -18,6 +18,7 @@ from millrace.errors import ConfigError, TextError
 
 Tags = list[tuple[int, int]]
 Tools = list[Any] | None
+Messages = Sequence[Message]
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
@@ -65,11 +66,7 @@ class JinjaTemplate:
         return frozenset(_LITERALS.findall(self.source))
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        has_prompt: bool = False,
-        tags: Tags | None = None,
+        self, messages: Messages, tools: Tools, has_prompt: bool = False, tags: Tags | None = None
     ) -> str:
         """The text of some messages, with the generation prompt if `has_prompt`; TextError for
         messages that the template refuses. Where its generation tags are goes to `tags`."""
@@ -150,11 +147,7 @@ class ChatML:
     literals: frozenset[str] = frozenset()
 
     def render(
-        self,
-        messages: Sequence[Message],
-        tools: Tools,
-        has_prompt: bool = False,
-        tags: Tags | None = None,
+        self, messages: Messages, tools: Tools, has_prompt: bool = False, tags: Tags | None = None
     ) -> str:
         """As `JinjaTemplate.render`."""
         text, header = "", "<|im_start|>assistant\n"
@@ -173,7 +166,7 @@ class ChatML:
 Template = JinjaTemplate | ChatML
 
 
-def _turns(messages: Sequence[Message], tools: Tools) -> list[tuple[str, str]]:
+def _turns(messages: Messages, tools: Tools) -> list[tuple[str, str]]:
     """The role and the text of each turn of ChatML."""
     turns = []
     for message in messages:
@@ -221,13 +214,12 @@ def find_template(
         if name is not None or arguments:
             raise ConfigError("ChatML has no names and takes no template_arguments: leave them out")
         return ChatML()
-    tokens = {key: value for key, value in settings.items() if key.endswith("_token")}
-    texts = {
-        key: one.get("content") if isinstance(one, dict) else one for key, one in tokens.items()
-    }
-    texts = {key: text for key, text in texts.items() if isinstance(text, str)}
-    values = {**special, **texts, **arguments}  # as transformers gives them
-    return JinjaTemplate(source, values, date, place)
+    values = dict(special)
+    for key, value in settings.items():  # transformers gives these to templates
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            values[key] = text
+    return JinjaTemplate(source, {**values, **arguments}, date, place)
 
 
 def _own_template(folder: str, settings: dict[str, Any], name: str) -> str | None:

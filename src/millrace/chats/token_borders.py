@@ -67,10 +67,10 @@ class BorderEncoder:
     def _offsets(self, texts: list[str]) -> Any:
         """What the reference library says of some texts."""
         vocabulary = self.tokenizer.vocabulary
-        if texts and not isinstance(vocabulary, JsonVocabulary):
-            raise ConfigError(f"the tokens of {self.tokenizer.path} are not the bytes of the texts")
-        if not texts or not isinstance(vocabulary, JsonVocabulary):
+        if not texts:
             return []
+        if not isinstance(vocabulary, JsonVocabulary):
+            raise ConfigError(f"the tokens of {self.tokenizer.path} are not the bytes of the texts")
         return vocabulary.library.encode_batch(texts, add_special_tokens=False)
 
 
