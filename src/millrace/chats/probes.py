@@ -34,15 +34,15 @@ def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, li
     or None, and the documents of a probe; ConfigError for a template that cannot be used."""
     messages, has_parts = _readable(template)
     rules = replace(rules, has_parts=has_parts)
-    stops = (stop,) if stop else _stops(template, rules, messages)
-    rules = replace(rules, stops=stops, has_prompt=_has_prompt(template, rules, messages, stops))
+    rules = replace(rules, stops=(stop,) if stop else _stops(template, rules, messages))
+    rules = replace(rules, has_prompt=_has_prompt(template, rules, messages))
     try:
         probe = replace(rules, turns="all", history="documents")
         documents = prove(_chat(messages), template, probe)
     except TextError as error:
         raise ConfigError(f"the masks of {template.name} cannot be proven. {error}") from None
     if not any(turn.stop[0] < turn.stop[1] for one in documents for turn in one.turns):
-        what = " or ".join(map(repr, stops)) or "a special token"
+        what = " or ".join(map(repr, rules.stops)) or "a special token"
         raise ConfigError(f"{template.name} does not end turns with {what}{_NO_STOP}")
     return rules, documents
 
@@ -57,9 +57,7 @@ def _chat(messages: list[Message]) -> Conversation:
     return Conversation(messages, None, [None] * len(messages))
 
 
-def _has_prompt(
-    template: Template, rules: Rules, messages: list[Message], stops: tuple[str, ...]
-) -> bool:
+def _has_prompt(template: Template, rules: Rules, messages: list[Message]) -> bool:
     """Whether generation prompts hold all that stands before answers: the template has such a
     prompt, or answers follow at once, or it ends each chat with the prompt, asked for or not."""
     try:
@@ -68,7 +66,7 @@ def _has_prompt(
         return False
     turn = _text(template, rules, messages).removeprefix(plain)
     header, _, tail = turn.partition(str(messages[-1]["content"]))
-    for stop in stops:
+    for stop in rules.stops:
         tail = tail.rpartition(stop)[2]
     is_always = bool(tail.strip()) and plain.endswith(tail)
     return plain != prompt or not header.strip() or is_always

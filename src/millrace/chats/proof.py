@@ -111,9 +111,10 @@ class Renderings:
         self.tools, self.template, self.rules = chat.tools, template, rules
         self.messages = chat.messages
         if rules.has_parts:
-            parts = [[{"type": "text", "text": one["content"]}] for one in self.messages]
-            pairs = zip(self.messages, parts, strict=True)
-            self.messages = [{**one, "content": content} for one, content in pairs]
+            self.messages = [
+                {**one, "content": [{"type": "text", "text": one["content"]}]}
+                for one in chat.messages
+            ]
         self._texts: dict[tuple[int, bool], str] = {}
 
     def text(self, length: int, has_prompt: bool = False) -> str:
@@ -187,7 +188,8 @@ class _Proof:
         begin, end = marks[first][0], marks[last][0]
         before = marks[first - 1][0] if first else 0
         after = marks[last + 1][0] if last + 1 < len(marks) else None
-        said = self.renderings.messages[message]["content"]
+        messages = self.renderings.messages
+        said = messages[message]["content"]
         shown = self.text[before:begin].rstrip()
         if isinstance(said, str) and said.lstrip()[:8] == "</think>" == shown[-8:]:
             begin = before + len(shown) - 8  # this tag has no marker, see `Marker`
@@ -197,8 +199,13 @@ class _Proof:
             raise _RewrittenError("route markers: nothing of its content is in the rendered text")
         if any(one.kind == CONTENT for one in everything[len(pieces) :]):
             raise _RewrittenError("route markers: its content is rendered twice")
-        key = self._kind_of(message)
-        key = key and (*key, self.text[before:begin])
+        # A template rewrites history by leaving pieces out, or by other text around a turn. So
+        # turns between the same texts, with no piece left out before, have been rendered alike,
+        # and the first of them stands for all. A turn without a key is looked at alone.
+        key: Any = None
+        if message < self.pieces.lost:
+            role, names = messages[message - 1]["role"], tuple(messages[message])
+            key = role, names, tuple(one.kind for one in everything), self.text[before:begin]
         is_call = pieces[0].kind == CALL
         start = self._start(message, key, before, begin, is_call)
         stop = self._stop(message, key and (*key, self.text[end:after], after is None), end, after)
@@ -228,19 +235,6 @@ class _Proof:
         moved = self.pieces._replace(pieces=pieces, marks=marks)
         return _Proof(self.renderings, self.length, prompt + self.text[start:], moved)
 
-    def _kind_of(self, message: int) -> Any:
-        """What tells turns apart beside the text around them; None for a turn to look at alone.
-
-        A template rewrites history by leaving pieces out, or by other text around a turn. So turns
-        between the same texts, with no piece left out before, have been rendered alike, and the
-        first of them stands for all.
-        """
-        if message >= self.pieces.lost:
-            return None
-        messages = self.renderings.messages
-        kinds = tuple(piece.kind for piece in self.by_message.get(message, ()))
-        return messages[message - 1]["role"], tuple(messages[message]), kinds
-
     def _start(self, message: int, key: Any, before: int, begin: int, is_call: bool) -> int | None:
         """Where the generation prompt ends; None if the template cannot render it."""
         rules, prompt = self.renderings.rules, self._prompts.get(key)
@@ -250,7 +244,14 @@ class _Proof:
             except TextError:
                 self.without_prompt.append(message)
                 return None
-            if not self._is_context(message, prompt, before):
+            # It begins as the text does, or agrees with it as far as the chat before the turn.
+            shared = shared_length(prompt, self.text)
+            try:
+                chat = self.renderings.text(message) if shared < len(prompt) else ""
+            except TextError:
+                chat = ""
+            common = shared_length(prompt, chat.rstrip())
+            if shared < len(prompt) and shared < max(before, common):
                 raise _RewrittenError(
                     "route prompt: when the turn is generated, what is before it is rendered in "
                     "another way than when it is trained"
@@ -269,18 +270,6 @@ class _Proof:
             shared = tag.start() if tag.start() < shared < tag.end() else shared
         thought = _NO_THOUGHT.match(self.text, shared, begin)
         return thought.end() if thought else shared
-
-    def _is_context(self, message: int, prompt: str, before: int) -> bool:
-        """Whether a generation prompt begins as the text does: as a whole, or as far as it agrees
-        with the chat before the turn."""
-        shared = shared_length(prompt, self.text)
-        if shared == len(prompt):
-            return True
-        try:
-            chat = self.renderings.text(message)
-        except TextError:
-            return shared >= before
-        return shared >= max(before, shared_length(prompt, chat.rstrip()))
 
     def _stop(self, message: int, key: Any, end: int, after: int | None) -> Span:
         """The stop token after the last piece."""
