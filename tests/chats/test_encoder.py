@@ -77,10 +77,9 @@ def test_special_tokens_in_contents(folder: Path) -> None:
         {"messages": [CHAT[0], {"role": "assistant", "content": "a\ud800"}]},
     ]
     problems = ChatEncoder(tokenizer).encode(rows).problems
-    names = ["message 1 holds", "message 0 holds", "message 1 holds", "the tools hold"]
-    assert len(problems) == 5
-    assert all(names[number][:9] in problems[number] for number in range(4))
-    assert "lone surrogate U+D800" in problems[4]
+    starts = ["message 1 holds", "message 0 holds", "message 1 holds", "the tools holds"]
+    starts.append("message 1 has the lone surrogate U+D800")
+    assert all(problems[number].startswith(start) for number, start in enumerate(starts))
     kept = ChatEncoder(tokenizer, special_text="keep").encode(rows)
     assert list(kept.problems) == [4]
     assert kept.trained is not None

@@ -117,8 +117,7 @@ def check_tokens(tokenizer: Tokenizer, document: dict[str, Any]) -> None:
 def test_a_rewriting_template_gives_a_document_for_each_context(
     encoders: dict[str, ChatEncoder], tokenizer: Tokenizer
 ) -> None:
-    messages = [{"role": role, "content": role[:1]} for role in ["user", "assistant"] * 3]
-    row = {"messages": messages}
+    row = {"messages": CHAT * 3}
     documents = encoders["thinking"].explain(row)
     assert [len(one["text"].split("[|")) for one in documents] == [3, 5, 7]
     encoded, report = encoders["thinking"].encode_with_report([row])
@@ -140,7 +139,7 @@ def trained_text(encoder: ChatEncoder, messages: list[dict[str, Any]]) -> list[s
 def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
     call = {"function": {"name": "f", "arguments": {"a": "b"}}}
     messages: list[dict[str, Any]] = [
-        {"role": "user", "content": "u"},
+        CHAT[0],
         {"role": "assistant", "content": "x", "reasoning_content": "r", "tool_calls": [call]},
         {"role": "tool", "content": "t"},
         {"role": "assistant", "content": "y", "weight": 1},
@@ -244,9 +243,8 @@ def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) ->
     tokens = np.split(rows.tokens, rows.ends[:-1])
     expected = said.replace("e\u0301", "\xe9") if kind == "normalizer" else said
     assert encoder.tokenizer.decode(tokens[1][masks[1]]) == f"{expected}<|end|>"
-    alone = encoder.encode(batch[:1])
-    assert np.array_equal(masks[0], alone.trained)
-    assert np.array_equal(masks[2], alone.trained)
+    alone = encoder.encode(batch[:1]).trained
+    assert all(np.array_equal(masks[number], alone) for number in (0, 2))
 
 
 def test_long_chats_are_rendered_a_fixed_number_of_times(
@@ -261,8 +259,7 @@ def test_long_chats_are_rendered_a_fixed_number_of_times(
         return render(self, messages, *rest)
 
     monkeypatch.setattr(type(encoder.template), "render", counting)
-    messages = [{"role": role, "content": "the mill"} for role in ["user", "assistant"] * 150]
-    (document,) = encoder.documents({"messages": messages})
+    (document,) = encoder.documents({"messages": CHAT * 150})
     assert len(document.turns) == 150
     assert sorted(counts, reverse=True)[:2] == [300, 300]
     assert sum(counts) < 800

@@ -70,14 +70,13 @@ def _segments(
     body: Callable[[int, dict[str, Any]], str] = lambda number, message: message["content"],
     *,
     start: str = "",
-    end: str = "<|end|>",
     after: str = "\n",
 ) -> Segments:
     segments: Segments = [(start, None)]
     for number, message in enumerate(messages):
         role, text = message["role"], body(number, message) + _calls(message)
         target = number if role == "assistant" else None
-        segments += [(f"[|{role}|]", None), (text + end, target), (after, None)]
+        segments += [(f"[|{role}|]", None), (text + "<|end|>", target), (after, None)]
     return segments
 
 
