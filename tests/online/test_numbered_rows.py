@@ -181,7 +181,7 @@ class Columns:
 def test_rows_of_memory() -> None:
     rows = open_rows(Columns())
     assert rows.rows([8, 0]) == [{"text": "8"}, {"text": "0"}]
-    assert rows.fingerprint()["content"] == "f00d"
+    assert rows.fingerprint()["parts"] == [["memory", 9, "f00d"]]
     rows = open_rows(({"text": "a"}, 5, {"n": np.int64(1)}))
     assert rows.rows([0, 2]) == [{"text": "a"}, {"n": 1}]
     with pytest.raises(TextError, match="row 1 of the tuple: the row is 5; a dictionary"):
@@ -200,7 +200,7 @@ def test_what_has_no_numbers_is_refused_with_the_remedy(tmp_path: Path) -> None:
         writer.write_table(table)
     for name, problem in {
         "a.jsonl.gz": r"compressed \(gzip\).*decompress it.*StreamDataset",
-        "a.txt": "plain text",
+        "a.txt": "of the format text",
         "pipe.jsonl": "a pipe",
         "stream.arrow": "an Arrow stream.*new_file",
         "missing.jsonl": "cannot be read",

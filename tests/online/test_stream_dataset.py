@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, Loader, ResumeError, TextError, _native
-from millrace.feed import SampleOptions
 from millrace.online import StreamDataset, TextRows
 from millrace.online.text_dataset import epoch_key
 from millrace.testing import assert_resumes
 from tests.online.encoders import BYTES, EOD, Marked
 
 PACKINGS = ["documents", "joined", "packs"]
-LONG = ["cut", "split", "drop"]
 KINDS = ["function", "no argument", "state", "iterable"]
 
 
@@ -51,7 +49,7 @@ def source_of(kind: str, rows: list[Any]) -> Any:
 
 def expected_samples(
     rows: list[Any], encoder: Any, *, packing: str, buffer: int, seed: int, length: int,
-    extra: bool, per_sample: int, long_documents: str,
+    extra: bool, per_sample: int,
 ) -> list[list[tuple[int, bool]]]:  # fmt: skip
     """The samples, token by token: each with whether it is trained on."""
     size = buffer if buffer > 1 else 64
@@ -74,11 +72,7 @@ def expected_samples(
     if packing == "joined":
         tokens = [token for one in flat for token in one]
         return [tokens[n : n + capacity] for n in range(0, max(len(tokens) - extra, 0), length)]
-    pieces = []
-    for one in flat:
-        count = {"cut": 1, "drop": len(one) <= capacity, "split": -(-len(one) // capacity)}
-        for n in range(count[long_documents]):
-            pieces.append(one[n * capacity : (n + 1) * capacity])
+    pieces = [one[n : n + capacity] for one in flat for n in range(0, len(one), capacity)]
     samples: list[list[tuple[int, bool]]] = []
     for piece in filter(None, pieces):
         if not samples or len(samples[-1]) + len(piece) > capacity:
@@ -96,7 +90,6 @@ CASES = {
     "per_sample": st.integers(1, 3),
     "length": st.integers(1, 12),
     "extra": st.booleans(),
-    "long_documents": st.sampled_from(LONG),
     "seed": st.integers(0, 99),
     "sizes": st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
     "stop": st.integers(0, 5),
@@ -120,14 +113,13 @@ def test_no_row_is_lost_or_repeated(case: dict[str, Any]) -> None:
             rows_per_sample=case["per_sample"],
             shuffle_buffer=case["buffer"],
             seed=case["seed"],
-            long_documents=case["long_documents"],
             sequence_length=case["length"],
             add_extra_token=case["extra"],
         )
         share = {"data_parallel_rank": rank, "data_parallel_size": size}
         return Loader(dataset, micro_batch_size=micro, drop_last=False, prefetch=0, **share)
 
-    names = ("packing", "buffer", "seed", "length", "extra", "per_sample", "long_documents")
+    names = ("packing", "buffer", "seed", "length", "extra", "per_sample")
     expected = expected_samples(rows, encoder, **{name: case[name] for name in names})
     stream = loader(0, 1, 1).dataset.stream
     whole, state = [], None
@@ -168,8 +160,8 @@ def test_it_resumes_from_every_step_with_threads(packing: str, kind: str) -> Non
 
     def loader() -> Loader:
         source = source_of(kind, rows)
-        options = {"packing": packing, "shuffle_buffer": 7, "long_documents": "cut"}
-        dataset = StreamDataset(source, Marked(), sequence_length=12, **options)  # type: ignore[arg-type]
+        options: Any = {"packing": packing, "shuffle_buffer": 7}
+        dataset = StreamDataset(source, Marked(), sequence_length=12, **options)
         return Loader(dataset, micro_batch_size=2, prefetch=4)
 
     assert assert_resumes(loader) >= 10
@@ -241,7 +233,6 @@ def test_wrong_arguments() -> None:
         ({"source": 5}, "source is a int; give"),
         ({"encoder": BYTES.tokenizer}, "encoder is a Tokenizer"),
         ({"packing": "gpt"}, "packing must be one of"),
-        ({"long_documents": "keep"}, "long_documents must be one of"),
         ({"rows_per_sample": 0}, "rows_per_sample"),
         ({"shuffle_buffer": -1}, "shuffle_buffer"),
         ({"shuffle_buffer": True}, "shuffle_buffer"),
@@ -251,11 +242,6 @@ def test_wrong_arguments() -> None:
         values: Any = {"source": rows, "encoder": BYTES, "sequence_length": 4, **options}
         with pytest.raises(ConfigError, match=problem):
             StreamDataset(values.pop("source"), values.pop("encoder"), **values)
-    options_ = SampleOptions(sequence_length=np.int64(3))
-    dataset = StreamDataset(
-        rows, BYTES, options=options_, seed=np.int64(1), shuffle_buffer=np.int64(4)
-    )
+    integers: Any = {"sequence_length": 3, "seed": 1, "shuffle_buffer": 4}
+    dataset = StreamDataset(rows, BYTES, **{key: np.int64(n) for key, n in integers.items()})
     assert next(Loader(dataset, micro_batch_size=1))["tokens"].tolist() == [[ord("a"), EOD, 0]]
-    long = StreamDataset([{"text": "abcd"}], BYTES, packing="packs", sequence_length=2)
-    with pytest.raises(TextError, match=r"row 0 .* of 5 tokens; samples have 3\. Choose"):
-        next(Loader(long, micro_batch_size=1))

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, GPTDataset, IndexedDataset, Loader, ResumeError, TextError
-from millrace.feed import SampleOptions
 from millrace.online import TextDataset, open_rows
 from millrace.order import PackedOrder
 from millrace.testing import assert_resumes
@@ -166,8 +165,6 @@ def test_bad_rows(tmp_path: Path, line: bytes, reason: str) -> None:
                 path, encoder, sequence_length=4, cache=tmp_path / "c", on_error=on_error
             )
             assert cached.tokens([0, 1]).tokens.tolist() == [ord("a"), EOD, ord("b"), EOD]
-            assert cached.pair is not None
-            assert cached.pair.num_skipped == 1
         assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 1 + (encoder is not BYTES)
 
 
@@ -264,8 +261,7 @@ def show_temporary(path: Path) -> None:
     child.join()
     assert child.exitcode == 0
     assert dataset.batch([0])["tokens"].tolist()
-    assert dataset.pair is not None
-    print(os.path.dirname(dataset.pair.prefix))
+    print(os.path.dirname(dataset.prefix))
 
 
 def test_a_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
@@ -285,7 +281,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"on_error": 5}, "on_error must be one of"),
         ({"order": "random", "seed": 1}, "order must be one of gpt, packs"),
         ({"order": "gpt"}, "seed, which this order needs,"),
-        ({"order": "packs", "seed": 1, "order_options": {"room": 1}}, "order_options"),
+        ({"order": "packs", "seed": 1, "order_options": {"room": 1}}, "no option room"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"seed": 1.5}, "seed must be a whole number"),
         ({"num_samples": -1}, "num_samples"),
@@ -296,5 +292,5 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         values: Any = {"rows": rows, "encoder": BYTES, "sequence_length": 4, **options}
         with pytest.raises(ConfigError, match=problem):
             TextDataset(values.pop("rows"), values.pop("encoder"), **values)
-    dataset = TextDataset(rows, BYTES, options=SampleOptions(sequence_length=np.int64(2)))
+    dataset = TextDataset(rows, BYTES, sequence_length=np.int64(2))
     assert dataset[np.int64(0)]["tokens"].tolist() == [ord("a"), EOD]

@@ -169,13 +169,6 @@ def no_column(source: str, key: str, columns: list[str], kind: str = "") -> Text
     )
 
 
-def check_names(columns: Sequence[str], source: str) -> None:
-    """TextError if two columns have one name, so that a row is not a dictionary."""
-    if len({*columns}) < len(columns):
-        twice = next(name for name in columns if list(columns).count(name) > 1)
-        raise TextError(f'{source} has several columns "{twice}": give each its own name')
-
-
 def read_records(
     stream: ByteStream,
     separator: bytes,
