@@ -62,19 +62,15 @@ def _sizes(prefix: str) -> list[int]:
 def _turn(place: str, show_progress: bool) -> Iterator[None]:
     """Waits until no other process makes the files, and shows how far it is."""
     with contextlib.ExitStack() as stack:
-        with Progress("wait for tokens", enabled=show_progress) as progress:
-            # Without progress, the wait for the lock itself warns and names the holder.
-            lock = file_lock(f"{place}.lock", limit=1 if show_progress else None)
-            while True:
-                with contextlib.suppress(BlockingIOError):
-                    stack.enter_context(lock)
-                    break
-                lock = file_lock(f"{place}.lock", limit=1)
-                done = glob.glob(f"{glob.escape(place)}.journal/*/done.jsonl")
-                size = sum(map(os.path.getsize, done))
-                progress.update(
-                    0, f"another process tokenises the rows ({size:,} bytes of journal)"
-                )
+        progress = stack.enter_context(Progress("wait for tokens", enabled=show_progress))
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                # Without progress, the wait for the lock itself warns and names the holder.
+                stack.enter_context(file_lock(f"{place}.lock", limit=1 if show_progress else None))
+                break
+            done = glob.glob(f"{glob.escape(place)}.journal/*/done.jsonl")
+            size = sum(map(os.path.getsize, done))
+            progress.update(0, f"another process tokenises the rows ({size:,} bytes of journal)")
         yield
 
 

@@ -56,13 +56,7 @@ class MemoryPart:
             columns = self._source[numbers.tolist()]  # one call, which reads few pages
             values = zip(*columns.values(), strict=True)
             return [dict(zip(columns, row, strict=True)) for row in values]
-        rows = [self._source[number] for number in numbers.tolist()]
-        return [
-            dict(row)
-            if isinstance(row, Mapping)
-            else BadDocumentError(f"the row is {shown(row, 60)}; a dictionary is needed")
-            for row in rows
-        ]
+        return [_checked(self._source[number]) for number in numbers.tolist()]
 
     def place(self, number: int) -> str:
         return f"row {number} of the {type(self._source).__name__}"
@@ -166,6 +160,12 @@ class Rows:
     def range(self, start: int = 0, stop: int = -1) -> Rows:
         """The rows from `start` up to `stop` of all parts; without ends, all."""
         return Rows(self.parts, self.folder, self.max_size, start, stop)
+
+
+def _checked(row: Any) -> Row:
+    if isinstance(row, Mapping):
+        return dict(row)
+    return BadDocumentError(f"the row is {shown(row, 60)}; a dictionary is needed")
 
 
 def _is_dataset(source: Any) -> bool:

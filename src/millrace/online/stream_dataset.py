@@ -1,8 +1,7 @@
 """Samples of rows that can only be read in turn: a shuffle buffer, a packer, and a small state."""
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from millrace.online.text_dataset import epoch_key
 from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import TokenBatch
 
+_PACKINGS = ("documents", "joined", "packs")
 _WINDOW = 64  # rows that are read, and encoded, at a time
 _REMEDY = (
     "give a function from a row number to the rows from there on, or an object with state_dict and "
@@ -36,7 +36,6 @@ class _Source:
             )
         self._source, self._has_begun = source, False
         self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-        self._takes_number = not self._has_state and callable(source) and _needs_argument(source)
         self.first = source.state_dict() if self._has_state else 0
         self.can_resume = not isinstance(source, Iterator) or self._has_state
 
@@ -49,20 +48,15 @@ class _Source:
         if self._has_state:
             source.load_state_dict(state)
             rows = iter(source)
-        elif self._takes_number:
+        elif callable(source):
             rows = iter(source(state))
         else:
-            rows = itertools.islice(source() if callable(source) else source, state, None)
+            rows = itertools.islice(source, state, None)
         while True:
             window = list(itertools.islice(rows, size))
             after = source.state_dict() if self._has_state else state + len(window)
             yield state, window
             state = after
-
-
-def _needs_argument(function: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(one.default is one.empty and one.kind < one.VAR_POSITIONAL for one in parameters)
 
 
 class _Part(NamedTuple):
@@ -78,7 +72,7 @@ class _Part(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row's documents, and the ends of those that have tokens; or why it is bad."""
+    """A row's documents and their ends, or why it is bad."""
 
     whole: _Part
     ends: list[int]
@@ -161,17 +155,11 @@ class _Cursor:
 
 
 class RowStream(Renewed):
-    """A `TokenStream` of rows: see `StreamDataset`.
-
-    Attributes:
-        source, encoder: The source, and the encoder of its rows.
-        window_size: Number of rows that are read, and shuffled, at a time.
-        is_shuffled, seed: Whether they are shuffled, and by which seed.
-    """
+    """A `TokenStream` of rows: see `StreamDataset`."""
 
     _renewed = ("_cursor", "_after")
 
-    def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, **options: Any):
+    def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
         self.source, self.encoder = _Source(source), check_encoder("encoder", encoder)
         self._capacity = samples.sequence_length + samples.add_extra_token
         self._extra = int(samples.add_extra_token)
@@ -237,12 +225,9 @@ class RowStream(Renewed):
         """What decides the samples, but for the rows; ConfigError if they cannot be read again."""
         if consumed_samples and not self.source.can_resume:
             raise ConfigError(f"an iterator has no state, so this run cannot resume: {_REMEDY}")
-        sizes = [self._capacity, self._capacity - self._extra]
+        sizes = [self._capacity, self._extra]
         entries = {"kind": "row stream", "sizes": sizes, "encoder": self.encoder.fingerprint()}
         return {**entries, **self._options}
-
-
-_PACKINGS = ("documents", "joined", "packs")
 
 
 def _batch_of(samples: list[list[_Part]], dtype: np.dtype[Any]) -> TokenBatch:
@@ -261,11 +246,10 @@ def _batch_of(samples: list[list[_Part]], dtype: np.dtype[Any]) -> TokenBatch:
 class StreamDataset(TokenStreamDataset):
     """Samples of rows that can only be read in turn, for a `Loader`.
 
-    The source is read in windows of `shuffle_buffer` rows, each of which is shuffled. The state of
-    the loader says where a window began in the source, and how many of its rows, and tokens of the
-    next one, were handed out: the window is read again after a resume, and no row is lost or
-    repeated. Every rank reads all rows. With "documents" it tokenises its own; the others need the
-    lengths of all, so every rank tokenises all.
+    The source is read in windows of `shuffle_buffer` rows, each of which is shuffled. The loader's
+    state says where a window began in the source, and what of it was handed out: after a resume it
+    is read again, and no row is lost or repeated. Every rank reads all rows. With "documents" it
+    tokenises its own; the others need the lengths of all, so every rank tokenises all.
 
     Args:
         source: A function from a row number to an iterable of the rows from there on; an object
@@ -289,9 +273,7 @@ class StreamDataset(TokenStreamDataset):
         >>> from millrace import Loader
         >>> from millrace.encoding import Tokenizer
         >>> from millrace.encoding.row_encoders import TextRows
-        >>> def rows(first):
-        ...     return ({"text": "abcdef"[number] * 3} for number in range(first, 6))
-        >>> encoder = TextRows(Tokenizer("bytes"))
+        >>> rows, encoder = [{"text": "aaa"}, {"text": "bbb"}], TextRows(Tokenizer("bytes"))
         >>> dataset = StreamDataset(rows, encoder, packing="joined", sequence_length=7)
         >>> loader = Loader(dataset, micro_batch_size=1)
         >>> bytes(next(loader)["tokens"][0].astype(np.uint8))
@@ -315,17 +297,13 @@ class StreamDataset(TokenStreamDataset):
         **sample_options: Any,
     ) -> None:
         options = SampleOptions(**sample_options)
-        stream = RowStream(
-            source,
-            encoder,
-            options,
-            packing=packing,
-            rows_per_sample=rows_per_sample,
-            shuffle_buffer=shuffle_buffer,
-            seed=seed,
-            rows=dict(fingerprint or {}),
-        )
-        super().__init__(stream, options)
+        plain: dict[str, Any] = {
+            "rows": dict(fingerprint or {}),
+            "packing": packing,
+            "rows_per_sample": rows_per_sample,
+        }
+        plain |= {"shuffle_buffer": shuffle_buffer, "seed": seed}
+        super().__init__(RowStream(source, encoder, options, plain), options)
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
         return self.stream.read(state, count, own)

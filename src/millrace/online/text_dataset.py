@@ -8,13 +8,12 @@ import numpy as np
 
 from millrace import _native
 from millrace.checks import MAX_INT64, check_choice, check_int
-from millrace.deferred import Deferred
 from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder, encode_rows
 from millrace.errors import ConfigError, TextError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
-from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
-from millrace.order.order_plans import PlanOf, build_arrays, plan_order
+from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, PackPlan, Spans
+from millrace.order.order_plans import PlanOf, build_order
 from millrace.ragged import sizes_of, spread
 from millrace.samples.dataset import TokenDataset
 from millrace.samples.fields import SampleOptions
@@ -207,7 +206,14 @@ class TextDataset(TokenDataset):
         folder = rows.folder if cache is None else folder_of(cache)
         job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
         store = tokenized(base, encoder, folder, **job)
-        start, stop = _documents(store, rows, len(base))
+        start, stop = (
+            (0, store.num_documents) if len(rows) == len(base) else (rows.start, rows.stop)
+        )
+        if len(rows) < len(base) != store.num_documents:
+            raise ConfigError(
+                f"{len(base)} rows became {store.num_documents} documents, so a part of them is "
+                "not a range of documents: keep train and valid in files of their own"
+            )
         if order is None:
             online = (rows, encoder, capacity, stop - start, on_error, seed, num_samples)
             super().__init__(StoredDocuments(store, start, has_mask, *online), options)
@@ -223,28 +229,10 @@ class TextDataset(TokenDataset):
             seed=check_int("seed, which this order needs,", seed, 0),
             load_lengths=partial(getattr, store, "sequence_lengths"),
         )
-        source: Any = StoredTokens(store, _order_of(order, order_options, inputs, store.prefix))
+        plan: Any = order
+        if isinstance(order, str):
+            plan = _PLANS[check_choice("order", order, (*_PLANS,))]
+        plan_of = partial(getattr(plan, "of", plan), **(order_options or {}))
+        source: Any = StoredTokens(store, build_order(plan_of, inputs, store.prefix))
         source = TokenDataset(source, options) if has_mask else source
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
-
-
-def _order_of(
-    order: str | PlanOf, order_options: dict[str, Any] | None, inputs: OrderInputs, prefix: str
-) -> Order:
-    plan_of: Any = order
-    if isinstance(order, str):
-        plan_of = _PLANS[check_choice("order", order, (*_PLANS,))]
-    plan = plan_order(plan_of, inputs, prefix, order_options)
-    return plan.load(inputs, Deferred.of(build_arrays(plan, inputs, prefix)))
-
-
-def _documents(store: IndexedDataset, rows: Rows, num_rows: int) -> tuple[int, int]:
-    """The documents of a range of the rows."""
-    if len(rows) == num_rows:
-        return 0, store.num_documents
-    if store.num_documents != num_rows:
-        raise ConfigError(
-            f"{num_rows} rows became {store.num_documents} documents, so a part of the rows is not "
-            "a range of documents: keep train and valid in files of their own"
-        )
-    return rows.start, rows.stop
