@@ -137,7 +137,7 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path, kind: str) -> None:
         if kind == "replace":
             os.replace(tmp_path / "new", path)
         os.utime(path, ns=(0, 5))
-    with pytest.raises(TextError, match="cannot be read|was changed|written to"):
+    with pytest.raises(TextError, match=r"cannot be read|was changed|written to"):
         rows.rows([0])
     if kind != "remove":
         again = open_rows(path, cache=cache)

@@ -2,6 +2,7 @@
 
 import contextlib
 import glob
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -111,10 +112,9 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> str:
 def _write_lines(rows: Rows, path: str) -> None:
     """Writes rows in memory as JSON lines, for a job that reads files."""
     with atomic_file(path, durable=False) as file:
-        for block in rows.blocks():
+        for number, row in enumerate(itertools.chain.from_iterable(rows.blocks())):
             try:
-                file.writelines(json.dumps(row).encode() + b"\n" for row in block)
+                file.write(json.dumps(row).encode() + b"\n")
             except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f"a row cannot be written as JSON ({error}): give texts, numbers, lists, dicts"
-                ) from None
+                problem = f"{rows.place(number)} cannot be written as JSON ({error})"
+                raise ConfigError(f"{problem}: give texts, numbers, lists, dicts") from None

@@ -233,10 +233,11 @@ class RowStream(Renewed):
 def _batch_of(samples: list[list[_Part]], dtype: np.dtype[Any]) -> TokenBatch:
     parts = [part for sample in samples for part in sample]
     sizes = [len(part.tokens) for part in parts]
+    trained = np.concatenate([np.empty(0, np.bool_), *(part.trained for part in parts)])
     return TokenBatch(
         np.concatenate([np.empty(0, dtype), *(part.tokens for part in parts)]),
         np.cumsum([sum(len(part.tokens) for part in sample) for sample in samples]),
-        np.concatenate([np.empty(0, np.bool_), *(part.trained for part in parts)]),
+        None if trained.all() else trained,
         part_starts=np.cumsum([0, *sizes])[:-1],
         part_sequence=np.array([part.row for part in parts], np.int64),
         part_offset=np.array([part.offset for part in parts], np.int64),

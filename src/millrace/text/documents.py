@@ -32,8 +32,7 @@ class Query:
         reject: Function called for each line that cannot be used; it raises or takes note.
         id_key: Key of a document's id.
         skip_empty: Whether a document without text under all keys is rejected.
-        whole: Whether a document is a whole record, a dictionary, in place of its texts; `keys` is
-            ("text",) then.
+        whole: Whether a document is a whole record, a dictionary, in place of its texts.
         max_size: Size of the longest line, record or text in bytes. A longer one is never in
             memory, but for Parquet and Arrow.
         block_size: Number of bytes to read at a time.

@@ -146,7 +146,7 @@ def _read(
     """Batches of documents with the number of their part; notes in the record what was read."""
     for number, part in enumerate(work.parts):
         query = Query(
-            keys=tuple(options.json_keys) if options.row_encoder is None else ("text",),
+            keys=tuple(options.json_keys),
             reject=functools.partial(rejects.add, number),
             id_key=options.id_key,
             # Megatron-LM makes an empty document of an empty text.
