@@ -274,6 +274,7 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"order": "random", "seed": 1}, "order must be one of gpt, packs"),
         ({"order": "gpt"}, "seed, which this order needs,"),
         ({"order": "packs", "seed": 1, "order_options": {"room": 1}}, "no option room"),
+        ({"order": "gpt", "seed": 1, "order_options": {"room": 1}}, "order_options"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"seed": 1.5}, "seed must be a whole number"),
         ({"sequence_length": 0}, "sequence_length"),

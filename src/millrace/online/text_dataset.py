@@ -229,10 +229,9 @@ class TextDataset(TokenDataset):
             seed=check_int("seed, which this order needs,", seed, 0),
             load_lengths=partial(getattr, store, "sequence_lengths"),
         )
-        plan: Any = order
         if isinstance(order, str):
-            plan = _PLANS[check_choice("order", order, (*_PLANS,))]
-        plan_of = partial(getattr(plan, "of", plan), **(order_options or {}))
-        source: Any = StoredTokens(store, build_order(plan_of, inputs, store.prefix))
+            order = _PLANS[check_choice("order", order, (*_PLANS,))]
+        built = build_order(order, inputs, store.prefix, order_options)
+        source: Any = StoredTokens(store, built)
         source = TokenDataset(source, options) if has_mask else source
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
