@@ -58,6 +58,7 @@ WIDER_CLASSES = {
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
     **dict.fromkeys(("Description", "ShardsDescription", "Measurement"), "a report"),
     "ShuffleResult": "a report",
+    "Output": "every file that a job writes",
     "ShardsMetadata": "the entries of metadata.json",
     **dict.fromkeys(("BlendedMegatronDatasetConfig", "GPTDatasetConfig"), "Megatron-LM's fields"),
 }

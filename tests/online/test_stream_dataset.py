@@ -1,8 +1,9 @@
 """Samples of rows in turn: what they hold, and that no row is lost or repeated by a resume."""
 
+import itertools
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,15 +11,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, Loader, ResumeError, TextError, _native
-from millrace.feed import SampleOptions
 from millrace.online import StreamDataset, TextRows
 from millrace.online.text_dataset import epoch_key
 from millrace.testing import assert_resumes
 from tests.online.encoders import BYTES, EOD, Marked
 
 PACKINGS = ["documents", "joined", "packs"]
-LONG = ["cut", "split", "drop"]
-KINDS = ["function", "no argument", "state", "iterable"]
+KINDS = ["function", "state", "iterable"]
 
 
 class Stateful:
@@ -40,45 +39,41 @@ class Stateful:
 
 
 def source_of(kind: str, rows: list[Any]) -> Any:
-    sources: dict[str, Callable[[], Any]] = {
-        "function": lambda: lambda first: iter(rows[first:]),
-        "no argument": lambda: lambda: iter(rows),
-        "state": lambda: Stateful(rows),
-        "iterable": lambda: rows,
-    }
-    return sources[kind]()
+    functions = {"function": lambda first: iter(rows[first:]), "iterable": rows}
+    return functions.get(kind) or Stateful(rows)
 
 
-def expected_samples(
-    rows: list[Any], encoder: Any, *, packing: str, buffer: int, seed: int, length: int,
-    extra: bool, per_sample: int, long_documents: str,
-) -> list[list[tuple[int, bool]]]:  # fmt: skip
-    """The samples, token by token: each with whether it is trained on."""
-    size = buffer if buffer > 1 else 64
-    windows = [rows[start : start + size] for start in range(0, len(rows), size)]
-    documents: list[list[list[tuple[int, bool]]]] = []  # of each row
-    for number, window in enumerate(windows):
+def joined(lists: Any) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def pieces_of(tokens: Any, ends: Any, trained: Any) -> list[list[tuple[int, bool]]]:
+    """The tokens between ends, each with whether it is trained on."""
+    trained = np.ones(len(tokens), np.bool_) if trained is None else trained
+    pairs, bounds = list(zip(tokens.tolist(), trained.tolist(), strict=True)), [0, *ends.tolist()]
+    return [pairs[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def expected_samples(rows: list[Any], encoder: Any, case: Any) -> list[list[tuple[int, bool]]]:
+    """The samples, token by token."""
+    length, extra, count = case["length"], case["extra"], case["per_sample"]
+    size = case["buffer"] if case["buffer"] > 1 else 64
+    documents = []  # of each row
+    for number, start in enumerate(range(0, len(rows), size)):
+        window = rows[start : start + size]
         places = np.arange(len(window))
-        if buffer > 1:
-            places = _native.swap_or_not(places, len(window), epoch_key(seed, number), True)
-        for place in places.tolist():
-            tokens, ends, trained, _, _ = encoder.encode([window[place]])
-            trained = np.ones(len(tokens), np.bool_) if trained is None else trained
-            pairs = list(zip(tokens.tolist(), trained.tolist(), strict=True))
-            documents.append([pairs[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)])
-    capacity, flat = length + extra, [one for row in documents for one in row]
-    if packing == "documents":
-        groups = [documents[n : n + per_sample] for n in range(0, len(documents), per_sample)]
-        joined = [[token for row in group for one in row for token in one] for group in groups]
-        return [sample[:capacity] for sample in joined]
-    if packing == "joined":
-        tokens = [token for one in flat for token in one]
+        if case["buffer"] > 1:
+            key = epoch_key(case["seed"], number)
+            places = _native.swap_or_not(places, len(window), key, True)
+        documents += [pieces_of(*encoder.encode([window[place]])[:3]) for place in places.tolist()]
+    capacity, flat = length + extra, joined(documents)
+    if case["packing"] == "documents":
+        groups = [documents[n : n + count] for n in range(0, len(documents), count)]
+        return [joined(joined(group))[:capacity] for group in groups]
+    if case["packing"] == "joined":
+        tokens: list[tuple[int, bool]] = joined(flat)
         return [tokens[n : n + capacity] for n in range(0, max(len(tokens) - extra, 0), length)]
-    pieces = []
-    for one in flat:
-        count = {"cut": 1, "drop": len(one) <= capacity, "split": -(-len(one) // capacity)}
-        for n in range(count[long_documents]):
-            pieces.append(one[n * capacity : (n + 1) * capacity])
+    pieces = [one[n : n + capacity] for one in flat for n in range(0, len(one), capacity)]
     samples: list[list[tuple[int, bool]]] = []
     for piece in filter(None, pieces):
         if not samples or len(samples[-1]) + len(piece) > capacity:
@@ -96,7 +91,6 @@ CASES = {
     "per_sample": st.integers(1, 3),
     "length": st.integers(1, 12),
     "extra": st.booleans(),
-    "long_documents": st.sampled_from(LONG),
     "seed": st.integers(0, 99),
     "sizes": st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
     "stop": st.integers(0, 5),
@@ -106,37 +100,24 @@ CASES = {
 @settings(max_examples=500, deadline=None)
 @given(case=st.fixed_dictionaries(CASES))
 def test_no_row_is_lost_or_repeated(case: dict[str, Any]) -> None:
-    rows = [
-        {"text": text, "again": case["again"] and n % 3 == 0}
-        for n, text in enumerate(case["texts"])
-    ]
+    again = case["again"]
+    rows = [{"text": text, "again": again and n % 3 == 0} for n, text in enumerate(case["texts"])]
     encoder: Any = Marked() if case["again"] else BYTES
 
     def loader(rank: int, size: int, micro: int) -> Loader:
-        dataset = StreamDataset(
-            source_of(case["kind"], rows),
-            encoder,
-            packing=case["packing"],
-            rows_per_sample=case["per_sample"],
-            shuffle_buffer=case["buffer"],
-            seed=case["seed"],
-            long_documents=case["long_documents"],
-            sequence_length=case["length"],
-            add_extra_token=case["extra"],
-        )
+        options = {"packing": case["packing"], "rows_per_sample": case["per_sample"]}
+        options |= {"shuffle_buffer": case["buffer"], "seed": case["seed"]}
+        options |= {"sequence_length": case["length"], "add_extra_token": case["extra"]}
+        dataset = StreamDataset(source_of(case["kind"], rows), encoder, **options)
         share = {"data_parallel_rank": rank, "data_parallel_size": size}
         return Loader(dataset, micro_batch_size=micro, drop_last=False, prefetch=0, **share)
 
-    names = ("packing", "buffer", "seed", "length", "extra", "per_sample", "long_documents")
-    expected = expected_samples(rows, encoder, **{name: case[name] for name in names})
+    expected = expected_samples(rows, encoder, case)
     stream = loader(0, 1, 1).dataset.stream
     whole, state = [], None
     while len(batch := stream.read(state, 2)[0]):
         state = stream.read(state, 2)[1]  # the same state again: read again from the source
-        trained = np.ones(len(batch.tokens), np.bool_) if batch.trained is None else batch.trained
-        pairs = list(zip(batch.tokens.tolist(), trained.tolist(), strict=True))
-        ends = batch.ends.tolist()
-        whole += [pairs[a:b] for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        whole += pieces_of(batch.tokens, batch.ends, batch.trained)
         assert len(json.dumps(state)) < 150  # never tokens
     assert whole == expected
     first, micro, second = case["sizes"]
@@ -145,8 +126,7 @@ def test_no_row_is_lost_or_repeated(case: dict[str, Any]) -> None:
     for _ in range(case["stop"]):
         rows_seen += [row for one in ranks for row in next(one, {"tokens": []})["tokens"]]
     states = [json.loads(json.dumps(one.state_dict())) for one in ranks]
-    consumed = [state["consumed_samples"] for state in states]
-    if len({*consumed}) > 1:
+    if len({state["consumed_samples"] for state in states}) > 1:
         return  # the last, partial step has samples for some ranks alone
     assert states == [states[0]] * first
     others = [loader(rank, second, 1) for rank in range(second)]
@@ -168,8 +148,8 @@ def test_it_resumes_from_every_step_with_threads(packing: str, kind: str) -> Non
 
     def loader() -> Loader:
         source = source_of(kind, rows)
-        options = {"packing": packing, "shuffle_buffer": 7, "long_documents": "cut"}
-        dataset = StreamDataset(source, Marked(), sequence_length=12, **options)  # type: ignore[arg-type]
+        options: Any = {"packing": packing, "shuffle_buffer": 7}
+        dataset = StreamDataset(source, Marked(), sequence_length=12, **options)
         return Loader(dataset, micro_batch_size=2, prefetch=4)
 
     assert assert_resumes(loader) >= 10
@@ -220,10 +200,8 @@ def test_bad_rows_stop_at_their_sample(packing: str) -> None:
         lambda n: rows[n:], BYTES, packing=packing, sequence_length=4, add_extra_token=False
     )
     loader = Loader(dataset, micro_batch_size=1, prefetch=0)
-    assert [next(loader)["tokens"][0].tolist() for _ in range(2)] == [
-        [*b"abc", EOD],
-        [*b"def", EOD],
-    ]
+    for text in (b"abc", b"def"):
+        assert next(loader)["tokens"][0].tolist() == [*text, EOD]
     for _ in range(2):
         with pytest.raises(TextError, match="row 2 of the stream: there is no key"):
             next(loader)
@@ -241,7 +219,6 @@ def test_wrong_arguments() -> None:
         ({"source": 5}, "source is a int; give"),
         ({"encoder": BYTES.tokenizer}, "encoder is a Tokenizer"),
         ({"packing": "gpt"}, "packing must be one of"),
-        ({"long_documents": "keep"}, "long_documents must be one of"),
         ({"rows_per_sample": 0}, "rows_per_sample"),
         ({"shuffle_buffer": -1}, "shuffle_buffer"),
         ({"shuffle_buffer": True}, "shuffle_buffer"),
@@ -251,11 +228,6 @@ def test_wrong_arguments() -> None:
         values: Any = {"source": rows, "encoder": BYTES, "sequence_length": 4, **options}
         with pytest.raises(ConfigError, match=problem):
             StreamDataset(values.pop("source"), values.pop("encoder"), **values)
-    options_ = SampleOptions(sequence_length=np.int64(3))
-    dataset = StreamDataset(
-        rows, BYTES, options=options_, seed=np.int64(1), shuffle_buffer=np.int64(4)
-    )
+    integers: Any = {"sequence_length": 3, "seed": 1, "shuffle_buffer": 4}
+    dataset = StreamDataset(rows, BYTES, **{key: np.int64(n) for key, n in integers.items()})
     assert next(Loader(dataset, micro_batch_size=1))["tokens"].tolist() == [[ord("a"), EOD, 0]]
-    long = StreamDataset([{"text": "abcd"}], BYTES, packing="packs", sequence_length=2)
-    with pytest.raises(TextError, match=r"row 0 .* of 5 tokens; samples have 3\. Choose"):
-        next(Loader(long, micro_batch_size=1))

@@ -21,7 +21,7 @@ class EncodedRows(NamedTuple):
     """Documents made of rows: token ids, and which of them are trained on.
 
     Attributes:
-        tokens: Tokens of all documents, one after the other: [n] of the tokenizer's dtype.
+        tokens: Tokens of all documents, one after the other: [n] of the encoder's dtype.
         ends: Where each document ends among the tokens: int64 [documents].
         trained: Whether each token is trained on: bool [n]. None: all are.
         counts: Number of documents of each row, 0 for a bad one: int64 [rows].
@@ -37,14 +37,10 @@ class EncodedRows(NamedTuple):
 
 @runtime_checkable
 class RowEncoder(Protocol):
-    """Rows (dictionaries) into documents of tokens. Picklable: it goes to worker processes.
-
-    Attributes:
-        dtype: Dtype of the tokens.
-    """
+    """Rows (dictionaries) into documents of tokens. Picklable: it goes to worker processes."""
 
     @property
-    def dtype(self) -> np.dtype[Any]: ...
+    def dtype(self) -> np.dtype[Any]: ...  # of the tokens
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         """The documents of some rows; each row's depend on that row alone."""
@@ -63,13 +59,11 @@ def check_encoder(name: str, encoder: Any) -> RowEncoder:
 
 def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
     """The documents of some rows; ConfigError if an encoder's arrays do not fit each other."""
-    encoded = encoder.encode(rows)
-    tokens, ends, trained, counts, problems = encoded
-    sizes = sizes_of(ends)
-    has_none = set(np.flatnonzero(counts == 0).tolist()) == problems.keys()
+    tokens, ends, trained, counts, problems = encoded = encoder.encode(rows)
+    sizes, bad = sizes_of(ends), set(np.flatnonzero(counts == 0).tolist())
     is_whole = len(counts) == len(rows) and counts.sum() == len(ends) and sizes.sum() == len(tokens)
     is_masked = trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens))
-    is_valid = sizes.min(initial=0) >= 0 and counts.min(initial=0) >= 0 and has_none
+    is_valid = min(sizes.min(initial=0), counts.min(initial=0)) >= 0 and bad == problems.keys()
     if is_whole and is_masked and is_valid and tokens.dtype == encoder.dtype:
         return encoded
     raise ConfigError(
@@ -109,32 +103,18 @@ class TextRows:
         append_eod: bool = True,
         prepend_bos: bool = False,
     ) -> None:
-        if not isinstance(tokenizer, Tokenizer):
-            remedy = f"write millrace.encoding.Tokenizer({shown(tokenizer)})"
-            raise ConfigError(f"tokenizer must be a Tokenizer: {remedy}")
-        if not isinstance(key, str):
-            raise ConfigError(f"key must be a text, not {shown(key)}")
-        self.tokenizer, self.key = tokenizer, key
+        if not isinstance(tokenizer, Tokenizer) or not isinstance(key, str):
+            what = f"tokenizer {shown(tokenizer)} and key {shown(key)}"
+            raise ConfigError(f"{what} must be a millrace.encoding.Tokenizer and a text")
+        self.tokenizer, self.key, self.dtype = tokenizer, key, tokenizer.dtype
         self.append_eod = check_bool("append_eod", append_eod)
         self.prepend_bos = check_bool("prepend_bos", prepend_bos)
-        if self.prepend_bos and tokenizer.bos is None:
+        # An error now, if there is no end-of-document token.
+        self._edges = tokenizer.bos if prepend_bos else None, tokenizer.eod if append_eod else None
+        if prepend_bos and tokenizer.bos is None:
             raise ConfigError(
                 f"{tokenizer.path} does not say which token starts a document: give bos_token"
             )
-        _ = self._edges  # an error now, if there is no end-of-document token
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.tokenizer.dtype
-
-    @property
-    def _edges(self) -> tuple[int | None, int | None]:
-        """The tokens before and after each document."""
-        tokenizer = self.tokenizer
-        return (
-            tokenizer.bos if self.prepend_bos else None,
-            tokenizer.eod if self.append_eod else None,
-        )
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         """See `RowEncoder.encode`; a document for each row that has a text."""
@@ -142,8 +122,7 @@ class TextRows:
         texts: list[list[str]] = []
         for place, row in enumerate(rows):
             try:
-                text = text_at(row, self.key)
-                texts.append([text] if isinstance(text, str) else text)
+                texts.append(self._texts(row))
             except BadDocumentError as error:
                 problems[place] = str(error)
                 texts.append([])
@@ -154,17 +133,19 @@ class TextRows:
                 try:
                     self._ids([parts])
                 except TextError as error:
-                    problems[place] = str(error)
-                    texts[place] = []
+                    problems[place], texts[place] = str(error), []
             ids, lengths = self._ids(texts)
         counts = np.ones(len(texts), np.int64)
         counts[list(problems)] = 0
         starts, ends = starts_and_ends(lengths)
-        has_tokens = lengths > 0
-        first, last = self._edges
-        tokens = with_tokens(ids, starts[has_tokens], ends[has_tokens], first, last, self.dtype)
-        lengths += has_tokens * sum(edge is not None for edge in (first, last))
+        has_tokens, edges = lengths > 0, self._edges
+        tokens = with_tokens(ids, starts[has_tokens], ends[has_tokens], *edges, self.dtype)
+        lengths += has_tokens * sum(edge is not None for edge in edges)
         return EncodedRows(tokens, np.cumsum(lengths)[counts > 0], None, counts, problems)
+
+    def _texts(self, row: Any) -> list[str]:
+        text = text_at(row, self.key)
+        return [text] if isinstance(text, str) else text
 
     def _ids(self, texts: Sequence[list[str]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
         """The ids of all texts, and the number of ids of each list."""
@@ -176,23 +157,16 @@ class TextRows:
 
     def checked(self, rows: Sequence[Mapping[str, Any]]) -> "TextRows":
         """The same with an encoder that agrees with the reference library on some rows' texts."""
-        texts = []
+        texts: list[str] = []
         for row in rows:
             with contextlib.suppress(BadDocumentError):
-                text = text_at(row, self.key)
-                texts += [text] if isinstance(text, str) else text
+                texts += self._texts(row)
         tokenizer, _ = checked_tokenizer(self.tokenizer, (one[:_LONGEST_CHECK] for one in texts))
         return TextRows(tokenizer, self.key, self.append_eod, self.prepend_bos)
 
     def fingerprint(self) -> dict[str, Any]:
         """See `RowEncoder.fingerprint`."""
-        first, last = self._edges
-        return {
-            "kind": "texts",
-            "key": self.key,
-            "bos": first,
-            "eod": last,
-            "tokenizer": self.tokenizer.fingerprint,
-            "versions": self.tokenizer.versions,
-            **self.tokenizer.options,
-        }
+        tokenizer = self.tokenizer
+        entries: dict[str, Any] = {"kind": "texts", "key": self.key, "edges": list(self._edges)}
+        entries |= {"tokenizer": tokenizer.fingerprint, "versions": tokenizer.versions}
+        return {**entries, **tokenizer.options}

@@ -105,16 +105,13 @@ class StreamDataset:
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
         """The next samples; `own` are the places of those that this rank needs, integers [n]."""
-        tokens, state = self._stream_read(state, count, own)
+        tokens, state = self.stream.read(state, count)
         if not isinstance(tokens, TokenBatch) or len(tokens) > count:
             raise ConfigError(
                 f"{type(self.stream).__name__}.read returned {shown(tokens)}; a TokenBatch of at "
                 f"most {count} samples is needed"
             )
         return tokens, state
-
-    def _stream_read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
-        return self.stream.read(state, count)
 
     def _state_at(self, start: int, block_size: int) -> Any:
         """The state behind so many samples from the beginning."""

@@ -2,9 +2,11 @@
 
 import contextlib
 import glob
+import itertools
+import json
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,29 +17,14 @@ from millrace.engine import Progress
 from millrace.errors import ConfigError
 from millrace.files import atomic_file, file_lock
 from millrace.names import BIN, IDX
-from millrace.online.numbered_rows import Rows, _MemoryRows
+from millrace.online.numbered_rows import MemoryPart, Rows
+from millrace.store import IndexedDataset
 from millrace.tokenizing import tokenize
-
-
-class Pair(NamedTuple):
-    """Token files of rows.
-
-    Attributes:
-        prefix: Path prefix of the pair.
-        has_mask: Whether ranges that are not trained on lie beside it.
-        sizes: Bytes of the `.bin` and the `.idx`.
-        num_skipped: Number of bad rows, which have no document.
-    """
-
-    prefix: str
-    has_mask: bool
-    sizes: list[int]
-    num_skipped: int
 
 
 def tokenized(
     rows: Rows, encoder: RowEncoder, folder: str, *, show_progress: bool, **options: Any
-) -> Pair:
+) -> IndexedDataset:
     """The token files of all rows, made by a tokenise job unless they are there.
 
     Of several processes one makes them, and the others wait; after a kill the next one continues.
@@ -48,25 +35,23 @@ def tokenized(
     key = [rows.fingerprint(), encoder.fingerprint(), options["on_error"]]
     os.makedirs(folder, exist_ok=True)
     place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
-    path = place + ".tokens.json"
-    if (pair := _find(path, key)) is not None:
-        return pair
-    with _turn(place, show_progress):
-        if (pair := _find(path, key)) is not None:
-            return pair
-        pair = _make(rows, encoder, place, show_progress=show_progress, **options)
-        with atomic_file(path) as file:
-            file.write(arrays.seal({"key": key, **pair._asdict()}))
-        return pair._replace(prefix=os.path.join(folder, pair.prefix))
+    if (prefix := _find(place, key)) is None:
+        with _turn(place, show_progress):
+            if (prefix := _find(place, key)) is None:
+                prefix = _make(rows, encoder, place, show_progress=show_progress, **options)
+                name = os.path.basename(prefix)  # the folder may be moved
+                record = {"key": key, "name": name, "sizes": _sizes(prefix)}
+                with atomic_file(place + ".tokens.json") as file:
+                    file.write(arrays.seal(record))
+    return IndexedDataset(prefix)
 
 
-def _find(path: str, key: Any) -> Pair | None:
-    record = arrays.read_record(path)
+def _find(place: str, key: Any) -> str | None:
+    record = arrays.read_record(place + ".tokens.json")
     with contextlib.suppress(*arrays.NO_RECORD):
-        if record is not None and record.pop("key") == key:
-            pair = Pair(**record)
-            pair = pair._replace(prefix=os.path.join(os.path.dirname(path), pair.prefix))
-            return pair if _sizes(pair.prefix) == pair.sizes else None
+        if record is not None and record["key"] == key:
+            prefix = os.path.join(os.path.dirname(place), record["name"])
+            return prefix if _sizes(prefix) == record["sizes"] else None
     return None
 
 
@@ -84,28 +69,35 @@ def _turn(place: str, show_progress: bool) -> Iterator[None]:
                 # Without progress, the wait for the lock itself warns and names the holder.
                 stack.enter_context(file_lock(f"{place}.lock", limit=1 if show_progress else None))
                 break
-            journals = glob.glob(f"{glob.escape(place)}.journal/*/done.jsonl")
-            size = sum(map(os.path.getsize, journals))
+            done = glob.glob(f"{glob.escape(place)}.journal/*/done.jsonl")
+            size = sum(map(os.path.getsize, done))
             progress.update(0, f"another process tokenises the rows ({size:,} bytes of journal)")
         yield
 
 
-def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> Pair:
-    """Runs the job; the pair's prefix is relative to the folder, which may be moved."""
-    inputs, lines = [file.path for file in rows.files], place + ".rows.jsonl"
-    if isinstance(rows, _MemoryRows):
-        rows.write_lines(lines)
+def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> str:
+    """Runs the job; returns the prefix of the pair."""
+    lines = place + ".rows.jsonl"
+    if isinstance(rows.parts[0], MemoryPart):
         inputs = [lines]
+        _write_lines(rows, lines)
     else:
-        options["max_document_size"] = rows.max_size  # type: ignore[attr-defined]
+        inputs = [part.file.path for part in rows.parts]
+        options["max_document_size"] = rows.max_size
+    tokenizer: Any
     if isinstance(encoder, TextRows):
         tokenizer = encoder.tokenizer
         options |= {"append_eod": encoder.append_eod, "prepend_bos": encoder.prepend_bos}
         options["json_keys"] = [encoder.key]
     else:
-        tokenizer, options["row_encoder"] = _tokenizer_of(encoder), encoder
-    if not inputs:
-        raise ConfigError("there are no rows to tokenise")
+        options["row_encoder"] = encoder
+        # The job notes a tokenizer: the encoder's, or one that stands for the encoder.
+        tokenizer = getattr(encoder, "tokenizer", None) or Tokenizer.from_function(
+            list,
+            vocabulary_size=int(np.iinfo(encoder.dtype).max),
+            name=type(encoder).__name__,
+            version=arrays.fingerprint(encoder.fingerprint()),
+        )
     try:
         result = tokenize(inputs, place, tokenizer, **options)
     except ConfigError:  # of files that were moved or touched since a run that was killed
@@ -114,22 +106,15 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> Pair:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(lines)
     [prefix] = result.prefixes.values()
-    has_mask = os.path.exists(prefix + ".loss.json")
-    return Pair(os.path.basename(prefix), has_mask, _sizes(prefix), result.num_skipped)
+    return prefix
 
 
-def _tokenizer_of(encoder: Any) -> Tokenizer:
-    """The tokenizer that the job notes: the encoder's, or one that stands for the encoder."""
-    tokenizer = getattr(encoder, "tokenizer", None)
-    if isinstance(tokenizer, Tokenizer):
-        return tokenizer
-    return Tokenizer.from_function(
-        _no_ids,
-        vocabulary_size=int(np.iinfo(encoder.dtype).max),
-        name=type(encoder).__name__,
-        version=arrays.fingerprint(encoder.fingerprint()),
-    )
-
-
-def _no_ids(text: str) -> list[int]:
-    raise ConfigError("a row encoder has no tokenizer of texts")
+def _write_lines(rows: Rows, path: str) -> None:
+    """Writes rows in memory as JSON lines, for a job that reads files."""
+    with atomic_file(path, durable=False) as file:
+        for number, row in enumerate(itertools.chain.from_iterable(rows.blocks())):
+            try:
+                file.write(json.dumps(row).encode() + b"\n")
+            except (TypeError, ValueError, RecursionError) as error:
+                problem = f"{rows.place(number)} cannot be written as JSON ({error})"
+                raise ConfigError(f"{problem}: give texts, numbers, lists, dicts") from None

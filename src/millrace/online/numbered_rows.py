@@ -16,14 +16,13 @@ from numpy.typing import ArrayLike
 from millrace.checks import check_int, check_ints, check_path, shown
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, TextError
-from millrace.files import atomic_file, xxh3
+from millrace.files import xxh3
 from millrace.online.row_files import JsonLinesFile, Row, TableFile
 from millrace.order import split_ranges
 from millrace.order.splits import Bookends
 from millrace.ragged import starts_of
 from millrace.samples.tokens import Numbers
 from millrace.text import BadDocumentError, InputFile, find_inputs
-from millrace.text.formats import PlainText
 
 _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
 _BLOCK = 256  # rows that are read at a time from the first to the last
@@ -33,14 +32,44 @@ def folder_of(cache: str | os.PathLike[str] | None) -> str:
     """The cache folder; for None, a new one that is removed when the process ends."""
     if cache is not None:
         return check_path("cache", cache)
-    folder = tempfile.mkdtemp(prefix="millrace-")
-    atexit.register(_remove, folder, os.getpid())
+    folder, owner = tempfile.mkdtemp(prefix="millrace-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not a forked child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
     return folder
 
 
-def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # not a forked child
-        shutil.rmtree(folder, ignore_errors=True)
+class MemoryPart:
+    """The rows of a sequence of dictionaries, or of a `datasets.Dataset`."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._is_dataset = source, _is_dataset(source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, numbers: Numbers) -> list[Row]:
+        if self._is_dataset:
+            columns = self._source[numbers.tolist()]  # one call, which reads few pages
+            values = zip(*columns.values(), strict=True)
+            return [dict(zip(columns, row, strict=True)) for row in values]
+        return [_checked(self._source[number]) for number in numbers.tolist()]
+
+    def place(self, number: int) -> str:
+        return f"row {number} of the {type(self._source).__name__}"
+
+    @cached_property
+    def identity(self) -> list[Any]:
+        if self._is_dataset:
+            return ["memory", len(self), str(self._source._fingerprint)]
+        digest = xxh3()
+        for start in range(0, len(self), _BLOCK):
+            rows = self.read(np.arange(start, min(start + _BLOCK, len(self))))
+            digest.update(json.dumps(rows, default=str).encode())
+        return ["memory", len(self), str(digest.hexdigest())]
 
 
 class Rows:
@@ -48,26 +77,48 @@ class Rows:
 
     Attributes:
         folder: Folder of what is made of the rows.
-        files: The files that hold them; empty for rows in memory.
+        parts: What holds the rows, one after the other.
+        start, stop: The range of the rows of all parts.
     """
 
-    folder: str
-    files: Sequence[InputFile] = ()
+    def __init__(
+        self, parts: Sequence[Any], folder: str, max_size: int, start: int = 0, stop: int = -1
+    ) -> None:
+        self.parts, self.folder, self.max_size = parts, folder, max_size
+        self._starts = starts_of(map(len, parts))
+        self.start, self.stop = start, int(self._starts[-1]) if stop < 0 else stop
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return self.stop - self.start
 
     def read(self, numbers: Numbers) -> list[Row]:
         """The rows of some numbers, int64 [n] in [0, len); in place of a bad one, its reason."""
-        raise NotImplementedError
+        numbers = numbers + self.start
+        if len(self.parts) == 1:
+            found: list[Row] = self.parts[0].read(numbers)
+            return found
+        rows: list[Any] = [None] * len(numbers)
+        parts = np.searchsorted(self._starts, numbers, side="right") - 1
+        for part in np.unique(parts).tolist():
+            places = np.flatnonzero(parts == part)
+            found = self.parts[part].read(numbers[places] - self._starts[part])
+            for place, row in zip(places.tolist(), found, strict=True):
+                rows[place] = row
+        return rows
 
     def place(self, number: int) -> str:
         """Where a row stands, for messages: "web.jsonl, line 7"."""
-        raise NotImplementedError
+        number += self.start
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return str(self.parts[part].place(int(number - self._starts[part])))
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the rows, as plain values: their content, not where it stands."""
-        raise NotImplementedError
+        return {
+            "parts": [part.identity for part in self.parts],
+            "max_document_size": self.max_size,
+            "range": [self.start, self.stop],
+        }
 
     def rows(self, numbers: ArrayLike) -> list[dict[str, Any]]:
         """The rows of some numbers.
@@ -90,128 +141,25 @@ class Rows:
                 raise TextError(f"{self.place(number)}: {row}")
         return rows  # type: ignore[return-value]
 
+    def blocks(self) -> Iterator[list[dict[str, Any]]]:
+        """All rows, some at a time; TextError as `rows`."""
+        for start in range(0, len(self), _BLOCK):
+            yield self.rows(np.arange(start, min(start + _BLOCK, len(self))))
+
     def split(self, split: str | Sequence[Bookends | None]) -> list[Rows | None]:
         """The rows of train, valid and test; None for a split without a share.
 
         Args:
             split: Shares such as "969,30,1", by the arithmetic of token files (`split_ranges`).
         """
-        base, first, _ = base_of(self)
         return [
-            None if share is None else _Range(base, first + share[0], first + share[1])
+            None if share is None else self.range(self.start + share[0], self.start + share[1])
             for share in split_ranges(len(self), split)
         ]
 
-    def blocks(self) -> Iterator[Numbers]:
-        """All row numbers, some at a time."""
-        for start in range(0, len(self), _BLOCK):
-            yield np.arange(start, min(start + _BLOCK, len(self)))
-
-
-class _Range(Rows):
-    """Consecutive rows of others."""
-
-    def __init__(self, base: Rows, start: int, stop: int) -> None:
-        self.base, self.start, self.stop, self.folder = base, start, stop, base.folder
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def read(self, numbers: Numbers) -> list[Row]:
-        return self.base.read(numbers + self.start)
-
-    def place(self, number: int) -> str:
-        return self.base.place(number + self.start)
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {**self.base.fingerprint(), "range": [self.start, self.stop]}
-
-
-def base_of(rows: Rows) -> tuple[Rows, int, int]:
-    """All rows that some rows are a range of, and that range."""
-    return (rows.base, rows.start, rows.stop) if isinstance(rows, _Range) else (rows, 0, len(rows))
-
-
-class _FileRows(Rows):
-    """The rows of files, one after the other."""
-
-    def __init__(self, files: Sequence[InputFile], folder: str, max_size: int) -> None:
-        self.files, self.folder, self.max_size = files, folder, max_size
-        self._parts = [
-            (TableFile if file.format.unit == "row" else JsonLinesFile)(file, folder, max_size)
-            for file in files
-        ]
-        self._starts = starts_of(map(len, self._parts))
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def _of(self, numbers: Any) -> Any:
-        return np.searchsorted(self._starts, numbers, side="right") - 1
-
-    def read(self, numbers: Numbers) -> list[Row]:
-        if len(self._parts) == 1:
-            return self._parts[0].read(numbers)
-        rows: list[Any] = [None] * len(numbers)
-        parts = self._of(numbers)
-        for part in np.unique(parts).tolist():
-            places = np.flatnonzero(parts == part)
-            found = self._parts[part].read(numbers[places] - self._starts[part])
-            for place, row in zip(places.tolist(), found, strict=True):
-                rows[place] = row
-        return rows
-
-    def place(self, number: int) -> str:
-        part = int(self._of(number))
-        return self._parts[part].place(int(number - self._starts[part]))
-
-    def fingerprint(self) -> dict[str, Any]:
-        entries = [[part.file.format.name, part.file.size, part.digest] for part in self._parts]
-        return {"kind": "files", "files": entries, "max_document_size": self.max_size}
-
-
-class _MemoryRows(Rows):
-    """The rows of a sequence of dictionaries, or of a `datasets.Dataset`."""
-
-    def __init__(self, source: Any, folder: str) -> None:
-        self.source, self.folder = source, folder
-        self._is_dataset = _is_dataset(source)
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def read(self, numbers: Numbers) -> list[Row]:
-        if self._is_dataset:
-            columns = self.source[numbers.tolist()]  # one call, which reads few pages
-            values = zip(*columns.values(), strict=True)
-            return [dict(zip(columns, row, strict=True)) for row in values]
-        return [_checked(self.source[number]) for number in numbers.tolist()]
-
-    def place(self, number: int) -> str:
-        return f"row {number} of the {type(self.source).__name__}"
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"kind": "memory", "rows": len(self), "content": self._content}
-
-    @cached_property
-    def _content(self) -> str:
-        if self._is_dataset:
-            return str(self.source._fingerprint)
-        digest = xxh3()
-        for numbers in self.blocks():
-            digest.update(json.dumps(self.read(numbers), default=str).encode())
-        return str(digest.hexdigest())
-
-    def write_lines(self, path: str) -> None:
-        """Writes the rows as JSON lines, for a job that reads files."""
-        with atomic_file(path, durable=False) as file:
-            for numbers in self.blocks():
-                for number, row in zip(numbers.tolist(), self.rows(numbers), strict=True):
-                    try:
-                        file.write(json.dumps(row).encode() + b"\n")
-                    except (TypeError, ValueError, RecursionError) as error:
-                        problem = f"{self.place(number)} cannot be written as JSON ({error})"
-                        raise ConfigError(f"{problem}: give texts, numbers, lists, dicts") from None
+    def range(self, start: int = 0, stop: int = -1) -> Rows:
+        """The rows from `start` up to `stop` of all parts; without ends, all."""
+        return Rows(self.parts, self.folder, self.max_size, start, stop)
 
 
 def _checked(row: Any) -> Row:
@@ -256,31 +204,33 @@ def open_rows(
     """
     folder = folder_of(cache)
     max_size = check_int("max_document_size", max_document_size, 1)
-    is_list = isinstance(source, (list, tuple)) and len(source) > 0
-    if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in source):
-        return _FileRows(list(map(_numbered, find_inputs(source))), folder, max_size)
-    if isinstance(source, (str, bytes, os.PathLike)):
-        return _FileRows(list(map(_numbered, find_inputs([source]))), folder, max_size)  # type: ignore[list-item]
+    names: Any = [source] if isinstance(source, (str, bytes, os.PathLike)) else source
+    is_list = isinstance(names, (list, tuple)) and len(names) > 0
+    if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in names):
+        files = [_numbered(file) for file in find_inputs(names)]
+        kinds = [TableFile if file.format.unit == "row" else JsonLinesFile for file in files]
+        pairs = zip(kinds, files, strict=True)
+        return Rows([kind(file, folder, max_size) for kind, file in pairs], folder, max_size)
     if _is_dataset(source) or (isinstance(source, Sequence) and not isinstance(source, bytearray)):
-        return _MemoryRows(source, folder)
+        return Rows([MemoryPart(source)], folder, max_size)
     remedy = "give files, a datasets.Dataset or a sequence of dictionaries"
     if hasattr(source, "__iter__"):
         remedy = "what can only be read in turn belongs in a StreamDataset; else " + remedy
     raise ConfigError(f"rows cannot be read by number from a {type(source).__name__}: {remedy}")
 
 
+_NUMBERED = ("jsonl", "parquet", "arrow", "csv", "tsv")
+
+
 def _numbered(file: InputFile) -> InputFile:
     """A file whose rows can be read by number; else a TextError with the remedy."""
-    problem = ""
     if file.is_pipe:
         problem, remedy = "a pipe", "write it to a file"
     elif file.compression:
         problem, remedy = f"compressed ({file.compression})", "decompress it"
-    elif isinstance(file.format, PlainText):
-        problem, remedy = "plain text", 'write a line {"text": ...} for each document'
-    elif type(file.format).__name__ not in ("JsonLines", "Parquet", "Arrow", "Csv"):
-        problem, remedy = f"of the format {file.format.name}", "convert it to JSONL"
-    if not problem:
+    elif file.format.name not in _NUMBERED:
+        problem, remedy = f"of the format {file.format.name}", "write it as lines of JSON"
+    else:
         return file
     raise TextError(
         f"{file.path} is {problem}, so its rows have no numbers: {remedy}, tokenise it once "

@@ -5,9 +5,10 @@ time: the XXH3-64 of its content, and where its rows are.
 """
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ Row = dict[str, Any] | BadDocumentError
 """A row, or why it cannot be used."""
 
 _BLOCK = 1 << 20  # bytes of lines that are read at a time
+_LONGEST_BLANK = 100_000_000  # bytes of white space that are read to tell a blank line
 _GROUP_MEMORY = 1 << 28  # bytes of decoded groups of rows of a file that are kept
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\n\r\v\f"))  # what `bytes.strip` takes away
 _NUMBER, _PROBLEM = "\0number", "\0problem"  # columns of a converted file
@@ -40,8 +42,8 @@ class JsonLinesFile:
 
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
         self.file, self._max_size = file, max_size
-        self._notes = _notes_of(file, folder, "lines", functools.partial(_read_lines, file))
-        self.digest: str = self._notes.key["xxh3"]
+        self._notes = _notes_of(file, folder, "lines", partial(_read_lines, file))
+        self.identity = [file.format.name, file.size, self._notes.key["xxh3"]]
 
     def __len__(self) -> int:
         return len(self._notes["starts"])
@@ -68,8 +70,7 @@ class JsonLinesFile:
 
     def place(self, number: int) -> str:
         lines = self._notes["lines"]
-        line = int(lines[number]) if len(lines) else number + 1
-        return f"{self.file.path}, line {line}"
+        return f"{self.file.path}, line {lines[number] if len(lines) else number + 1}"
 
 
 class TableFile:
@@ -78,11 +79,13 @@ class TableFile:
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
         self.file = self._table = file
         if file.format.needs_file:
-            make = functools.partial(_count_groups, file)
-            self._notes = _notes_of(file, folder, "groups", make)
+            self._notes = _notes_of(file, folder, "groups", partial(_count_groups, file))
         else:
-            self._table, self._notes = _converted(file, folder, max_size)
-        self.digest: str = self._notes.key["xxh3"]
+            path = os.path.join(folder, _name("csv", file.path) + ".arrow")
+            make = partial(_convert, file, max_size, path)
+            self._notes = _notes_of(file, folder, "csv", make, path)
+            self._table = InputFile(path=path, format=Arrow(), **_status(path))
+        self.identity = [file.format.name, file.size, self._notes.key["xxh3"]]
         self._ends = np.cumsum(self._notes["counts"])
         self._groups: dict[int, Any] = {}
 
@@ -90,41 +93,38 @@ class TableFile:
         return {**vars(self), "_groups": {}}
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._notes["counts"].sum())
 
     def read(self, numbers: Numbers) -> list[Row]:
         rows: list[Any] = [None] * len(numbers)
-        groups = np.searchsorted(self._ends, numbers, side="right")
-        firsts = (self._ends - self._notes["counts"])[groups]
         with _opened(self.file):
-            for place in np.argsort(groups, kind="stable").tolist():
+            for place in np.argsort(numbers, kind="stable").tolist():
                 # Arrow's `take` does not know all types; a slice does.
-                group, number = int(groups[place]), int(numbers[place] - firsts[place])
-                [row] = records_of(self._group(group).slice(number, 1), self.file.path)
+                group, offset = self._find(int(numbers[place]))
+                [row] = records_of(group.slice(offset, 1), self.file.path)
                 row.pop(_NUMBER, None)
                 problem = row.pop(_PROBLEM, None)
                 rows[place] = BadDocumentError(problem) if problem else row
         return rows
 
-    def _group(self, number: int) -> Any:
+    def _find(self, number: int) -> tuple[Any, int]:
+        """The group of a row, and its place in it."""
+        place = int(np.searchsorted(self._ends, number, side="right"))
+        offset = number - int(self._ends[place] - self._notes["counts"][place])
         # Threads may read a group twice, and no harm is done: there is no lock that a fork keeps.
-        table = self._groups.pop(number, None)
-        if table is None:
+        group = self._groups.get(place)
+        if group is None:
             format_: Any = self._table.format
-            table = format_.read_group(self._table.path, number)
-        self._groups[number] = table
-        size = 0
-        for key, other in reversed(list(self._groups.items())):
-            size += other.nbytes
-            if size > _GROUP_MEMORY and key != number:
-                self._groups.pop(key, None)
-        return table
+            group = format_.table(self._table.part(place, place + 1))
+            if sum(table.nbytes for table in [group, *self._groups.values()]) > _GROUP_MEMORY:
+                self._groups = {}
+            self._groups[place] = group
+        return group, offset
 
     def place(self, number: int) -> str:
         if self._table is not self.file:
-            group = int(np.searchsorted(self._ends, number, side="right"))
-            first = int(self._ends[group] - self._notes["counts"][group])
-            return f"{self.file.path}, row {self._group(group).column(_NUMBER)[number - first]}"
+            group, offset = self._find(number)
+            number = group.column(_NUMBER)[offset]
         return f"{self.file.path}, row {number}"
 
 
@@ -144,24 +144,21 @@ Notes = tuple[dict[str, Any], dict[str, NDArray[np.int64]]]
 
 
 def _notes_of(
-    file: InputFile, folder: str, kind: str, make: Callable[[], Notes], beside: str = ""
+    file: InputFile, folder: str, kind: str, make: Callable[[], Notes], table: str = ""
 ) -> arrays.ArraySet:
     """What `make` has noted of the file as it is, in this process or an earlier one.
 
-    `beside`: path of a file that `make` writes, too; it notes its size as `beside`.
+    `table`: path of a file that `make` writes, too; its size and time are noted.
     """
-    path = os.path.realpath(file.path)
-    identity = {"kind": kind, "path": path, "size": file.size, "mtime_ns": file.mtime_ns}
-    name = f"{kind}-{arrays.fingerprint(path)[:16]}"
+    identity = {"path": os.path.realpath(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
+    name = _name(kind, file.path)
 
     def find() -> arrays.ArraySet | None:
         notes = arrays.load(folder, name)
         if notes is None or not isinstance(notes.key, dict) or notes.damage():
             return None
-        if beside and not _has_size(beside, notes.key.get("beside")):
-            return None
-        is_same = all(notes.key.get(key) == value for key, value in identity.items())
-        return notes if is_same else None
+        expected = {**identity, "table": _status(table)}
+        return notes if expected.items() <= notes.key.items() else None
 
     if (notes := find()) is None:
         os.makedirs(folder, exist_ok=True)
@@ -169,15 +166,11 @@ def _notes_of(
             if (notes := find()) is None:
                 with _opened(file):
                     values, made = make()
-                layout = {key: (array.dtype, array.shape) for key, array in made.items()}
-                key = {**identity, **values}
-                build = functools.partial(_write_all, made)
+                key = {**identity, **values, "table": _status(table)}
+                layout = {one: (array.dtype, array.shape) for one, array in made.items()}
+                build = partial(_write_all, made)
                 notes, _ = arrays.load_or_build(folder, name, key, layout, build)
     return notes
-
-
-def _has_size(path: str, size: Any) -> bool:
-    return os.path.exists(path) and os.path.getsize(path) == size
 
 
 def _write_all(made: dict[str, NDArray[np.int64]], writers: Any) -> None:
@@ -185,39 +178,42 @@ def _write_all(made: dict[str, NDArray[np.int64]], writers: Any) -> None:
         writers[name].write(0, array)
 
 
+def _name(kind: str, path: str) -> str:
+    return f"{kind}-{arrays.fingerprint(os.path.realpath(path))[:16]}"
+
+
+def _status(path: str) -> dict[str, Any]:
+    with contextlib.suppress(FileNotFoundError):
+        status = os.stat(path)
+        return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    return {}
+
+
 def _read_lines(file: InputFile) -> Notes:
     """Where the lines that are not blank start; their numbers, if others are blank."""
     digest = xxh3()
-    starts: list[Numbers] = []
-    suspects: list[NDArray[np.bool_]] = []  # whether each line begins with white space
-    offset, pending = 0, np.zeros(1, np.int64)  # the start of a line in the next block
-    with open_part(file.part()) as stream:
+    starts, suspects = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+    offset, before, mark = 0, b"\n", 0
+    with open_part(file.part()) as stream, open(file.path, "rb") as lines:
         while data := stream.read(_BLOCK):
             digest.update(data)
             if offset == 0 and data.startswith(UTF8_BOM):
-                pending += len(UTF8_BOM)
-            block = np.frombuffer(data, np.uint8)
-            places = np.append(pending, np.flatnonzero(block == ord("\n")) + (offset + 1))
-            end = offset + len(data)
-            pending, places = places[places >= end], places[places < end]
-            starts.append(places)
-            suspects.append(_IS_SPACE[block[places - offset]])
-            offset = end
-    flat = np.concatenate([*starts, pending])  # the last one is no line, but where the lines end
-    if len(flat) == 0 or flat[-1] < offset:
-        flat = np.append(flat, offset)
-    is_blank = np.concatenate([*suspects, np.empty(0, np.bool_)])
-    with _opened(file) as descriptor:
+                mark = len(UTF8_BOM)
+            block = np.frombuffer(before + data, np.uint8)
+            places = np.flatnonzero(block[:-1] == ord("\n"))  # a line begins after each
+            starts.append(places + offset)
+            suspects.append(_IS_SPACE[block[places + 1]])
+            offset, before = offset + len(data), data[-1:]
+        flat, is_blank = np.concatenate(starts), np.concatenate(suspects)
+        flat[:1] += mark
+        is_blank[:1] |= mark > 0
         for place in np.flatnonzero(is_blank).tolist():
-            is_blank[place] = _is_blank(descriptor, *flat[place : place + 2].tolist())
-    lines = np.flatnonzero(~is_blank)
-    some = lines + 1 if is_blank.any() else np.empty(0, np.int64)
-    return {"xxh3": digest.hexdigest()}, {"starts": flat[lines], "lines": some}
-
-
-def _is_blank(descriptor: int, start: int, stop: int) -> bool:
-    pieces = range(start, stop, _BLOCK)
-    return not any(os.pread(descriptor, min(_BLOCK, stop - at), at).strip() for at in pieces)
+            lines.seek(int(flat[place]))
+            line = lines.readline(_LONGEST_BLANK)
+            is_blank[place] = not line.strip() and len(line) < _LONGEST_BLANK
+    rows = np.flatnonzero(~is_blank)
+    numbers = rows + 1 if is_blank.any() else rows[:0]
+    return {"xxh3": digest.hexdigest()}, {"starts": flat[rows], "lines": numbers}
 
 
 def _count_groups(file: InputFile) -> Notes:
@@ -231,65 +227,26 @@ def _count_groups(file: InputFile) -> Notes:
     return {"xxh3": sum_of(file.path)[1]}, {"counts": np.array(counts, np.int64)}
 
 
-# ---- CSV ----
-
-
-def _converted(file: InputFile, folder: str, max_size: int) -> tuple[InputFile, arrays.ArraySet]:
-    """The rows of a CSV file as an Arrow file in the cache folder, and its groups."""
-    name = f"csv-{arrays.fingerprint(os.path.realpath(file.path))[:16]}.arrow"
-    path = os.path.join(folder, name)
-
-    def convert() -> Notes:
-        with atomic_file(path) as target:
-            counts = _write_arrow(_csv_groups(file, max_size), target)
-        values = {"xxh3": sum_of(file.path)[1], "beside": os.path.getsize(path)}
-        return values, {"counts": np.array(counts, np.int64)}
-
-    notes = _notes_of(file, folder, "csv", convert, path)
-    status = os.stat(path)
-    table = InputFile(path=path, format=Arrow(), size=status.st_size, mtime_ns=status.st_mtime_ns)
-    return table, notes
-
-
-def _csv_groups(file: InputFile, max_size: int) -> Iterator[tuple[list[str], list[Any]]]:
-    """The names of the columns, and rows with their number in the file and their problem."""
-    problems: list[tuple[int, str]] = []
-    query = Query(
-        keys=("text",),
-        reject=lambda row, _, reason, data: problems.append((row, reason)),
-        whole=True,
-        max_size=max_size,
-    )
-    names: list[str] | None = None
-    waiting: list[Any] = []  # rows before the first one that is whole
-    first = file.format.first_line
-    for documents in file.format.read(file.part(), query):
-        records: list[Any] = documents.texts[0]
-        if records and names is None:
-            names = list(records[0])
-        for record, row in zip(records, documents.lines.tolist(), strict=True):
-            waiting.append({**record, _NUMBER: first + row})
-        waiting += [{_NUMBER: first + row, _PROBLEM: reason} for row, reason in problems]
-        problems.clear()
-        if names is not None and waiting:
-            yield names, sorted(waiting, key=lambda row: row[_NUMBER])
-            waiting = []
-    if waiting:
-        yield [], waiting
-
-
-def _write_arrow(groups: Iterable[tuple[list[str], list[Any]]], target: Any) -> list[int]:
-    """Writes a record batch for each group; returns their numbers of rows."""
+def _convert(file: InputFile, max_size: int, path: str) -> Notes:
+    """Writes the rows of a CSV file as an Arrow file, with their numbers and problems."""
     import pyarrow as pa
 
-    counts: list[int] = []
-    with contextlib.ExitStack() as stack:
-        writer: Any = None
-        for names, rows in groups:
-            types = {**dict.fromkeys((*names, _PROBLEM), pa.string()), _NUMBER: pa.int64()}
-            schema = pa.schema(list(types.items()))
-            columns = [pa.array([row.get(name) for row in rows], types[name]) for name in types]
-            writer = writer or stack.enter_context(pa.ipc.new_file(target, schema))
-            writer.write_batch(pa.record_batch(columns, schema=schema))
+    problems: list[dict[str, Any]] = []
+
+    def reject(row: int, _: int, reason: str, data: bytes) -> None:
+        problems.append({_NUMBER: first + row, _PROBLEM: reason})
+
+    format_: Any = file.format
+    first, counts = format_.first_line, []
+    query = Query(keys=("text",), reject=reject, whole=True, max_size=max_size)
+    fields = dict.fromkeys([*format_.columns(file.part(), query), _PROBLEM], pa.string())
+    schema = pa.schema([*fields.items(), (_NUMBER, pa.int64())])
+    with atomic_file(path) as target, pa.ipc.new_file(target, schema) as writer:
+        for documents in format_.read(file.part(), query):
+            pairs = zip(documents.texts[0], documents.lines.tolist(), strict=True)
+            rows = [*({**record, _NUMBER: first + row} for record, row in pairs), *problems]
+            problems.clear()
+            rows.sort(key=itemgetter(_NUMBER))
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
             counts.append(len(rows))
-    return counts
+    return {"xxh3": sum_of(file.path)[1]}, {"counts": np.array(counts, np.int64)}

@@ -32,8 +32,7 @@ class Query:
         reject: Function called for each line that cannot be used; it raises or takes note.
         id_key: Key of a document's id.
         skip_empty: Whether a document without text under all keys is rejected.
-        whole: Whether a document is a whole record, a dictionary, in place of its texts; `keys` is
-            ("text",) then.
+        whole: Whether a document is a whole record, a dictionary, in place of its texts.
         max_size: Size of the longest line, record or text in bytes. A longer one is never in
             memory, but for Parquet and Arrow.
         block_size: Number of bytes to read at a time.
@@ -167,13 +166,6 @@ def no_column(source: str, key: str, columns: list[str], kind: str = "") -> Text
         f'{source} has no single column "{key}" of texts{kind}; its columns are: {names}. '
         "Name the text's column with --json-keys"
     )
-
-
-def check_names(columns: Sequence[str], source: str) -> None:
-    """TextError if two columns have one name, so that a row is not a dictionary."""
-    if len({*columns}) < len(columns):
-        twice = next(name for name in columns if list(columns).count(name) > 1)
-        raise TextError(f'{source} has several columns "{twice}": give each its own name')
 
 
 def read_records(

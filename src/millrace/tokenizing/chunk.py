@@ -32,8 +32,7 @@ _BLOCK_SIZE = 1 << 19  # 7 % faster than half of it: fewer calls for each byte
 _LONGEST_CHECK = 100_000  # characters of a document that are compared: the reference is slow
 
 UNTRAINED = "untrained"
-"""Name of a task's file of the ranges of tokens that are not trained on: int32 [ranges, 3], as
-`write_loss_ranges` takes them."""
+"""A task's file of what `write_loss_ranges` takes: int32 [ranges, 3]; empty without an encoder."""
 
 REJECTS = ("lines", "texts")
 """Starts of the names of a task's rejects: lines, and documents that are not encoded."""
@@ -147,7 +146,7 @@ def _read(
     """Batches of documents with the number of their part; notes in the record what was read."""
     for number, part in enumerate(work.parts):
         query = Query(
-            keys=tuple(options.json_keys) if options.row_encoder is None else ("text",),
+            keys=tuple(options.json_keys),
             reject=functools.partial(rejects.add, number),
             id_key=options.id_key,
             # Megatron-LM makes an empty document of an empty text.
@@ -296,17 +295,16 @@ def _encode_rows(
     options: TokenizeOptions, part: int, documents: Documents, rejects: Rejects, writer: "_Writer"
 ) -> tuple[Documents, Column]:
     """The documents of a batch of rows, each with its row's line and id, and their tokens."""
-    encoder, rows = options.row_encoder, documents.texts[0]
-    assert encoder is not None
-    encoded = encode_rows(encoder, rows)  # type: ignore[arg-type]
+    rows: Any = documents.texts[0]
+    encoded = encode_rows(options.row_encoder, rows)  # type: ignore[arg-type]
     for place, reason in sorted(encoded.problems.items()):
         line, byte_offset = documents.lines[place], documents.byte_offsets[place]
         data = json.dumps(rows[place], default=str).encode()
         rejects.add(part, int(line), int(byte_offset), reason, data)
-    lengths = np.diff(encoded.ends, prepend=0)
+    sizes = np.diff(encoded.ends, prepend=0)
+    lengths, take = sizes[sizes > 0], np.repeat(np.arange(len(rows)), encoded.counts)
     if encoded.trained is not None:
-        writer.mask(encoded.trained, lengths[lengths > 0])
-    take = np.repeat(np.arange(len(rows)), encoded.counts)
+        writer.mask(encoded.trained, lengths)
     documents = replace(
         documents,
         texts=[[]],
@@ -314,7 +312,7 @@ def _encode_rows(
         byte_offsets=documents.byte_offsets[take],
         ids=[documents.ids[place] for place in take.tolist()],
     )
-    return documents, Column(encoded.tokens, lengths[lengths > 0], (lengths > 0).astype(np.int64))
+    return documents, Column(encoded.tokens, lengths, (sizes > 0).astype(np.int64))
 
 
 def _compare(options: TokenizeOptions, documents: Documents, random: np.random.Generator) -> None:
@@ -351,9 +349,8 @@ class _Writer:
         self, options: TokenizeOptions, folder: str, record: Record, stack: contextlib.ExitStack
     ) -> None:
         self._record, self._num_partitions = record, options.num_partitions
-        names = ("origins", "ids", *[UNTRAINED] * (options.row_encoder is not None))
-        paths = [os.path.join(folder, name) for name in names]
-        self._origins, self._ids, *self._untrained = (
+        paths = [os.path.join(folder, name) for name in ("origins", "ids", UNTRAINED)]
+        self._origins, self._ids, self._untrained = (
             stack.enter_context(open(path, "wb"))  # noqa: SIM115
             for path in paths
         )
@@ -373,7 +370,7 @@ class _Writer:
         is_last = is_off & np.append((is_first | trained)[1:], True)
         sequences = sequences[is_start] + self.builders[0, 0].num_sequences
         rows = np.stack((sequences, places[is_start], places[is_last] + 1), axis=1)
-        self._untrained[0].write(rows.astype(np.int32).tobytes())
+        self._untrained.write(rows.astype(np.int32).tobytes())
 
     def add(
         self, part: int, documents: Documents, columns: Sequence[Column], mask: NDArray[np.bool_]

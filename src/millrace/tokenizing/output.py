@@ -58,12 +58,11 @@ class Output:
             # Arrow takes 0.3 s to import, which the first chunk hides.
             threading.Thread(target=has_pyarrow, daemon=True).start()
             self._origins = [OriginsWriter(builder.prefix) for builder in self.builders]
-        needs = {"quarantine": options.on_error == "quarantine", UNTRAINED: options.row_encoder}
-        self._files: dict[str, Any] = {
-            name: stack.enter_context(open(os.path.join(scratch, name), "wb"))  # noqa: SIM115
-            for name, is_needed in needs.items()
-            if is_needed
-        }
+        self._quarantine: Any = None
+        if options.on_error == "quarantine":
+            path = os.path.join(scratch, "quarantine.jsonl")
+            self._quarantine = stack.enter_context(open(path, "wb"))  # noqa: SIM115
+        self._untrained = [np.empty((0, 3), np.int32)]  # ranges of a row encoder's tokens
         self._next_line = "", 0  # source of the last part, and the line after it
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_bytes_done = self.num_rejects = 0
@@ -94,17 +93,15 @@ class Output:
 
     def publish(self) -> None:
         """Gives all files their names, and removes the quarantine of an earlier job."""
-        if "quarantine" in self._files and self.num_rejects:
-            flush_to_disk(self._files["quarantine"])
-            os.replace(self._files["quarantine"].name, quarantine_path(self._options))
+        if self._quarantine is not None and self.num_rejects:
+            flush_to_disk(self._quarantine)
+            os.replace(self._quarantine.name, quarantine_path(self._options))
         else:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(quarantine_path(self._options))
         finalize_together(self.builders)
-        if UNTRAINED in self._files:
-            self._files[UNTRAINED].flush()
-            ranges = np.fromfile(self._files[UNTRAINED].name, np.int32).reshape(-1, 3)
-            write_loss_ranges(self.builders[0].prefix, ranges)
+        if self._options.row_encoder is not None:
+            write_loss_ranges(self.builders[0].prefix, np.concatenate(self._untrained))
         for writer in self._origins:
             writer.publish()
 
@@ -118,12 +115,11 @@ class Output:
 
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents whose number in the task is `group` modulo the partitions."""
-        if UNTRAINED in self._files:
-            with contextlib.ExitStack() as stack:
-                data = task.open(stack, UNTRAINED).read()
-            ranges = np.frombuffer(data, np.int32).reshape(-1, 3)
-            first = [self.builders[0].num_sequences, 0, 0]
-            self._files[UNTRAINED].write((ranges + first).astype(np.int32).tobytes())
+        if self._options.row_encoder is not None:
+            path = os.path.join(task.folder, UNTRAINED)
+            ranges = np.fromfile(path, np.int32).reshape(-1, 3)
+            ranges[:, 0] += self.builders[0].num_sequences
+            self._untrained.append(ranges)
         for key, builder in enumerate(self.builders):
             builder.add_index(prefix_of(task.folder, key, group))
         if self._origins:
@@ -152,11 +148,9 @@ class Output:
                 }
                 if len(self.rejects) < _SHOWN_REJECTS:
                     self.rejects.append(place)
-                if "quarantine" in self._files:
+                if self._quarantine is not None:
                     text = base64.b64encode(data.read(row["size"])).decode()
-                    self._files["quarantine"].write(
-                        json.dumps({**place, "bytes": text}).encode() + b"\n"
-                    )
+                    self._quarantine.write(json.dumps({**place, "bytes": text}).encode() + b"\n")
 
 
 def quarantine_path(options: TokenizeOptions) -> str:

@@ -130,10 +130,8 @@ class TokenizeOptions:
         count, num_keys = self.num_partitions, len(self.json_keys)
         others = [self.splitter, self.append_eod, self.prepend_bos, num_keys > 1, count > 1]
         if self.row_encoder is not None and any(others):
-            raise ConfigError(
-                "a row_encoder decides the documents: leave out splitter, append_eod, prepend_bos, "
-                "partitions, and keys but one, which names the output"
-            )
+            what = "splitter, append_eod, prepend_bos, partitions, and keys but one"
+            raise ConfigError(f"a row_encoder decides the documents: leave out {what}")
         if self.shard is not None and count > 1:
             raise ConfigError(
                 f"partitions is {count}, which deals the documents of the whole input: shards "

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from millrace.errors import TextError
-from millrace.text.documents import Batch, Documents, Query, check_names, no_column
+from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
 from millrace.text.streams import package, readable
@@ -40,13 +40,13 @@ class _Table(Format):
         """Record batches of a part, with the share of it that ends with each."""
         raise NotImplementedError
 
-    def group_counts(self, path: str) -> list[int] | None:
-        """The number of rows of each group; None if the file has no index of groups."""
-        raise NotImplementedError
+    def table(self, part: Part) -> Any:
+        """A part that has rows as Arrow's table, with all columns."""
+        query = Query(keys=(), reject=lambda *_: None, whole=True)
+        with _table_errors(part.source):
+            import pyarrow as pa
 
-    def read_group(self, path: str, number: int) -> Any:
-        """A group of rows as Arrow's table or record batch, checked."""
-        raise NotImplementedError
+            return pa.Table.from_batches([batch for batch, _ in self._groups(part, query)])
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
         with _table_errors(file.path):
@@ -102,12 +102,9 @@ class Parquet(_Table):
     _magic = b"PAR1"
 
     def group_counts(self, path: str) -> list[int] | None:
+        """The number of rows of each group; None if the file has no index of groups."""
         with _table_errors(path), _parquet_file(path) as (_, groups):
             return [group.num_rows for group in groups]
-
-    def read_group(self, path: str, number: int) -> Any:
-        with _table_errors(path), _parquet_file(path) as (file, _):
-            return _checked(file.read_row_group(number, use_threads=False))
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
         with _parquet_file(path) as (_, groups):
@@ -150,6 +147,7 @@ class Arrow(_Table):
         return sum((self.group_counts(part.path) or [])[: part.start])
 
     def group_counts(self, path: str) -> list[int] | None:
+        """See `Parquet.group_counts`."""
         with _table_errors(path):
             with open(path, "rb") as start:
                 if not self.matches(start.read(len(self._magic))):
@@ -158,10 +156,6 @@ class Arrow(_Table):
 
             file = pa.ipc.open_file(pa.memory_map(path))  # reads no column
             return [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
-
-    def read_group(self, path: str, number: int) -> Any:
-        with _table_errors(path), _arrow_reader(path) as (_, reader, _):
-            return _checked(reader.get_batch(number))
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
         with open(path, "rb") as file:
@@ -183,7 +177,9 @@ class Arrow(_Table):
             else:
                 batches, size = iter(reader), max(file.size(), 1)
             for count, batch in enumerate(batches, start=1):
-                yield _checked(batch), count / len(numbers) if is_file else file.tell() / size
+                for column in batch.columns:
+                    _check_offsets(column)
+                yield batch, count / len(numbers) if is_file else file.tell() / size
 
 
 @contextlib.contextmanager
@@ -198,12 +194,6 @@ def _table_errors(source: str) -> Iterator[None]:
             f"{source} is damaged, truncated or of another format ({reason}). "
             "Copy or write the file again"
         ) from None
-
-
-def _checked(table: Any) -> Any:
-    for column in table.columns:
-        _check_offsets(column)
-    return table
 
 
 def _num_rows(num_rows: int, num_bytes: int) -> int:
@@ -353,7 +343,8 @@ def _values(column: Any) -> list[Any]:
 def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
     """The rows of a record batch or table as dictionaries, with Python's values."""
     names = batch.schema.names
-    check_names(names, source)
+    if len({*names}) < len(names):
+        raise TextError(f"{source} has two columns of one name: give each its own name ({names})")
     columns = map(_values, batch.columns)
     return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 

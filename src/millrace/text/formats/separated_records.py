@@ -133,7 +133,7 @@ class PlainText(Format):
         return bool(self._separator)
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        if query.keys != ("text",):
+        if query.keys != ("text",) and not query.whole:
             raise ConfigError(
                 f'{part.source} is plain text, which has only the key "text"; the keys are: '
                 f"{', '.join(query.keys)}"
