@@ -6,8 +6,8 @@
 #include "gather.hpp"
 #include "gpt_order.hpp"
 #include "mapping.hpp"
-#include "pack_order.hpp"
 #include "order.hpp"
+#include "pack_order.hpp"
 #include "rows.hpp"
 #include "tokens.hpp"
 

@@ -127,6 +127,7 @@ class _Documents(NamedTuple):
     starts: Numbers
     lengths: Numbers
     samples: Numbers  # of each document
+    firsts: Numbers  # place of each document's first token in its sample
 
 
 def _documents(batch: TokenBatch) -> _Documents:
@@ -138,7 +139,17 @@ def _documents(batch: TokenBatch) -> _Documents:
     labels = np.append(labels[1:], IGNORED)[: len(tokens)]
     _, positions = spread(lengths)
     samples, _ = spread(np.diff(batch.part_bounds))
-    return _Documents(tokens, labels, positions, starts, lengths, samples)
+    firsts = starts - (batch.ends - batch.sizes)[samples]
+    return _Documents(tokens, labels, positions, starts, lengths, samples, firsts)
+
+
+def _starts_by_place(
+    samples: Numbers, firsts: Numbers, shape: tuple[int, int]
+) -> NDArray[np.int32]:
+    """The first token of the document of each place in rows: int32 of that shape."""
+    starts = np.zeros(shape, np.int32)
+    starts[samples, firsts] = firsts
+    return np.maximum.accumulate(starts, axis=1)
 
 
 def count_targets(samples: TokenBatch | Spans) -> int:
@@ -197,7 +208,6 @@ def megatron_packed(batch: TokenBatch, *, sequence_length: int, pad_token: int =
     arrays: Batch = {
         "tokens": np.full((num_rows, sequence_length), pad_token, np.int64),
         "labels": np.zeros((num_rows, sequence_length), np.int64),
-        "position_ids": np.zeros((num_rows, sequence_length), np.int64),
         "loss_mask": np.zeros((num_rows, sequence_length), np.float32),
     }
     is_target = one.labels != IGNORED
@@ -205,14 +215,11 @@ def megatron_packed(batch: TokenBatch, *, sequence_length: int, pad_token: int =
     arrays["labels"][rows, places] = np.where(is_target, one.labels, 0)
     arrays["loss_mask"][rows, places] = is_target
     edges = np.full((num_rows, sequence_length + 1), sequence_length, np.int32)
-    firsts = one.starts - (batch.ends - batch.sizes)[one.samples]  # in their rows
-    in_row = np.arange(len(firsts)) - batch.part_bounds[one.samples]
-    edges[one.samples, in_row] = firsts
+    in_row = np.arange(len(one.firsts)) - batch.part_bounds[one.samples]
+    edges[one.samples, in_row] = one.firsts
     edges[batch.sizes == 0, 0] = 0
-    marks = np.zeros((num_rows, sequence_length), np.int64)
-    marks[one.samples, firsts] = firsts
-    starts = np.maximum.accumulate(marks, axis=1)
-    arrays["position_ids"][:] = np.arange(sequence_length) - starts
+    starts = _starts_by_place(one.samples, one.firsts, (num_rows, sequence_length))
+    arrays["position_ids"] = np.arange(sequence_length) - starts
     longest = np.diff(edges, axis=1).max(axis=1, initial=0).astype(np.int32)
     return {**arrays, "cu_seqlens": edges, "max_seqlen": longest}
 
@@ -284,16 +291,14 @@ def document_starts(batch: TokenBatch, *, sequence_length: int) -> Batch:
     """
     one = _documents(batch)
     _check_length(batch.sizes, sequence_length)
-    firsts = one.starts - (batch.ends - batch.sizes)[one.samples]
     has_padding = np.flatnonzero(batch.sizes < sequence_length)
     rows = np.concatenate((one.samples, has_padding))
-    firsts = np.concatenate((firsts, batch.sizes[has_padding]))
-    ids, starts = np.zeros((2, len(batch), sequence_length), np.int32)
+    firsts = np.concatenate((one.firsts, batch.sizes[has_padding]))
+    ids = np.zeros((len(batch), sequence_length), np.int32)
     ids[rows, firsts] = firsts > 0
-    starts[rows, firsts] = firsts
     return {
         "document_ids": np.cumsum(ids, axis=1, dtype=np.int32),
-        "starts": np.maximum.accumulate(starts, axis=1),
+        "starts": _starts_by_place(rows, firsts, ids.shape),
     }
 
 

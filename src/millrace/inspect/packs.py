@@ -67,9 +67,9 @@ def describe_packs(
     costs_of = partial(DocumentCosts.of, **{name: options[name] for name in names})
     dealer = partial(deal, num_ranks=ranks, lockstep=options.get("lockstep", False))
     present = [one for one in datasets if one is not None]
-    for split, found in zip(plan.present_splits, present, strict=True):
-        each = found if isinstance(found, list) else getattr(found, "datasets", [found])
-        for dataset in each:
+    for split, data in zip(plan.present_splits, present, strict=True):
+        parts = data if isinstance(data, list) else getattr(data, "datasets", [data])
+        for dataset in parts:
             if not isinstance(dataset.order, PackedOrder):
                 raise ConfigError(
                     f"the order of {dataset.prefix} packs no documents: name "

@@ -2,8 +2,8 @@
 
 `spans` says what an order is, and `plans` how a run makes one. `splits` cuts a dataset into train,
 valid and test. `gpt` is the order of one dataset, and `blends` mixes datasets by weight: both equal
-Megatron-LM's bit for bit. `packed` is the order of
-packs of whole documents. `permutation` shuffles without a table.
+Megatron-LM's bit for bit. `packed` is the order of packs of whole documents. `permutation` shuffles
+without a table.
 """
 
 from millrace.order.blends import (

@@ -140,7 +140,9 @@ class PackPlan:
         return self._pack(*self._pieces(inputs), inputs.seed)
 
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> "PackedOrder":
-        return _order_of(self, inputs, arrays)
+        order = object.__new__(PackedOrder)
+        order.plan, order.inputs, order._arrays = self, inputs, arrays
+        return order
 
     def _pieces(self, inputs: OrderInputs) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """What is packed, and number of tokens of each.
@@ -171,10 +173,10 @@ class PackPlan:
             return {"piece_index": pieces, "pack_index": _ends_in_order(sizes, room)}
         worth = self.window_packs * room * len(pieces) // int(sizes.sum(dtype=np.int64))
         num_windows = max(len(pieces) // max(self.window_documents, worth), 1)
-        packed, ends = np.empty_like(pieces), []
+        packed, ends, (key, _) = np.empty_like(pieces), [], _keys(seed)
         for start, stop in pairwise(starts_of(even_sizes(len(pieces), num_windows)).tolist()):
             places = np.arange(start, stop)
-            places = _native.swap_or_not(places, len(pieces), _keys(seed)[0], True)
+            places = _native.swap_or_not(places, len(pieces), key, True)
             order, window_ends = _native.pack(sizes[places], room)
             packed[start:stop] = pieces[places[order]]
             ends.append(start + window_ends)
@@ -234,7 +236,7 @@ class PackedOrder(CoreOrder):
         if num_samples is not None:
             num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
         own = numbers.astype(np.int32)  # a copy: the caller's array may change
-        inputs = OrderInputs(
+        self.inputs = OrderInputs(
             num_sequences=len(own),
             num_tokens=int(numbers.sum()),
             sequences=(0, len(own)),
@@ -245,8 +247,8 @@ class PackedOrder(CoreOrder):
             seed=check_int("seed", seed, 0),
             load_lengths=partial(np.asarray, own),
         )
-        plan, arrays = PackPlan._planned(inputs, **options)
-        vars(self).update(vars(_order_of(plan, inputs, Deferred.of(arrays))))
+        self.plan, arrays = PackPlan._planned(self.inputs, **options)
+        self._arrays = Deferred.of(arrays)
         self._lengths_checksum = checksum([own])
 
     def __len__(self) -> int:
@@ -277,12 +279,6 @@ class PackedOrder(CoreOrder):
             "seed": self.inputs.seed,
             **values,
         }
-
-
-def _order_of(plan: PackPlan, inputs: OrderInputs, arrays: Deferred[Arrays]) -> PackedOrder:
-    order = object.__new__(PackedOrder)
-    vars(order).update(plan=plan, inputs=inputs, _arrays=arrays)
-    return order
 
 
 def _keys(seed: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.checks import check_bool, check_int, check_path, shown
@@ -89,7 +89,7 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
         name = str(key).replace("-", "_")
         is_section = isinstance(value, Mapping) and name not in (*NAMES, "tokenizer_identifiers")
         if is_section:
-            unknown_arguments([name])
+            _check_spelling(name)
         flat += _flat(value).items() if is_section else [(name, value)]
     return _dict_of(flat)
 
@@ -164,14 +164,19 @@ def _read(name: str, value: Any) -> Any:
     return value if value is None or reader is None else reader(name, value)
 
 
-def unknown_arguments(arguments: Iterable[str]) -> list[str]:
+def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
     """The names that do not concern data; ConfigError for one that resembles one of NAMES."""
     unknown = [name for name in arguments if name not in NAMES]
     for name in unknown:
-        near = difflib.get_close_matches(name, NAMES, 1, 0.85)
-        if near:
-            raise ConfigError(f"there is no argument {name}; did you mean {near[0]}?")
+        _check_spelling(name)
     return unknown
+
+
+def _check_spelling(name: str) -> None:
+    """Raises a ConfigError for a name that is none of NAMES, but resembles one."""
+    near = difflib.get_close_matches(name, NAMES, 1, 0.85)
+    if near and name not in NAMES:
+        raise ConfigError(f"there is no argument {name}; did you mean {near[0]}?")
 
 
 def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:

@@ -9,7 +9,15 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from millrace.checks import check_bool, check_choice, check_floats, check_int, check_path, shown
+from millrace.checks import (
+    check_bool,
+    check_choice,
+    check_floats,
+    check_int,
+    check_path,
+    plain_json,
+    shown,
+)
 from millrace.errors import ConfigError
 from millrace.order import SPLITS, GPTPlan, normalize, part_range, split_ranges
 from millrace.order.blends import SURPLUS, check_surplus
@@ -261,8 +269,8 @@ def _checked_options(name: str, value: Any, options: Any) -> dict[str, Any] | No
     if value is None:
         raise ConfigError(f"{name}_options are keyword arguments of {name}: name the {name}")
     try:
-        is_plain = json.loads(json.dumps(dict(options), allow_nan=False)) == options
-    except (TypeError, ValueError):
+        is_plain = plain_json(dict(options)) == options
+    except ConfigError:
         is_plain = False
     if not is_plain:
         raise ConfigError(f"{name}_options must be plain JSON values, not {shown(options)}")
