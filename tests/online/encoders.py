@@ -22,7 +22,7 @@ class Marked:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         repeated = [one for row in rows for one in [row] * (1 + bool(row.get("again")))]
-        tokens, ends, _, counts, problems = BYTES.encode(repeated)
+        tokens, ends, _, counts, problems, _ = BYTES.encode(repeated)
         sizes = np.cumsum([0, *(1 + bool(row.get("again")) for row in rows)])
         own = np.add.reduceat(counts, sizes[:-1]) if len(rows) else counts
         places = {int(np.searchsorted(sizes, n, side="right")) - 1: problems[n] for n in problems}

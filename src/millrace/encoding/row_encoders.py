@@ -26,6 +26,7 @@ class EncodedRows(NamedTuple):
         trained: Whether each token is trained on: bool [n]. None: all are.
         counts: Number of documents of each row, 0 for a bad one: int64 [rows].
         problems: Reason of each bad row, by its place among the rows. The others are whole.
+        report: Counts for people, which add up over batches.
     """
 
     tokens: NDArray[Any]
@@ -33,6 +34,7 @@ class EncodedRows(NamedTuple):
     trained: NDArray[np.bool_] | None
     counts: NDArray[np.int64]
     problems: dict[int, str]
+    report: Mapping[str, int] = {}
 
 
 @runtime_checkable
@@ -59,7 +61,7 @@ def check_encoder(name: str, encoder: Any) -> RowEncoder:
 
 def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
     """The documents of some rows; ConfigError if an encoder's arrays do not fit each other."""
-    tokens, ends, trained, counts, problems = encoded = encoder.encode(rows)
+    tokens, ends, trained, counts, problems, _ = encoded = encoder.encode(rows)
     sizes, bad = sizes_of(ends), set(np.flatnonzero(counts == 0).tolist())
     is_whole = len(counts) == len(rows) and counts.sum() == len(ends) and sizes.sum() == len(tokens)
     is_masked = trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens))

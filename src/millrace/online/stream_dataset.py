@@ -86,7 +86,7 @@ class _Row(NamedTuple):
 
 def _encode(encoder: RowEncoder, entries: Sequence[tuple[int, Any]]) -> list[_Row]:
     """The documents of rows, which stand beside their numbers."""
-    tokens, ends, trained, counts, problems = encode_rows(encoder, [row for _, row in entries])
+    tokens, ends, trained, counts, problems, _ = encode_rows(encoder, [row for _, row in entries])
     trained = np.ones(len(tokens), np.bool_) if trained is None else trained
     rows, first, documents = [], 0, iter(ends.tolist())
     for place, ((number, _), count) in enumerate(zip(entries, counts.tolist(), strict=True)):
