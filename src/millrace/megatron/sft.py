@@ -1,74 +1,63 @@
 """`SFTDataset`: a line of JSONL with packed conversations for each sample, as in Megatron-LM."""
 
+import os
 import warnings
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import check_choice, check_path, shown
-from millrace.encoding.vocabulary import package
+from millrace.checks import check_choice, check_int, shown
 from millrace.errors import TextError
+from millrace.files import blake2b
 from millrace.megatron.base import MegatronDataset
 from millrace.megatron.errors import ConversationError, require
 from millrace.megatron.sft_tokenizer import IGNORE_INDEX, SFTTokenizer
 from millrace.megatron.utils import GPTDatasetConfig
-from millrace.storage import storage_of
+from millrace.online import open_rows
+from millrace.samples.dataset import check_numbers
 
 __all__ = ["IGNORE_INDEX", "SFTDataset", "SFTLowLevelDataset", "SFTTokenizer"]
 
-_BLOCK = 1 << 26  # bytes searched for newlines at a time
-
 
 class SFTLowLevelDataset:
-    """The messages of each line of a JSONL file; empty lines are left out.
+    """The messages of each line of a JSONL file; blank lines are left out.
 
     Args:
-        dataset_path: Path of the file. A line is an object with "messages": objects with a "role".
+        dataset_path: Path of the file, or of others that `millrace.online.open_rows` reads. A line
+            is an object with "messages": objects with a "role".
+        cache: Folder for the index of the lines. None: a temporary one.
 
     Raises:
-        TextError: A compressed file; when a line is read, one that is no such object.
+        TextError: A file whose lines have no numbers, such as a compressed one; when a line is
+            read, one that is no such object, or a file that has changed.
     """
 
-    def __init__(self, dataset_path: str) -> None:
-        self.path = check_path("dataset_path", dataset_path)
-        self._file = file = storage_of(self.path).open(self.path, "file")
-        if file.read(0, min(2, file.size)).tobytes() in (b"\x1f\x8b", b"\x28\xb5"):
-            raise TextError(f"{self.path} is compressed: lines cannot be found. Decompress it")
-        blocks = ((place, min(_BLOCK, file.size - place)) for place in range(0, file.size, _BLOCK))
-        newlines = [np.flatnonzero(file.read(*block) == 10) + block[0] for block in blocks]
-        self._ends = np.concatenate([[-1], *newlines, [file.size]])
-        self._lines = np.flatnonzero(np.diff(self._ends) > 2)  # "\n" and "\r\n" are empty lines
+    def __init__(self, dataset_path: str, cache: str | os.PathLike[str] | None = None) -> None:
+        self.rows = open_rows(dataset_path, cache=cache)
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self.rows)
 
     def __getitem__(self, idx: Any) -> list[dict[str, Any]]:
         row = range(len(self))[idx]
-        start, stop = self._ends[self._lines[row] :][:2].tolist()
-        line = self._file.read(start + 1, stop - start - 1).tobytes().removeprefix(b"\xef\xbb\xbf")
-        try:
-            record = package("orjson").loads(line)
-        except ValueError as error:
-            raise TextError(f"{self.place_of(row)} is not valid JSON: {error}") from None
-        messages = record.get("messages") if isinstance(record, dict) else None
+        [record] = self.rows.rows([row])
+        messages = record.get("messages")
         objects: Any = messages if isinstance(messages, list) else [None]
         if not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in objects):
             what = f'has no list "messages" of objects with a "role": {shown(record, 60)}'
-            raise TextError(f"{self.place_of(row)} {what}. Repair or remove the line")
+            raise TextError(f"{self.rows.place(row)} {what}. Repair or remove the line")
         return list(objects)
-
-    def place_of(self, row: int) -> str:
-        """A row's place, for messages."""
-        return f"{self.path}, line {self._lines[row] + 1}"
 
 
 class SFTDataset(MegatronDataset):
     """Packed conversations: sample i is line `indices[i % len(indices)]` of a JSONL file.
 
-    Each system turn starts a conversation. What lies behind the cut at `sequence_length` is lost:
-    the first such line is a warning, and `summary` counts all.
+    Each system turn starts a conversation. What lies behind the cut at `sequence_length` is lost,
+    which is a warning, and `summary` counts it. A `millrace.Loader` reads these samples, too.
 
     Args:
         dataset: `SFTLowLevelDataset`, or any sequence of lists of messages.
@@ -88,13 +77,15 @@ class SFTDataset(MegatronDataset):
         super().__post_init__()
         config = self.config
         check_choice("sft_release", config.sft_release, ("0.16", "0.17", "0.18", "0.19"))
-        for name in ("reset_position_ids", "reset_attention_mask", "create_attention_mask"):
+        check_int("sequence_length", config.sequence_length, 1)
+        self._pad = check_int("the tokenizer's pad", config.tokenizer.pad, 0)
+        size = check_int("context_parallel_size", config.context_parallel_size or 1, 1)
+        self._unit = 2 * size if size > 1 else 1
+        resets = ("reset_position_ids", "reset_attention_mask", "create_attention_mask")
+        for name in (*resets, "fast_cache_load"):
             require(not getattr(config, name), f"{name} must be False for packed conversations")
-        has_eod = config.sft_release != "0.16" or config.tokenizer.eod is not None
-        require(has_eod, "sft_release 0.16 appends EOD: the tokenizer needs one")
-        has_lines = self.num_samples == 0 or (self.indices is not None and len(self.indices) > 0)
+        has_lines = self.num_samples == 0 or len(self.indices) > 0
         require(has_lines, f"{self.dataset_path} has no lines for {self.index_split.name}")
-        self._has_warned = False
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
@@ -102,7 +93,7 @@ class SFTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: Any) -> SFTLowLevelDataset:
-        return SFTLowLevelDataset(dataset_path)
+        return SFTLowLevelDataset(dataset_path, config.path_to_cache)
 
     def __len__(self) -> int:
         return len(self.indices) if self.num_samples is None else self.num_samples
@@ -118,98 +109,99 @@ class SFTDataset(MegatronDataset):
         Raises:
             ConversationError, TextError: A line that cannot be used; the message names it.
         """
-        number, length = range(len(self))[idx], self.config.sequence_length
-        arrays, _ = self._pack(int(self.indices[number % len(self.indices)]))
-        if self.config.sft_release == "0.19":
-            bounds = arrays["cu_seqlens"]
-            firsts = bounds if len(bounds) <= length + 1 else np.unique(bounds)
-            arrays["cu_seqlens"] = np.full(length + 1, length, np.int32)
-            arrays["cu_seqlens"][: len(firsts)] = firsts
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+        batch = self.batch([range(len(self))[idx]])
+        return {name: torch.from_numpy(array)[0] for name, array in batch.items()}
+
+    def batch(self, sample_numbers: ArrayLike) -> dict[str, NDArray[Any]]:
+        """The samples of some numbers: arrays as those of `__getitem__`, [batch, ...] each."""
+        numbers = check_numbers(sample_numbers, len(self))
+        can_stack = len(numbers) < 2 or self.config.sft_release == "0.19"
+        require(can_stack, "cu_seqlens can be stacked from sft_release 0.19 on")
+        samples = []
+        for number in numbers.tolist() or [0]:  # a rank may get none at the last step
+            arrays, counts = self._pack(int(self.indices[number % len(self.indices)]))
+            samples.append(arrays)
+            if counts["cut_tokens"] or counts["dropped_conversations"] or counts["untrained_lines"]:
+                what = "lines are cut, or have nothing to learn from; summary() counts them"
+                warnings.warn(f"{self.dataset_path}: {what}", stacklevel=3)
+        stacked = {name: np.stack([one[name] for one in samples]) for name in samples[0]}
+        return {name: array[: len(numbers)] for name, array in stacked.items()}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the samples of an `SFTLowLevelDataset`, for a `millrace.Loader`'s state."""
+        options = ("sequence_length", "context_parallel_size", "sft_release")
+        return {
+            "kind": "megatron_sft",
+            "rows": self.dataset.rows.fingerprint(),
+            "indices": blake2b(np.asarray(self.indices, np.int64).tobytes()).hexdigest(),
+            "tokenizer": dict(self.config.tokenizer.unique_identifiers),
+            **{name: getattr(self.config, name) for name in options},
+        }
 
     def summary(self) -> dict[str, int]:
         """Counts over the lines of one epoch, all of which are tokenized for it.
 
         Returns:
-            `lines`; their `conversations`, `tokens` and `trained_tokens` in samples, the rest being
-            padding; `cut_conversations` and `cut_tokens`, lost wholly or in part; `masked_tokens`,
-            untrained only because they are the padding token; `untrained_lines`.
+            `tokens` in samples, the rest being padding; `trained_tokens`; `cut_tokens`, behind the
+            cut, of conversations that were begun; `dropped_conversations` behind those;
+            `untrained_lines`.
         """
         total: Counter[str] = Counter()
         for row in self.indices.tolist():
-            total.update(self._pack(row, reads_all=True)[1])
+            total.update(self._pack(row)[1])
         return dict(total)
 
-    def _split_conversations(self, merged_conversations: Any) -> list[list[Any]]:
-        conversations: list[list[Any]] = []
-        for message in merged_conversations:
-            if message["role"] == "system" or not conversations:
-                conversations.append([])
-            conversations[-1].append(message)
-        return conversations
+    def _tokenized(self, conversation: list[Any], place: str) -> Any:
+        """The tokens and the targets of a conversation."""
+        tokenizer, options = self.config.tokenizer, {"add_generation_prompt": False}
+        try:
+            pair = tokenizer.tokenize_conversation(conversation, return_target=True, **options)
+        except Exception as error:  # also what templates and other tokenizers raise
+            raise ConversationError(f"{place}: {error or type(error).__name__}") from error
+        if self.config.sft_release == "0.16" and pair[0][-1:].tolist() != [tokenizer.eod]:
+            pair = [np.append(array, tokenizer.eod) for array in pair]
+        return pair
 
-    def _read(self, row: int, place: str, reads_all: bool) -> tuple[list[Any], list[int], int]:
-        """Tokens and targets of a line's conversations up to the cut, their sizes, each with that
-        of the padding behind it, and the number of all conversations."""
-        tokenizer, size = self.config.tokenizer, self.config.context_parallel_size or 1
-        options = {"return_target": True, "add_generation_prompt": False}
-        unit, total = 2 * size if size > 1 else 1, 0
-        conversations = self._split_conversations(self.dataset[row])
-        pairs, sizes = [], []
+    def _pack(self, row: int) -> tuple[dict[str, NDArray[Any]], Counter[str]]:
+        """The arrays of a line, and the counts of `summary`."""
+        length, pad = self.config.sequence_length, self._pad
+        rows = getattr(self.dataset, "rows", None)
+        place = rows.place(row) if rows else f"{self.dataset_path}, row {row}"
+        messages = self.dataset[row]
+        starts = [k for k, one in enumerate(messages) if one["role"] == "system" or k == 0]
+        conversations = [messages[slice(*ends)] for ends in pairwise([*starts, len(messages)])]
+        pack = np.full((2, length + 1), pad, np.int64)  # tokens and targets; the last stay padding
+        position_ids, bounds, counts = np.arange(length), [0], Counter[str]()
         for number, one in enumerate(conversations, start=1):
-            try:
-                pair = tokenizer.tokenize_conversation(one, **options)
-            except Exception as error:  # also what templates and other tokenizers raise
-                what = f"{place}, conversation {number}: {error or type(error).__name__}"
-                raise ConversationError(what) from error
-            if self.config.sft_release == "0.16" and pair[0][-1:].tolist() != [tokenizer.eod]:
-                pair = [np.append(array, tokenizer.eod) for array in pair]
-            pairs.append(pair)
-            sizes += [len(pair[0]), -(total + len(pair[0])) % unit]
-            total += sum(sizes[-2:])
-            if total > self.config.sequence_length and not reads_all:
+            pair = self._tokenized(one, f"{place}, conversation {number}")
+            start, stop = bounds[-1], bounds[-1] + len(pair[0])
+            end = min(stop, length)
+            pack[:, start:end] = [array[: end - start] for array in pair]
+            if stop > start:  # padding counts on behind the last token
+                position_ids[start:] = np.arange(length - start)
+            counts.update(tokens=end - start, cut_tokens=stop - end)
+            bounds.append(stop + -stop % self._unit)
+            if bounds[-1] > length:
                 break
-        if total == 0:
+        if bounds[-1] == 0:
             raise ConversationError(f"{place} has no tokens: remove it")
-        return pairs, sizes, len(conversations)
-
-    def _pack(self, row: int, reads_all: bool = False) -> tuple[dict[str, Any], dict[str, int]]:
-        """A line's arrays, and counts, for which it need not read what is cut."""
-        length, pad = self.config.sequence_length, self.config.tokenizer.pad
-        place_of = getattr(self.dataset, "place_of", None)
-        place = place_of(row) if place_of else f"{self.dataset_path}, row {row}"
-        pairs, sizes, num_conversations = self._read(row, place, reads_all)
-        is_real = np.repeat(np.arange(len(sizes)) % 2 == 0, sizes)
-        rows = np.full((2, max(len(is_real), length + 1)), pad, np.int64)
-        rows[:, : len(is_real)][:, is_real] = np.concatenate(pairs, axis=1)
-        rows[:, length] = pad  # also where the line goes on: its next label is lost
-        tokens, labels = rows[0, :length], rows[1, 1 : length + 1]
+        labels, num_bounds = pack[1, 1:], len(bounds)
         is_trained = (labels != pad) & (labels != IGNORE_INDEX)
-        ends = np.add(sizes[::2], sizes[1::2]).cumsum()
-        bounds = np.append(0, ends[: ends.searchsorted(length, "right") + 1]).astype(np.int32)
-        starts, places = np.repeat(bounds[:-1], np.diff(bounds)), np.arange(length)
+        counts["trained_tokens"] = int(np.count_nonzero(is_trained))
+        counts["dropped_conversations"] = len(conversations) - num_bounds + 1
+        counts["untrained_lines"] = int(not is_trained.any())
         bounds[-1] = length
+        if self.config.sft_release == "0.19":
+            num_bounds = length + 1
+            bounds = bounds if len(bounds) <= num_bounds else sorted({*bounds})
+        cu_seqlens = np.full(num_bounds, length, np.int32)
+        cu_seqlens[: len(bounds)] = bounds
         arrays = {
-            "tokens": tokens,
+            "tokens": pack[0, :-1],
             "labels": labels,
             "loss_mask": is_trained.astype(np.float32),
-            "position_ids": places - starts[np.minimum(places, len(starts) - 1)],
-            "cu_seqlens": bounds,
-            "max_seqlen": np.array(np.diff(bounds).max(), np.int32),
+            "position_ids": position_ids,
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": np.asarray(np.diff(cu_seqlens).max()),
         }
-        is_label = is_real[1:length]
-        counts = {
-            "lines": 1,
-            "conversations": len(bounds) - 1,
-            "tokens": int(is_real[:length].sum()),
-            "trained_tokens": int(is_trained.sum()),
-            "cut_conversations": num_conversations - int((ends - sizes[1::2] <= length).sum()),
-            "cut_tokens": int(is_real[length:].sum()),
-            "masked_tokens": int((is_label & (labels[: len(is_label)] == pad)).sum()),
-            "untrained_lines": int(not is_trained.any()),
-        }
-        is_lossy = counts["cut_conversations"] or counts["untrained_lines"]
-        if is_lossy and not (self._has_warned or reads_all):
-            self._has_warned = True
-            warnings.warn(f"{place}: {counts}; see summary()", stacklevel=3)
         return arrays, counts
