@@ -9,7 +9,6 @@ whose base classes serve both releases. Of the clone it runs only the files belo
 """
 
 import gzip
-import importlib
 import json
 import subprocess
 import sys
@@ -25,11 +24,10 @@ GOLDEN = Path(__file__).with_name("golden_sft.json.gz")
 RELEASES = {"0.16": "core_v0.16.1", "0.19": "core_v0.19.0"}
 NAMES = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen")
 MASKED = ("nemotron-nano-v2", "nemotron-h-aligned")  # the formats of 0.16.1
-FORMATS = (*MASKED, "identity", "default", "default without pad")
+FORMATS = (*MASKED, "identity", "default")
 LENGTHS = ((8, 1), (16, 1), (16, 2), (17, 1), (33, 4), (64, 1), (64, 2), (200, 1))
 """Sequence lengths and context-parallel sizes."""
 
-BLEND = {"sequence_length": 400, "context_parallel_size": 1, "split": "6,3,1"}
 OPTIONS: dict[str, Any] = {"random_seed": 1, "path_to_cache": None, "eod_mask_loss": False}
 OPTIONS |= dict.fromkeys(("reset_position_ids", "reset_attention_mask"), False)
 OPTIONS |= {"create_attention_mask": False}
@@ -44,7 +42,7 @@ SPECIAL += ["<SPECIAL_10>", "<SPECIAL_11>", "<SPECIAL_12>", "<SPECIAL_233>"]
 WORDS = ("System", "User", "Assistant", "Ċ" * 2, "Ġthe", "Ġwheel", "Ġturns", "water", "!!")
 
 
-def write_tokenizer(folder: Path, *, has_pad: bool = True) -> str:
+def write_tokenizer(folder: Path) -> str:
     """A byte-level BPE whose only merges make WORDS."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -55,11 +53,9 @@ def write_tokenizer(folder: Path, *, has_pad: bool = True) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
-    folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
-    settings |= {"eos_token": "<|endoftext|>", "unk_token": "<unk>"}
-    settings |= {"pad_token": "<pad>"} if has_pad else {}
+    settings |= {"eos_token": "<|endoftext|>", "unk_token": "<unk>", "pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return str(folder)
 
@@ -105,24 +101,23 @@ LINES: list[list[dict[str, Any]]] = [
     chat(*["system: s", "user: " + "wheel " * 9, "assistant: " + "!" * 31] * 9),
     chat("user: " + "the water " * 90, "assistant: late"),
     *map(of_lengths, (0, 7, 8, 9, 15, 16, 17, 18, 64)),
-    *(of_lengths(8, 8, last) for last in (0, 1)),
     of_lengths(*[1] * 30),
     of_lengths(5, 6, 7, 300, 5),
     *(of_lengths(*RANDOM.choice([0, 1, 3, 7, 8, 17], count)) for count in range(2, 20)),
 ]
 
 
-def write_lines(path: Path, lines: list[Any] = LINES) -> str:
-    """A file of lines with messages."""
-    texts = [json.dumps({"messages": line, "source": "test"}) + "\n" for line in lines]
-    path.write_text("".join(texts))
+def write_lines(folder: Path) -> str:
+    """A file of LINES."""
+    path, texts = folder / "lines.jsonl", [json.dumps({"messages": line}) for line in LINES]
+    path.write_text("\n".join(texts))
     return str(path)
 
 
-def samples_of(dataset: Any, numbers: Any = None) -> list[Any]:
+def samples_of(dataset: Any) -> list[Any]:
     """The arrays of each sample as lists, or the name of its error."""
     samples: list[Any] = []
-    for number in range(len(dataset)) if numbers is None else numbers:
+    for number in range(len(dataset)):
         try:
             arrays = [np.asarray(dataset[number][name]) for name in NAMES]
             samples.append([array.astype(np.int64).tolist() for array in arrays])
@@ -133,11 +128,8 @@ def samples_of(dataset: Any, numbers: Any = None) -> list[Any]:
 
 def main(clone: str) -> None:
     warnings.simplefilter("ignore")
-    core = "megatron.core.datasets"
-    importlib.import_module(f"{core}.helpers").compile_helpers = None
-    builder = importlib.import_module(f"{core}.blended_megatron_dataset_builder")
-    config_of = importlib.import_module(f"{core}.gpt_dataset").GPTDatasetConfig
-    train = importlib.import_module(f"{core}.utils").Split.train
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
 
     def run(tag: str, name: str) -> Any:
         """A module of the clone."""
@@ -152,12 +144,7 @@ def main(clone: str) -> None:
         sys.modules[f"megatron.training{package}"] = types.ModuleType("package")
     golden: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        path, other = (
-            write_lines(folder / "lines.jsonl"),
-            write_lines(folder / "o.jsonl", LINES[5:]),
-        )
-        folders = [write_tokenizer(folder / "pad"), write_tokenizer(folder / "no", has_pad=False)]
+        path, folder = write_lines(Path(name)), write_tokenizer(Path(name))
         for release, tag in RELEASES.items():
             data = run(tag, "training.datasets.sft_dataset")
             new = run(RELEASES["0.19"], "core.tokenizers.text.libraries.sft_tokenizer").SFTTokenizer
@@ -168,20 +155,16 @@ def main(clone: str) -> None:
                 kinds |= dict.fromkeys(MASKED, old)
             lines = data.SFTLowLevelDataset(path)
             for prompt, kind in kinds.items():
-                tokenizer = kind(folders[" " in prompt], prompt.partition(" ")[0])
+                tokenizer = kind(folder, prompt)
                 if kind is new:  # as megatron.core's wrapper gives it
                     tokenizer.pad, tokenizer.unique_identifiers = tokenizer.pad_id, {}
                 options, rows = {**OPTIONS, "tokenizer": tokenizer}, np.arange(len(lines))
                 for length, size in LENGTHS:
                     sizes = {"sequence_length": length, "context_parallel_size": size}
-                    parts = lines, path, rows, len(rows), train, config_of(**options, **sizes)
+                    config = GPTDatasetConfig(**options, **sizes)
+                    parts = lines, path, rows, len(rows), Split.train, config
                     key = f"{release} {prompt} {length} {size}"
-                    golden[key] = samples_of(data.SFTDataset(*parts), rows)
-                if prompt == "identity":
-                    config = config_of(**options, **BLEND, blend=([path, other], [0.3, 0.7]))
-                    build = builder.BlendedMegatronDatasetBuilder
-                    blends = build(data.SFTDataset, [70, 30, 10], lambda: True, config).build()
-                    golden[f"{release} blend"] = [*map(samples_of, blends)]
+                    golden[key] = samples_of(data.SFTDataset(*parts))
     GOLDEN.write_bytes(gzip.compress(json.dumps(golden).encode(), mtime=0))
     print(GOLDEN, GOLDEN.stat().st_size)
 
