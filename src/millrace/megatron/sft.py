@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import check_choice, check_int, shown
+from millrace.checks import check_choice, check_int, check_path, shown
 from millrace.encoding import Tokenizer
 from millrace.encoding.vocabulary import package, sha256
 from millrace.errors import TextError
@@ -72,7 +72,8 @@ class SFTTokenizer:
 
     def __init__(self, tokenizer_path: str, prompt_format: str) -> None:
         self._format = _FORMATS[check_choice("prompt_format", prompt_format, tuple(_FORMATS))]
-        self._library = hf = package("transformers").AutoTokenizer.from_pretrained(tokenizer_path)
+        path = check_path("tokenizer_path", tokenizer_path)
+        self._library = hf = package("transformers").AutoTokenizer.from_pretrained(path)
         self._template = _CONTENTS if prompt_format == "identity" else hf.chat_template
         self.eod, self.vocab_size, pad = hf.eos_token_id, len(hf), self._format.pad
         own_pad = self.eod if hf.pad_token_id is None else hf.pad_token_id
@@ -243,13 +244,15 @@ class SFTDataset(MegatronDataset):
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the samples of an `SFTLowLevelDataset`, for a `millrace.Loader`'s state."""
-        options = ("sequence_length", "context_parallel_size", "sft_release")
+        require(hasattr(self.dataset, "rows"), "a Loader needs the lines of an SFTLowLevelDataset")
         return {
             "kind": "megatron_sft",
             "rows": self.dataset.rows.fingerprint(),
             "indices": sha256(np.asarray(self.indices, np.int64).tobytes()),
             "tokenizer": dict(self.config.tokenizer.unique_identifiers),
-            **{name: getattr(self.config, name) for name in options},
+            "sequence_length": self.config.sequence_length,
+            "padded_to_multiples_of": self._unit,
+            "sft_release": self.config.sft_release,
         }
 
     def summary(self) -> dict[str, int]:
