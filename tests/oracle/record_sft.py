@@ -101,7 +101,7 @@ LINES: list[list[dict[str, Any]]] = [
     chat(*["system: s", "user: " + "wheel " * 9, "assistant: " + "!" * 31] * 9),
     chat("user: " + "the water " * 90, "assistant: late"),
     *map(of_lengths, (0, 7, 8, 9, 15, 16, 17, 18, 64)),
-    of_lengths(*[1] * 30),
+    of_lengths(*[0, 1] * 15),
     of_lengths(5, 6, 7, 300, 5),
     *(of_lengths(*RANDOM.choice([0, 1, 3, 7, 8, 17], count)) for count in range(2, 20)),
 ]
