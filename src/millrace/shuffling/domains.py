@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
+from millrace.cache.loss_files import has_ranges
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below, is_of_the_process
-from millrace.names import BIN, JOURNAL
+from millrace.names import BIN, JOURNAL, LOSS
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
@@ -98,6 +99,13 @@ class Input:
 
     def tokenizer(self) -> dict[str, Any] | None:
         """The tokenizer that all files name; a ConfigError if two files differ."""
+        for file in self.files:
+            if file.prefix is not None and has_ranges(file.prefix):
+                raise ConfigError(
+                    f"{file.prefix}{LOSS} says which tokens are not trained on, which a shuffle "
+                    "would lose: train on it as it is, or leave it out first with `millrace "
+                    "convert --no-loss-ranges`"
+                )
         records = [None if f.prefix is None else read_tokenizer(f.prefix) for f in self.files]
         if conflict := tokenizer_conflict(records):
             raise ConfigError(

@@ -8,16 +8,18 @@ import json
 import operator
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from millrace.cache.loss_files import write_loss_ranges
 from millrace.engine import Done
 from millrace.files import flush_to_disk
 from millrace.provenance import OriginsWriter
 from millrace.provenance.origins import has_pyarrow
-from millrace.samples.loss_ranges import write_loss_ranges
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Part, first_line_of
 from millrace.tokenizing.chunk import ORIGIN, REJECTS, UNTRAINED, prefix_of
@@ -44,7 +46,8 @@ class Output:
 
     Tasks are appended in their order; with partitions, which change the order, at the end. The
     counts are of what was appended: `num_tokens` for each key, `num_bytes_done` of this run's
-    tasks. `rejects` are the first rejected lines: file, line, byte offset and reason.
+    tasks. `rejects` are the first rejected lines: file, line, byte offset and reason. `report` has
+    the counts of a row encoder.
     """
 
     def __init__(self, options: TokenizeOptions, stack: contextlib.ExitStack, scratch: str) -> None:
@@ -68,6 +71,7 @@ class Output:
         self.num_documents = self.num_bytes = self.num_bytes_done = self.num_rejects = 0
         self.num_tokens = [0] * len(self.builders)
         self.rejects: list[dict[str, Any]] = []
+        self.report: Counter[str] = Counter()
 
     def append(self, done: Done) -> None:
         record, parts = done.record, done.task.payload.parts
@@ -78,6 +82,7 @@ class Output:
         self.num_bytes_done += record["bytes"] * (not done.is_kept)
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
         self._append_rejects(task, record["rejects"])
+        self.report.update(record.get("report", {}))  # older journals have none
         if self._options.num_partitions == 1:
             self._copy(task, 0)
         else:
@@ -101,9 +106,14 @@ class Output:
                 os.unlink(quarantine_path(self._options))
         finalize_together(self.builders)
         if self._options.row_encoder is not None:
-            write_loss_ranges(self.builders[0].prefix, np.concatenate(self._untrained))
+            write_loss_ranges(self.builders[0].prefix, self.loss_ranges)
         for writer in self._origins:
             writer.publish()
+
+    @property
+    def loss_ranges(self) -> NDArray[np.int32]:
+        """The ranges of tokens that a row encoder does not train on: int32 [ranges, 3]."""
+        return np.concatenate(self._untrained)
 
     def _first_line(self, part: Part, num_lines: int) -> int:
         """The number of the first line of the next part, which has that many lines."""
