@@ -87,20 +87,6 @@ def read_loss_ranges(path: str, prefix: str, content: Mapping[str, Any]) -> arra
     return array_set
 
 
-def verify_ranges(dataset: IndexedDataset) -> str:
-    """A sentence about the ranges of a token file, of which every byte is read; maybe empty.
-
-    Raises:
-        DataError: As `read_loss_ranges`; or a file that is damaged.
-    """
-    if not has_ranges(prefix := dataset.prefix):
-        return ""
-    ranges = read_loss_ranges(prefix, prefix, _content_of(dataset))
-    if problems := ranges.damage(contents=True):
-        raise DataError("; ".join(problems))
-    return f"{prefix}{LOSS}: {len(ranges[ARRAY]):,} ranges of tokens are not trained on"
-
-
 def has_ranges(prefix: str) -> bool:
     """Whether ranges belong to a token file, by its sidecar, or lie beside it."""
     return has_mask(prefix) or os.path.exists(prefix + LOSS)
@@ -115,14 +101,17 @@ def joined_ranges(
         The ranges, as `write_loss_ranges` takes them; None: no token file has any.
 
     Raises:
-        DataError: As `read_loss_ranges`, of a token file to which ranges belong.
+        DataError: Ranges that are missing, damaged or of other data.
     """
     tables, num_sequences = [], 0
     for dataset, documents in parts:
         start, stop = dataset.check_documents(*(documents or (0, dataset.num_documents)))
         if has_ranges(dataset.prefix):
             prefix = dataset.prefix
-            rows = read_loss_ranges(prefix, prefix, _content_of(dataset))[ARRAY]
+            ranges = read_loss_ranges(prefix, prefix, _content_of(dataset))
+            if problems := ranges.damage(contents=True):
+                raise DataError("; ".join(problems))
+            rows = ranges[ARRAY]
             own = slice(*np.searchsorted(rows[:, 0], [start, stop]))
             tables.append(rows[own] + np.array([num_sequences - start, 0, 0], np.int32))
         num_sequences += stop - start

@@ -22,7 +22,7 @@ from millrace.cache.loss_files import has_ranges
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below, is_of_the_process
-from millrace.names import BIN, JOURNAL, LOSS
+from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
@@ -244,6 +244,7 @@ def _token_paths(paths: Sequence[str]) -> list[str]:
                 f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
                 "remove the .idx"
             )
+    paths = [path for path in paths if not path.endswith(LOSS_ARRAY)]
     return [path for path in paths if path.endswith((".bin", ".npy"))]
 
 

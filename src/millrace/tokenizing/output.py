@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.cache.loss_files import write_loss_ranges
 from millrace.engine import Done
@@ -47,7 +46,7 @@ class Output:
     Tasks are appended in their order; with partitions, which change the order, at the end. The
     counts are of what was appended: `num_tokens` for each key, `num_bytes_done` of this run's
     tasks. `rejects` are the first rejected lines: file, line, byte offset and reason. `report` has
-    the counts of a row encoder.
+    the counts of a row encoder, `loss_ranges` the tokens that it does not train on, of each task.
     """
 
     def __init__(self, options: TokenizeOptions, stack: contextlib.ExitStack, scratch: str) -> None:
@@ -65,7 +64,7 @@ class Output:
         if options.on_error == "quarantine":
             path = os.path.join(scratch, "quarantine.jsonl")
             self._quarantine = stack.enter_context(open(path, "wb"))  # noqa: SIM115
-        self._untrained = [np.empty((0, 3), np.int32)]  # ranges of a row encoder's tokens
+        self.loss_ranges = [np.empty((0, 3), np.int32)]
         self._next_line = "", 0  # source of the last part, and the line after it
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_bytes_done = self.num_rejects = 0
@@ -106,14 +105,9 @@ class Output:
                 os.unlink(quarantine_path(self._options))
         finalize_together(self.builders)
         if self._options.row_encoder is not None:
-            write_loss_ranges(self.builders[0].prefix, self.loss_ranges)
+            write_loss_ranges(self.builders[0].prefix, np.concatenate(self.loss_ranges))
         for writer in self._origins:
             writer.publish()
-
-    @property
-    def loss_ranges(self) -> NDArray[np.int32]:
-        """The ranges of tokens that a row encoder does not train on: int32 [ranges, 3]."""
-        return np.concatenate(self._untrained)
 
     def _first_line(self, part: Part, num_lines: int) -> int:
         """The number of the first line of the next part, which has that many lines."""
@@ -129,7 +123,7 @@ class Output:
             path = os.path.join(task.folder, UNTRAINED)
             ranges = np.fromfile(path, np.int32).reshape(-1, 3)
             ranges[:, 0] += self.builders[0].num_sequences
-            self._untrained.append(ranges)
+            self.loss_ranges.append(ranges)
         for key, builder in enumerate(self.builders):
             builder.add_index(prefix_of(task.folder, key, group))
         if self._origins:

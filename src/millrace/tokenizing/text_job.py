@@ -215,7 +215,7 @@ def _write(
             for builder, key in zip(output.builders, options.json_keys, strict=True):
                 builder.add_provenance(_provenance_of(options, files, key, output))
         if options.row_encoder is not None:  # noted before there is a pair, even without checksums
-            mask = {"loss_ranges": len(output.loss_ranges), "report": result.report}
+            mask = {"loss_ranges": sum(map(len, output.loss_ranges)), "report": result.report}
             output.builders[0].add_provenance(mask)
         run.publish(output.publish, asdict(result))
     return result
