@@ -20,6 +20,7 @@ TEMPORARY = ".tmp"
 _BESIDE_DOCUMENTS = (
     INFO,
     ORIGINS,
+    LOSS,
     QUARANTINE,
     ".manifest.json",
     *(f"_{level}{end}" for level in ("document", "sentence") for end in (BIN, IDX, DOLMA)),

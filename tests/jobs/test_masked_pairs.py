@@ -60,7 +60,7 @@ def run_job(path: Path, letter: str = "m", **options: Any) -> TokenizeResult:
     return tokenize([path], prefix, Tokenizer("bytes"), row_encoder=encoder, workers=1, **options)
 
 
-def samples(prefix: Path, loss_ranges: str | None) -> GPTDataset:
+def samples(prefix: Path, loss_ranges: str = "refuse") -> GPTDataset:
     options: Any = {"sequence_length": 6, "seed": 1, "add_extra_token": False}
     return GPTDataset(IndexedDataset(prefix), loss_ranges=loss_ranges, **options)
 
@@ -83,16 +83,18 @@ def pair(tmp_path: Path) -> Path:
 
 def test_a_pair_with_a_mask_is_refused_until_something_is_said_of_it(pair: Path) -> None:
     with pytest.raises(ConfigError, match=r'info\.json says .* loss_ranges="apply".*"ignore"'):
-        samples(pair, None)
+        samples(pair)
     assert_mask_is(pair, "m")
     ignored = samples(pair, "ignore").batch(range(5))
     assert ignored["loss_mask"][:, :-1].all()
-    with pytest.raises(ConfigError, match="loss_ranges must be one of apply, ignore, not True"):
+    with pytest.raises(
+        ConfigError, match="loss_ranges must be one of refuse, apply, ignore, not True"
+    ):
         samples(pair, True)  # type: ignore[arg-type]
     sidecar = Path(f"{pair}.info.json")
     sidecar.write_text(sidecar.read_text()[:-9])  # what is damaged cannot say that there is none
     with pytest.raises(ConfigError, match="which tokens are not trained on"):
-        samples(pair, None)
+        samples(pair)
     Path(f"{pair}.loss.json").unlink()
     with pytest.raises(DataError, match="write it again"):
         samples(pair, "apply")
@@ -100,7 +102,7 @@ def test_a_pair_with_a_mask_is_refused_until_something_is_said_of_it(pair: Path)
 
 @pytest.mark.parametrize("order", [{}, {"order": "millrace.order:PackPlan"}])
 def test_a_run_says_what_becomes_of_masks(pair: Path, order: Any) -> None:
-    def build(loss_ranges: str | None) -> np.ndarray[Any, Any]:
+    def build(loss_ranges: str) -> np.ndarray[Any, Any]:
         arguments = {"train_data_path": str(pair), "seq_length": 32, "num_samples": [4, 0, 0]}
         arguments |= {"data_cache_path": str(pair.parent / "cache"), "loss_ranges": loss_ranges}
         train = build_datasets(config_from({**arguments, **order})).train
@@ -113,7 +115,7 @@ def test_a_run_says_what_becomes_of_masks(pair: Path, order: Any) -> None:
     # The second time, the plan is found in the cache folder, whatever was said when it was made.
     for _ in range(2):
         with pytest.raises(ConfigError, match="which tokens are not trained on"):
-            build(None)
+            build("refuse")
         assert build("apply").sum() < build("ignore").sum()
     with pytest.raises(ConfigError, match="loss_ranges must be one of"):
         build("all")
@@ -141,7 +143,7 @@ def test_megatrons_dataset_cannot_mask(pair: Path) -> None:
     tokenizer = SimpleNamespace(eod=256, pad=1, vocab_size=999, unique_identifiers={})
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
 
-    def build(loss_ranges: str | None) -> Any:
+    def build(loss_ranges: str) -> Any:
         config = megatron.GPTDatasetConfig(
             blend=([str(pair)], None), split="1,0,0", random_seed=1, sequence_length=8,
             tokenizer=tokenizer, loss_ranges=loss_ranges, **dict.fromkeys(names, False),
@@ -150,7 +152,7 @@ def test_megatrons_dataset_cannot_mask(pair: Path) -> None:
         return megatron.BlendedMegatronDatasetBuilder(*arguments).build()[0]
 
     with pytest.raises(AssertionError, match=r"use millrace\.GPTDataset, or give"):
-        build(None)
+        build("refuse")
     assert build("ignore")[0]["loss_mask"].all()
 
 
@@ -165,7 +167,7 @@ def test_death_at_every_step_leaves_no_pair_without_its_mask(pair: Path) -> None
         info = data.info()
         assert info is not None
         with pytest.raises(ConfigError, match="which tokens are not trained on"):
-            samples(pair, None)
+            samples(pair)
         if Path(f"{pair}.loss.json").exists():
             assert_mask_is(pair, info.provenance["row_encoder"]["letter"])
         else:
@@ -193,7 +195,7 @@ def test_a_full_disk_that_has_room_for_all_but_the_mask(tmp_path: Path) -> None:
     with size_limit(size - 64), pytest.raises(OSError, match="loss"):
         run_job(path, restart=True)
     with pytest.raises(ConfigError, match="which tokens are not trained on"):
-        samples(pair, None)
+        samples(pair)
     with pytest.raises(DataError, match=r"loss\.json is missing"):
         samples(pair, "apply")
     assert run_job(path).num_chunks_kept == 1
@@ -227,7 +229,7 @@ def test_without_checksums_the_sidecar_still_names_the_mask(tmp_path: Path) -> N
     prefix = Path(run_job(path, checksums=False).prefixes["text"])
     assert_mask_is(prefix, "m")
     with pytest.raises(ConfigError, match="which tokens are not trained on"):
-        samples(prefix, None)
+        samples(prefix)
     Path(f"{prefix}.loss.json").unlink()  # the job is not whole any more
     with pytest.raises(ConfigError, match="--restart"):
         run_job(path, checksums=False)
@@ -304,7 +306,7 @@ def test_what_cannot_keep_a_mask_refuses_it(pair: Path, capsys: Any) -> None:
     convert(pair, f"{to}.npy", loss_ranges=False)
     assert main(["merge", str(pair), "--output-prefix", str(to), "--no-loss-ranges"]) == 0
     assert ranges_of(to) is None
-    assert samples(to, None).batch([0])["loss_mask"][:, :-1].all()
+    assert samples(to).batch([0])["loss_mask"][:, :-1].all()
     # A pair that replaces another takes its mask away.
     convert(to, pair)
     assert ranges_of(pair) is None

@@ -69,11 +69,7 @@ def write_loss_ranges(
 
 
 def read_loss_ranges(path: str, prefix: str, content: Mapping[str, Any]) -> arrays.ArraySet:
-    """The ranges at a path prefix, of the token file `prefix` with this fingerprint.
-
-    Raises:
-        DataError: Ranges that are missing, damaged, or of other data.
-    """
+    """The ranges at a path prefix; DataError unless they are of `prefix` with this fingerprint."""
     folder, name = _place(path)
     array_set = arrays.load(folder, name)
     key = getattr(array_set, "key", None)
@@ -95,13 +91,9 @@ def has_ranges(prefix: str) -> bool:
 def joined_ranges(
     parts: Iterable[tuple[IndexedDataset, tuple[int, int] | None]],
 ) -> NDArray[np.int32] | None:
-    """The ranges of a token file made of others, from each a range of documents, or all.
+    """The ranges of token files that are joined, from each some documents, or (None) all.
 
-    Returns:
-        The ranges, as `write_loss_ranges` takes them; None: no token file has any.
-
-    Raises:
-        DataError: Ranges that are missing, damaged or of other data.
+    None, if no token file has any; a DataError for those that are damaged or of other data.
     """
     tables, num_sequences = [], 0
     for dataset, documents in parts:

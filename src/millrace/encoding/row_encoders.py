@@ -62,33 +62,33 @@ def check_encoder(name: str, encoder: Any) -> RowEncoder:
 
 def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
     """The documents of some rows; ConfigError if an encoder's arrays do not fit each other."""
-    tokens, ends, trained, counts, problems, report = encoded = encoder.encode(rows)
-    sizes, bad = sizes_of(ends), set(np.flatnonzero(counts == 0).tolist())
-    is_whole = len(counts) == len(rows) and counts.sum() == len(ends) and sizes.sum() == len(tokens)
-    is_masked = trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens))
-    is_valid = min(sizes.min(initial=0), counts.min(initial=0)) >= 0 and bad == problems.keys()
-    is_valid = is_valid and all(type(count) is int for count in report.values())
-    if is_whole and is_masked and is_valid and tokens.dtype == encoder.dtype:
-        return encoded
+    encoded = encoder.encode(rows)
+    with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
+        tokens, ends, trained, counts, problems, report = encoded
+        sizes, bad = sizes_of(ends), set(np.flatnonzero(counts == 0).tolist())
+        if (
+            len(counts) == len(rows)
+            and counts.sum() == len(ends)
+            and sizes.sum() == len(tokens)
+            and tokens.dtype == encoder.dtype
+            and (trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens)))
+            and min(sizes.min(initial=0), counts.min(initial=0)) >= 0
+            and bad == problems.keys()
+            and all(type(count) is int for count in report.values())
+        ):
+            return encoded
     raise ConfigError(
-        f"{type(encoder).__name__}.encode returned {len(tokens)} tokens of {tokens.dtype}, ends "
-        f"{shown(ends.tolist())}, counts {shown(counts.tolist())}, problems {shown(problems)} and "
-        f"the report {shown(report)} of {len(rows)} rows; see EncodedRows for what must fit"
+        f"{type(encoder).__name__}.encode returned {shown(encoded, 400)} for {len(rows)} rows, "
+        "which does not fit them or itself: see EncodedRows"
     )
 
 
 class EncodedTexts(NamedTuple):
-    """Sequences of tokens, and the documents that they make.
+    """The tokens of documents, each of any number of sequences."""
 
-    Attributes:
-        tokens: Tokens of all sequences, one after the other: [n] of the tokenizer's dtype.
-        lengths: Length of each sequence, at least 1: int64 [sequences].
-        counts: Number of sequences of each document: int64 [documents].
-    """
-
-    tokens: NDArray[Any]
-    lengths: NDArray[np.int64]
-    counts: NDArray[np.int64]
+    tokens: NDArray[Any]  # of all sequences, one after the other: [tokens]
+    lengths: NDArray[np.int64]  # of each sequence in tokens, at least 1: int64 [sequences]
+    counts: NDArray[np.int64]  # of the sequences of each document: int64 [documents]
 
 
 def encode_texts(

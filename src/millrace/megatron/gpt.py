@@ -78,9 +78,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        path, is_ignored = self.dataset_path, self.config.loss_ranges == "ignore"
+        path = self.dataset_path
         require(
-            is_ignored or path is None or not has_mask(path),
+            self.config.loss_ranges == "ignore" or path is None or not has_mask(path),
             f"{path}.info.json says which tokens are not trained on, which Megatron-LM's dataset "
             'cannot do: use millrace.GPTDataset, or give loss_ranges="ignore" to train on all',
         )

@@ -26,7 +26,7 @@ from millrace.order.order_plans import PlanOf
 from millrace.order.splits import VALID, Bookends
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import SampleOptions
-from millrace.samples.loss_ranges import check_loss_ranges
+from millrace.samples.loss_ranges import LOSS_CHOICES
 from millrace.sampling import Sampler, SequentialSampler
 from millrace.storage import Access
 
@@ -109,7 +109,7 @@ class DatasetConfig:
     trust_cache: bool = False
     num_threads: int = 1
     any_tokenizer: bool = False
-    loss_ranges: str | None = None
+    loss_ranges: str = "refuse"
     order: PlanOf | str | None = None
     order_options: Mapping[str, Any] | None = None
     sampler: Callable[..., Any] | str | None = None
@@ -154,7 +154,7 @@ class DatasetConfig:
             seed=check_seed(self.seed),
             surplus=check_surplus(self.surplus),
             num_threads=check_int("num_threads", self.num_threads, 1),
-            loss_ranges=check_loss_ranges(self.loss_ranges),
+            loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
             access=check_choice("access", self.access, get_args(Access)),
         )
         for field in dataclasses.fields(self):

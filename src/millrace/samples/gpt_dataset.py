@@ -43,7 +43,7 @@ class GPTDataset(TokenDataset):
             drop_last_partial_sequence.
         options: The options of samples as one object, in place of the single ones.
         loss_ranges: "apply": the ranges beside the token file are not trained on (`LossRanges`).
-            "ignore": all tokens are. None: all are, unless its sidecar names ranges: an error.
+            "ignore": all tokens are. "refuse": all are; an error, if the sidecar names ranges.
 
     Attributes:
         source: The tokens, in their order.
@@ -75,7 +75,7 @@ class GPTDataset(TokenDataset):
         boundaries: str = "eod",
         order: Order | None = None,
         options: SampleOptions | None = None,
-        loss_ranges: str | None = None,
+        loss_ranges: str = "refuse",
     ) -> None:
         single = (sequence_length, add_extra_token, eod_token, pad_token, reset_position_ids)
         options = choose_options(options, (*single, eod_mask_loss, boundaries))

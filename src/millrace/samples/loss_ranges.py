@@ -16,7 +16,7 @@ from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import RawTokens
 
-LOSS_CHOICES = ("apply", "ignore")
+LOSS_CHOICES = ("refuse", "apply", "ignore")
 
 
 class LossRanges:
@@ -88,24 +88,11 @@ class LossRanges:
         return {"kind": KIND, "only": self.only, "ranges": [one.checksum for one in self._ranges]}
 
 
-def check_loss_ranges(value: Any) -> str | None:
-    return None if value is None else check_choice("loss_ranges", value, LOSS_CHOICES)
-
-
-def own_ranges(source: StoredTokens, loss_ranges: str | None) -> list[LossRanges]:
-    """The transform by the ranges of a dataset's own token file, if it is to apply them.
-
-    Args:
-        source: The tokens.
-        loss_ranges: "apply", "ignore" or None, which is an error if the sidecar names ranges.
-
-    Raises:
-        ConfigError: Another word, or ranges of which it is not said what becomes of them.
-        DataError: Ranges to apply that are missing, damaged or of other data.
-    """
-    if check_loss_ranges(loss_ranges) == "apply":
+def own_ranges(source: StoredTokens, loss_ranges: str) -> list[LossRanges]:
+    """The transform by the ranges of the token file, if `loss_ranges` wants them applied."""
+    if check_choice("loss_ranges", loss_ranges, LOSS_CHOICES) == "apply":
         return [LossRanges(source)]
-    if loss_ranges is None and source.has_mask:
+    if loss_ranges == "refuse" and source.has_mask:
         raise ConfigError(
             f"{source.prefix}.info.json says which tokens are not trained on: give "
             'loss_ranges="apply" to leave them out of the loss, or "ignore" to train on all tokens'

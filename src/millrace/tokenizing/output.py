@@ -81,7 +81,7 @@ class Output:
         self.num_bytes_done += record["bytes"] * (not done.is_kept)
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
         self._append_rejects(task, record["rejects"])
-        self.report.update(record.get("report", {}))  # older journals have none
+        self.report.update(record["report"])
         if self._options.num_partitions == 1:
             self._copy(task, 0)
         else:
