@@ -28,6 +28,8 @@ from millrace.cli import main
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows
 from millrace.jobs import convert, merge, shuffle, split
+from millrace.online import open_rows
+from millrace.online.cached_rows import tokenized
 from millrace.run.arguments import config_from
 from millrace.tokenizing import TokenizeResult, tokenize
 from tests.jobs.kills import deaths_of, finished_tasks
@@ -177,17 +179,6 @@ def test_death_at_every_step_leaves_no_pair_without_its_mask(pair: Path) -> None
     assert_mask_is(pair, "f")
 
 
-def test_a_full_disk(pair: Path) -> None:
-    """Whatever does not fit, no new pair appears without its mask, and the job goes on."""
-    path = pair.parent / "a.jsonl"
-    for num_bytes in (40, 120, 400, 900):
-        with size_limit(num_bytes), pytest.raises((OSError, DataError)):
-            run_job(path, "f", restart=True)
-        assert_mask_is(pair, "m")
-    run_job(path, "f", restart=True)
-    assert_mask_is(pair, "f")
-
-
 def test_a_full_disk_that_has_room_for_all_but_the_mask(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": "az" * 400}] * 3)
     pair = Path(run_job(path).prefixes["text"])
@@ -199,6 +190,9 @@ def test_a_full_disk_that_has_room_for_all_but_the_mask(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"loss\.json is missing"):
         samples(pair, "apply")
     assert run_job(path).num_chunks_kept == 1
+    assert_mask_is(pair, "m")
+    with size_limit(400), pytest.raises(OSError, match="large"):  # not even a chunk: the pair stays
+        run_job(path, "f", restart=True)
     assert_mask_is(pair, "m")
 
 
@@ -222,6 +216,14 @@ def test_the_report_survives_kills(tmp_path: Path) -> None:
     assert info is not None
     assert info.provenance["report"] == expected
     assert run_job(path, chunk_size=1_000_000).report == expected  # it is there already
+
+
+def test_a_cache_keeps_the_report(tmp_path: Path) -> None:
+    rows = open_rows([{"text": text} for text in TEXTS])
+    options: Any = {"show_progress": False, "on_error": "stop", "workers": 1}
+    found = [tokenized(rows, Below(), str(tmp_path), **options) for _ in range(2)]
+    assert found[0][1] == found[1][1] == {"rows": 9, "trained tokens": 81}
+    assert found[0][0].fingerprint == found[1][0].fingerprint
 
 
 def test_without_checksums_the_sidecar_still_names_the_mask(tmp_path: Path) -> None:
