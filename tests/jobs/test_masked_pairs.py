@@ -302,7 +302,8 @@ def test_what_cannot_keep_a_mask_refuses_it(pair: Path, capsys: Any) -> None:
             refused()
     domain = pair.parent / "input" / "web"
     domain.mkdir(parents=True)
-    write_masked(domain / "a", [[4]] * 3, has_mask=True)
+    write_masked(pair.parent / "a", [[4]] * 3, has_mask=True)
+    convert(pair.parent / "a", domain / "a")  # notes the mask
     with pytest.raises(ConfigError, match="millrace convert --no-loss-ranges"):
         shuffle(domain.parent, to, seq_len=4)
     convert(pair, f"{to}.npy", loss_ranges=False)

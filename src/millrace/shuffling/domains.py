@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.cache.loss_files import has_ranges
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below, is_of_the_process
-from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
+from millrace.names import BIN, INFO, JOURNAL, LOSS_ARRAY
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
+from millrace.store.info import has_mask
 from millrace.store.publish import paths_to_read
 from millrace.text import read_input_list as read_lines
 
@@ -100,9 +100,9 @@ class Input:
     def tokenizer(self) -> dict[str, Any] | None:
         """The tokenizer that all files name; a ConfigError if two files differ."""
         for file in self.files:
-            if file.prefix is not None and has_ranges(file.prefix):
+            if file.prefix is not None and has_mask(file.prefix):
                 raise ConfigError(
-                    f"{file.prefix}{LOSS} says which tokens are not trained on, which a shuffle "
+                    f"{file.prefix}{INFO} says which tokens are not trained on, which a shuffle "
                     "would lose: train on it as it is, or leave it out first with `millrace "
                     "convert --no-loss-ranges`"
                 )
