@@ -50,14 +50,14 @@ LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2250, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2450, "the names of another library"),
-    "store": (2250, "verification could be a room of its own"),
-    "samples": (2350, "token batches, rows, transforms, and the way through the core"),
+    "store": (2260, "verification could be a room of its own"),
+    "samples": (2320, "token batches, rows, transforms, and the way through the core"),
 }
 WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
     **dict.fromkeys(("Description", "ShardsDescription", "Measurement"), "a report"),
-    "ShuffleResult": "a report",
+    **dict.fromkeys(("TokenizeResult", "ShuffleResult"), "a report"),
     "Output": "every file that a job writes",
     "ShardsMetadata": "the entries of metadata.json",
     **dict.fromkeys(("BlendedMegatronDatasetConfig", "GPTDatasetConfig"), "Megatron-LM's fields"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace import GPTDataset, IndexedDataset, LossRanges, TransformedDataset
+from millrace import GPTDataset, IndexedDataset
 from millrace.cli import main
 
 TURNS = [("user", "Hi"), ("assistant", "One\ntwo"), ("user", "And?"), ("assistant", "Bye")]
@@ -32,8 +32,7 @@ def test_conversations_become_a_pair_with_a_mask(
     chats = ["--chat", "--turns", "last", "--roles", '{"customer": "user"}', "--on-error", "skip"]
     assert main([*command, *chats, "--restart"]) == 0
     data = IndexedDataset(path.parent / "out_chat_document")
-    samples = GPTDataset(data, sequence_length=len(data[0]) - 1, seed=1)
-    masked = TransformedDataset(samples, [LossRanges(samples)])[0]
+    masked = GPTDataset(data, sequence_length=len(data[0]) - 1, seed=1, loss_ranges="apply")[0]
     said = masked["labels"][masked["loss_mask"] == 1]
     assert bytes(said.tolist()).decode() == "Bye<|im_end|>"
 

@@ -62,6 +62,11 @@ def test_options_of_texts() -> None:
         {"trained": np.ones(3, np.bool_)},
         {"problems": {0: "bad"}},
         {"counts": np.array([2, 0])},
+        {"report": {"rows": np.int64(2)}},
+        {"report": None},
+        {"tokens": [97, 256]},
+        {"counts": np.array(2)},
+        {"ends": "ab"},
     ],
 )
 def test_an_encoder_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:

@@ -77,7 +77,7 @@ def test_every_name_is_there() -> None:
         if not name.startswith("_"):
             assert getattr(ours, name).__doc__, name
     fields = [[f.name for f in dataclasses.fields(s.GPTDatasetConfig)] for s in SIDES]
-    assert fields[0] == [*fields[1], "inter_document_masking", "sft_release"]
+    assert fields[0] == [*fields[1], "inter_document_masking", "sft_release", "loss_ranges"]
     for field in dataclasses.fields(oracle.GPTDatasetConfig):
         mine = next(f for f in dataclasses.fields(ours.GPTDatasetConfig) if f.name == field.name)
         assert (mine.default, mine.init) == (field.default, field.init), field.name

@@ -1,6 +1,7 @@
 """Rows into documents of tokens: what an encoder of rows is, and that of plain texts."""
 
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -61,18 +62,60 @@ def check_encoder(name: str, encoder: Any) -> RowEncoder:
 
 def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
     """The documents of some rows; ConfigError if an encoder's arrays do not fit each other."""
-    tokens, ends, trained, counts, problems, _ = encoded = encoder.encode(rows)
-    sizes, bad = sizes_of(ends), set(np.flatnonzero(counts == 0).tolist())
-    is_whole = len(counts) == len(rows) and counts.sum() == len(ends) and sizes.sum() == len(tokens)
-    is_masked = trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens))
-    is_valid = min(sizes.min(initial=0), counts.min(initial=0)) >= 0 and bad == problems.keys()
-    if is_whole and is_masked and is_valid and tokens.dtype == encoder.dtype:
-        return encoded
+    encoded = encoder.encode(rows)
+    with contextlib.suppress(AttributeError, IndexError, TypeError, ValueError):
+        tokens, ends, trained, counts, problems, report = encoded
+        sizes, bad = sizes_of(ends), set(np.flatnonzero(counts == 0).tolist())
+        if (
+            len(counts) == len(rows)
+            and counts.sum() == len(ends)
+            and sizes.sum() == len(tokens)
+            and tokens.dtype == encoder.dtype
+            and (trained is None or (trained.dtype == np.bool_ and len(trained) == len(tokens)))
+            and min(sizes.min(initial=0), counts.min(initial=0)) >= 0
+            and bad == problems.keys()
+            and all(type(count) is int for count in report.values())
+        ):
+            return encoded
     raise ConfigError(
-        f"{type(encoder).__name__}.encode returned {len(tokens)} tokens of {tokens.dtype}, ends "
-        f"{shown(ends.tolist())}, counts {shown(counts.tolist())} and problems {shown(problems)} "
-        f"of {len(rows)} rows; see EncodedRows for what must fit"
+        f"{type(encoder).__name__}.encode returned {shown(encoded, 400)} for {len(rows)} rows, "
+        "which does not fit them or itself: see EncodedRows"
     )
+
+
+class EncodedTexts(NamedTuple):
+    """The tokens of documents, each of any number of sequences."""
+
+    tokens: NDArray[Any]  # of all sequences, one after the other: [tokens]
+    lengths: NDArray[np.int64]  # of each sequence in tokens, at least 1: int64 [sequences]
+    counts: NDArray[np.int64]  # of the sequences of each document: int64 [documents]
+
+
+def encode_texts(
+    tokenizer: Tokenizer,
+    documents: Sequence[Sequence[str]],
+    first_token: int | None,
+    last_token: int | None,
+) -> EncodedTexts:
+    """The tokens of documents, as Megatron-LM's script makes them.
+
+    Each text is a sequence; those without tokens are dropped. In each document with tokens, the
+    first sequence begins with the first token, and the last one ends with the last token.
+    """
+    ids, lengths = tokenizer.encode_batch(list(itertools.chain.from_iterable(documents)))
+    counts = np.fromiter(map(len, documents), np.int64, len(documents))
+    if not lengths.all():
+        numbers = np.repeat(np.arange(len(documents)), counts)[lengths > 0]
+        counts = np.bincount(numbers, minlength=len(documents))
+        lengths = lengths[lengths > 0]
+    starts, ends = starts_and_ends(lengths)
+    num_sequences = counts[counts > 0]
+    last = np.cumsum(num_sequences) - 1  # the last sequence of each document
+    first = last - num_sequences + 1
+    tokens = with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
+    lengths[first] += first_token is not None
+    lengths[last] += last_token is not None
+    return EncodedTexts(tokens, lengths, counts)
 
 
 class TextRows:
@@ -129,33 +172,27 @@ class TextRows:
                 problems[place] = str(error)
                 texts.append([])
         try:
-            ids, lengths = self._ids(texts)
+            encoded = self._encode(texts)
         except TextError:
             for place, parts in enumerate(texts):
                 try:
-                    self._ids([parts])
+                    self._encode([parts])
                 except TextError as error:
                     problems[place], texts[place] = str(error), []
-            ids, lengths = self._ids(texts)
+            encoded = self._encode(texts)
         counts = np.ones(len(texts), np.int64)
         counts[list(problems)] = 0
-        starts, ends = starts_and_ends(lengths)
-        has_tokens, edges = lengths > 0, self._edges
-        tokens = with_tokens(ids, starts[has_tokens], ends[has_tokens], *edges, self.dtype)
-        lengths += has_tokens * sum(edge is not None for edge in edges)
-        return EncodedRows(tokens, np.cumsum(lengths)[counts > 0], None, counts, problems)
+        ends = np.cumsum(encoded.lengths)
+        if (encoded.counts != 1).any():
+            ends = np.append(0, ends)[np.cumsum(encoded.counts)[counts > 0]]
+        return EncodedRows(encoded.tokens, ends, None, counts, problems)
 
     def _texts(self, row: Any) -> list[str]:
         text = text_at(row, self.key)
         return [text] if isinstance(text, str) else text
 
-    def _ids(self, texts: Sequence[list[str]]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """The ids of all texts, and the number of ids of each list."""
-        ids, lengths = self.tokenizer.encode_batch([text for parts in texts for text in parts])
-        if any(len(parts) != 1 for parts in texts):
-            bounds = np.cumsum([0, *map(len, texts)])
-            lengths = np.diff(np.append(0, np.cumsum(lengths))[bounds])
-        return ids, lengths
+    def _encode(self, texts: Sequence[list[str]]) -> EncodedTexts:
+        return encode_texts(self.tokenizer, texts, *self._edges)
 
     def checked(self, rows: Sequence[Mapping[str, Any]]) -> "TextRows":
         """The same with an encoder that agrees with the reference library on some rows' texts."""

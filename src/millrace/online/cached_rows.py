@@ -14,9 +14,9 @@ from millrace.cache import arrays
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import RowEncoder, TextRows
 from millrace.engine import Progress
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, file_lock
-from millrace.names import BIN, IDX
+from millrace.names import JOURNAL, LOSS
 from millrace.online.numbered_rows import MemoryPart, Rows
 from millrace.store import IndexedDataset
 from millrace.tokenizing import tokenize
@@ -24,8 +24,8 @@ from millrace.tokenizing import tokenize
 
 def tokenized(
     rows: Rows, encoder: RowEncoder, folder: str, *, show_progress: bool, **options: Any
-) -> IndexedDataset:
-    """The token files of all rows, made by a tokenise job unless they are there.
+) -> tuple[IndexedDataset, dict[str, int]]:
+    """The token files of all rows, made by a tokenise job unless they are there, and its report.
 
     Of several processes one makes them, and the others wait; after a kill the next one continues.
 
@@ -35,28 +35,25 @@ def tokenized(
     key = [rows.fingerprint(), encoder.fingerprint(), options["on_error"]]
     os.makedirs(folder, exist_ok=True)
     place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
-    if (prefix := _find(place, key)) is None:
+    json_key = encoder.key if isinstance(encoder, TextRows) else "rows"
+    prefix = f"{place}_{json_key}_document"
+    needed = [] if isinstance(encoder, TextRows) else [prefix + LOSS]
+    if (store := _finished(place, prefix, needed)) is None:
         with _turn(place, show_progress):
-            if (prefix := _find(place, key)) is None:
-                prefix = _make(rows, encoder, place, show_progress=show_progress, **options)
-                name = os.path.basename(prefix)  # the folder may be moved
-                record = {"key": key, "name": name, "sizes": _sizes(prefix)}
-                with atomic_file(place + ".tokens.json") as file:
-                    file.write(arrays.seal(record))
-    return IndexedDataset(prefix)
+            if (store := _finished(place, prefix, needed)) is None:
+                options |= {"json_keys": [json_key], "show_progress": show_progress}
+                _make(rows, encoder, place, **options)
+                store = IndexedDataset(prefix)
+    info = store.info()
+    return store, {} if info is None else info.provenance.get("report", {})
 
 
-def _find(place: str, key: Any) -> str | None:
-    record = arrays.read_record(place + ".tokens.json")
-    with contextlib.suppress(*arrays.NO_RECORD):
-        if record is not None and record["key"] == key:
-            prefix = os.path.join(os.path.dirname(place), record["name"])
-            return prefix if _sizes(prefix) == record["sizes"] else None
+def _finished(place: str, prefix: str, needed: list[str]) -> IndexedDataset | None:
+    """The token files of a job that is done: it has removed its journal."""
+    if not os.path.exists(place + JOURNAL) and all(map(os.path.exists, needed)):
+        with contextlib.suppress(DataError):
+            return IndexedDataset(prefix)
     return None
-
-
-def _sizes(prefix: str) -> list[int]:
-    return [os.path.getsize(prefix + ending) for ending in (BIN, IDX)]
 
 
 @contextlib.contextmanager
@@ -69,14 +66,14 @@ def _turn(place: str, show_progress: bool) -> Iterator[None]:
                 # Without progress, the wait for the lock itself warns and names the holder.
                 stack.enter_context(file_lock(f"{place}.lock", limit=1 if show_progress else None))
                 break
-            done = glob.glob(f"{glob.escape(place)}.journal/*/done.jsonl")
+            done = glob.glob(f"{glob.escape(place + JOURNAL)}/*/done.jsonl")
             size = sum(map(os.path.getsize, done))
             progress.update(0, f"another process tokenises the rows ({size:,} bytes of journal)")
         yield
 
 
-def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> str:
-    """Runs the job; returns the prefix of the pair."""
+def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
+    """Runs the job."""
     lines = place + ".rows.jsonl"
     if isinstance(rows.parts[0], MemoryPart):
         inputs = [lines]
@@ -84,29 +81,24 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> str:
     else:
         inputs = [part.file.path for part in rows.parts]
         options["max_document_size"] = rows.max_size
-    tokenizer: Any
     if isinstance(encoder, TextRows):
-        tokenizer = encoder.tokenizer
         options |= {"append_eod": encoder.append_eod, "prepend_bos": encoder.prepend_bos}
-        options["json_keys"] = [encoder.key]
     else:
         options["row_encoder"] = encoder
-        # The job notes a tokenizer: the encoder's, or one that stands for the encoder.
-        tokenizer = getattr(encoder, "tokenizer", None) or Tokenizer.from_function(
-            list,
-            vocabulary_size=int(np.iinfo(encoder.dtype).max),
-            name=type(encoder).__name__,
-            version=arrays.fingerprint(encoder.fingerprint()),
-        )
+    # The job notes a tokenizer: the encoder's, or one that stands for the encoder.
+    tokenizer = getattr(encoder, "tokenizer", None) or Tokenizer.from_function(
+        list,
+        vocabulary_size=int(np.iinfo(encoder.dtype).max),
+        name=type(encoder).__name__,
+        version=arrays.fingerprint(encoder.fingerprint()),
+    )
     try:
-        result = tokenize(inputs, place, tokenizer, **options)
+        tokenize(inputs, place, tokenizer, **options)
     except ConfigError:  # of files that were moved or touched since a run that was killed
-        result = tokenize(inputs, place, tokenizer, restart=True, **options)
+        tokenize(inputs, place, tokenizer, restart=True, **options)
     rows.read(np.arange(min(len(rows), 1)))  # an error if the files have changed meanwhile
     with contextlib.suppress(FileNotFoundError):
         os.unlink(lines)
-    [prefix] = result.prefixes.values()
-    return prefix
 
 
 def _write_lines(rows: Rows, path: str) -> None:

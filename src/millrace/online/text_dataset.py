@@ -109,7 +109,7 @@ class StoredDocuments(RowTokens):
     def __init__(self, store: IndexedDataset, first: int, has_mask: bool, *online: Any) -> None:
         super().__init__(*online)
         self._first, self._stored = first, StoredTokens(store, self)
-        self._ranges = LossRanges(TokenDataset(self._stored, None)) if has_mask else None
+        self._ranges = LossRanges(self._stored) if has_mask else None
 
     @property
     def prefix(self) -> str:
@@ -205,7 +205,7 @@ class TextDataset(TokenDataset):
             return
         folder = rows.folder if cache is None else folder_of(cache)
         job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
-        store = tokenized(base, encoder, folder, **job)
+        store, _ = tokenized(base, encoder, folder, **job)
         start, stop = (
             (0, store.num_documents) if len(rows) == len(base) else (rows.start, rows.stop)
         )

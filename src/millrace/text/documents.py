@@ -1,7 +1,7 @@
 """What a reader asks of a part of a file, the records of its bytes, and documents in batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,16 @@ class Documents:
     ids: list[str | None]
     num_lines: int
     num_bytes: int
+
+    def select(self, places: Sequence[int]) -> "Documents":
+        """The documents at these places, with all lines and bytes."""
+        return replace(
+            self,
+            texts=[[column[place] for place in places] for column in self.texts],
+            lines=self.lines[places],
+            byte_offsets=self.byte_offsets[places],
+            ids=[self.ids[place] for place in places],
+        )
 
 
 class Batch:

@@ -16,6 +16,7 @@ from millrace.encoding import ENCODERS, Tokenizer
 from millrace.encoding.training import train_tokenizer
 from millrace.engine import ALREADY, ENVIRONMENT
 from millrace.errors import ConfigError
+from millrace.inspect import format_report
 from millrace.option_class import StrPath, option, parse_escapes, parse_size, take_options
 from millrace.shuffling import shuffle
 from millrace.shuffling.shuffle_job import ShuffleOptions
@@ -171,6 +172,7 @@ def _tokenize_report(result: TokenizeResult, as_json: bool) -> str:
             "encoder": result.encoder,
             "notices": result.notices,
             "prefixes": result.prefixes,
+            "report": result.report,
         }
         return json.dumps(report)
     lines = [
@@ -187,6 +189,8 @@ def _tokenize_report(result: TokenizeResult, as_json: bool) -> str:
         lines += ["  {file}, line {line}: {reason}".format_map(row) for row in result.skipped]
         if result.num_skipped > len(result.skipped):
             lines.append(f"  and {result.num_skipped - len(result.skipped):,} more")
+    if result.report:
+        lines.append(format_report({**result.report, "skipped rows": result.num_skipped}))
     return "\n".join(lines)
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace import inspect
+from millrace.cache.loss_files import joined_ranges
 from millrace.chats import ChatEncoder
 from millrace.chats.encoder import ChatOptions
 from millrace.checks import printable_lines
 from millrace.encoding import Tokenizer
 from millrace.engine.progress import Progress
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
@@ -146,6 +147,13 @@ def _verify(as_json: bool = False, **values: Any) -> str:
         ]
     lines = []
     for report in reports:
+        if not report.problems and not is_shards_folder(report.prefix):
+            try:
+                ranges = joined_ranges([(IndexedDataset(report.prefix), None)])
+                if ranges is not None:
+                    report.notices.append(f"{len(ranges):,} ranges of tokens are not trained on")
+            except DataError as error:
+                report.problems.append(str(error))
         what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
         lines.append(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
         lines += [f"  {printable_lines(line)}" for line in [*report.problems, *report.notices]]

@@ -74,20 +74,17 @@ class JsonLines(Format):
         keys, batch = query.keys, Batch(query, part.size)
 
         def add(line: bytes, number: int, offset: int) -> None:
-            if query.whole:
-                if line.strip():
-                    record = check_object(parse_line(line))
-                    batch.add([record], number, offset, id_of(record, query.id_key, line))
-                return
             try:
                 record = loads(line)
             except ValueError:
                 if not line.strip():
                     return
                 record = parse_json(line)
-                # orjson takes no half of a surrogate pair.
-                check_unicode([text_at(record, key) for key in keys])
-            texts = [text_at(record, key) for key in keys]
+                # orjson takes no half of a surrogate pair; an encoder of rows looks for itself.
+                check_unicode([] if query.whole else [text_at(record, key) for key in keys])
+            texts = (
+                [check_object(record)] if query.whole else [text_at(record, key) for key in keys]
+            )
             batch.add(texts, number, offset, id_of(record, query.id_key, line))
 
         def add_all(lines: list[bytes], first: int, offset: int) -> bool:
