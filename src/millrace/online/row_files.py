@@ -22,7 +22,7 @@ from millrace.text import BadDocumentError, InputFile, Query, open_part
 from millrace.text.documents import UTF8_BOM
 from millrace.text.formats import Arrow
 from millrace.text.formats.arrow_tables import records_of
-from millrace.text.formats.separated_records import parse_line
+from millrace.text.formats.separated_records import loads, parse_line
 from millrace.text.json_values import check_object
 from millrace.text.parts import unchanged
 from millrace.text.streams import readable
@@ -59,6 +59,12 @@ class JsonLinesFile:
         return list(map(self._parsed, lines))
 
     def _parsed(self, data: bytes) -> Row:
+        try:
+            # The line break and blank lines behind a row are white space of JSON, too.
+            if len(data) <= self._max_size and type(row := loads(data)) is dict:
+                return row
+        except ValueError:
+            pass  # not JSON, or such as orjson does not read
         line = data.partition(b"\n")[0]
         try:
             if len(line) > self._max_size:

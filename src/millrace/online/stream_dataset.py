@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import _native
 from millrace.checks import MAX_INT32, check_choice, check_int, shown
 from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_rows
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
-from millrace.online.text_dataset import epoch_key
+from millrace.online.text_dataset import epoch_order
 from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import TokenBatch
 
@@ -128,8 +127,7 @@ class _Cursor:
         self._window, self.row, self.token, self._before = self._window + 1, 0, 0, before
         places = np.arange(len(rows))
         if stream.is_shuffled:
-            key = epoch_key(stream.seed, self._window)
-            places = _native.swap_or_not(places, len(rows), key, True)
+            places = epoch_order(len(rows), stream.seed, self._window).sources(places)
         self._entries = [(first + place, rows[place]) for place in places.tolist()]
         self._encoded: dict[int, _Row] = {}
         return True
