@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from millrace import ConfigError, Loader, ResumeError, TextError, _native
+from millrace import ConfigError, Loader, ResumeError, TextError
 from millrace.online import StreamDataset, TextRows
-from millrace.online.text_dataset import epoch_key
+from millrace.online.text_dataset import epoch_order
 from millrace.testing import assert_resumes
 from tests.online.encoders import BYTES, EOD, Marked
 
@@ -63,8 +63,7 @@ def expected_samples(rows: list[Any], encoder: Any, case: Any) -> list[list[tupl
         window = rows[start : start + size]
         places = np.arange(len(window))
         if case["buffer"] > 1:
-            key = epoch_key(case["seed"], number)
-            places = _native.swap_or_not(places, len(window), key, True)
+            places = epoch_order(len(window), case["seed"], number).sources(places)
         documents += [pieces_of(*encoder.encode([window[place]])[:3]) for place in places.tolist()]
     capacity, flat = length + extra, joined(documents)
     if case["packing"] == "documents":

@@ -34,6 +34,10 @@ class Piece(NamedTuple):
     row: int  # its number
     offset: int  # of the first token in the row
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
     def cut(self, start: int, stop: int) -> "Piece":
         """The tokens from `start` up to `stop` of the piece."""
         first, end = self.start + start, min(self.start + stop, self.stop)
