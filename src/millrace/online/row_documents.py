@@ -156,9 +156,11 @@ class RowDocuments(Renewed):
             sums, firsts = np.append(0, np.cumsum(encoded.trained)), encoded.ends - sizes
             labels = sums[firsts + kept] - sums[np.minimum(firsts + 1, firsts + kept)]
         counts = {"rows": len(rows), "tokens": len(encoded.tokens), **encoded.report}
-        counts |= {"cut documents": (sizes > capacity).sum(), "lost tokens": (sizes - kept).sum()}
+        counts["cut documents"] = int((sizes > capacity).sum())
+        counts["tokens behind the cut"] = int((sizes - kept).sum())
+        counts["samples without a target"] = int((labels < 1).sum())
         with self._lock:
-            self.report.update({**counts, "samples without a target": (labels < 1).sum()})
+            self.report.update(counts)
         return {
             number: [piece.cut(0, capacity) if size > capacity else piece] if size else []
             for number, [piece], size in zip(numbers, documents, sizes.tolist(), strict=True)
