@@ -221,9 +221,21 @@ def test_rows_that_become_several_documents_need_the_cache(tmp_path: Path) -> No
         TextDataset(rows, Marked(), sequence_length=4).batch([1])
     cached = TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path)
     assert cached.tokens([0, 1, 2]).tokens[::2].tolist() == [*b"abb"]
-    [part, _, _] = open_rows(rows).split("1,1")
-    with pytest.raises(ConfigError, match="became 3 documents"):
-        TextDataset(part, Marked(), sequence_length=4, cache=tmp_path)
+    rows += [{"text": "c"}, {"text": "d"}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    for source, on_error, expected in (
+        (rows, "stop", [b"abb", b"cd"]),
+        (path, "stop", [b"abb", b"cd"]),
+        (path, "skip", [b"abb", b"ce"]),
+    ):
+        if on_error == "skip":  # as many documents as rows
+            path.write_text(path.read_text().replace('{"text": "d"}', '{\n{"text": "e"}'))
+        parts, found = open_rows(source, cache=tmp_path).split("1,1"), []
+        for part in parts[:2]:
+            options: Any = {"cache": tmp_path, "on_error": on_error, "sequence_length": 4}
+            dataset = TextDataset(part, Marked(), **options)
+            found.append(bytes(int(dataset[n]["tokens"][0]) for n in range(len(dataset))))
+        assert found == expected
 
 
 # ---- the cache: kills, several processes, changes ----

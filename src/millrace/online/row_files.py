@@ -18,9 +18,8 @@ from millrace.cache import arrays
 from millrace.errors import TextError
 from millrace.files import atomic_file, file_lock, sum_of, xxh3
 from millrace.samples.tokens import Numbers
-from millrace.text import BadDocumentError, InputFile, Query, open_part
+from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
 from millrace.text.documents import UTF8_BOM
-from millrace.text.formats import Arrow
 from millrace.text.formats.arrow_tables import records_of
 from millrace.text.formats.separated_records import loads, parse_line
 from millrace.text.json_values import check_object
@@ -87,10 +86,12 @@ class TableFile:
         if file.format.needs_file:
             self._notes = _notes_of(file, folder, "groups", partial(_count_groups, file))
         else:
-            path = os.path.join(folder, _name("csv", file.path) + ".arrow")
-            make = partial(_convert, file, max_size, path)
-            self._notes = _notes_of(file, folder, "csv", make, path)
-            self._table = InputFile(path=path, format=Arrow(), **_status(path))
+            kind = f"csv{max_size}"  # rows that are longer are bad ones
+            path = os.path.join(folder, _name(kind, file.path) + ".arrow")
+            self._notes = _notes_of(
+                file, folder, kind, partial(_convert, file, max_size, path), path
+            )
+            [self._table] = find_inputs([path])
         self.identity = [file.format.name, file.size, self._notes.key["xxh3"]]
         self._ends = np.cumsum(self._notes["counts"])
         self._groups: dict[int, Any] = {}
@@ -154,7 +155,7 @@ def _notes_of(
 ) -> arrays.ArraySet:
     """What `make` has noted of the file as it is, in this process or an earlier one.
 
-    `table`: path of a file that `make` writes, too; its size and time are noted.
+    `table`: path of a file that `make` writes, too.
     """
     identity = {"path": os.path.realpath(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
     name = _name(kind, file.path)
@@ -163,8 +164,8 @@ def _notes_of(
         notes = arrays.load(folder, name)
         if notes is None or not isinstance(notes.key, dict) or notes.damage():
             return None
-        expected = {**identity, "table": _status(table)}
-        return notes if expected.items() <= notes.key.items() else None
+        is_whole = os.path.exists(table or file.path)
+        return notes if is_whole and identity.items() <= notes.key.items() else None
 
     if (notes := find()) is None:
         os.makedirs(folder, exist_ok=True)
@@ -172,7 +173,7 @@ def _notes_of(
             if (notes := find()) is None:
                 with _opened(file):
                     values, made = make()
-                key = {**identity, **values, "table": _status(table)}
+                key = {**identity, **values}
                 layout = {one: (array.dtype, array.shape) for one, array in made.items()}
                 build = partial(_write_all, made)
                 notes, _ = arrays.load_or_build(folder, name, key, layout, build)
@@ -186,13 +187,6 @@ def _write_all(made: dict[str, NDArray[np.int64]], writers: Any) -> None:
 
 def _name(kind: str, path: str) -> str:
     return f"{kind}-{arrays.fingerprint(os.path.realpath(path))[:16]}"
-
-
-def _status(path: str) -> dict[str, Any]:
-    with contextlib.suppress(FileNotFoundError):
-        status = os.stat(path)
-        return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-    return {}
 
 
 def _read_lines(file: InputFile) -> Notes:

@@ -252,7 +252,12 @@ class TextDataset(TokenDataset):
             folder = rows.folder if cache is None else folder_of(cache)
             job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
             store = tokenized(rows.range(), encoder, folder, **job)
-            start, stop = _documents_of(rows, store)
+            start, stop = rows.start, rows.stop
+            is_certain = on_error == "stop" or not has_mask  # one document at most, or at least
+            if store.num_documents != len(rows.range()) or not is_certain:
+                # Rows may have several documents or none: those of a part are made alone.
+                store = tokenized(rows, encoder, folder, **job)
+                start, stop = 0, store.num_documents
             documents = StoredDocuments(store, start, capacity, has_mask)
             source = DocumentTokens(documents, stop - start, identity, seed, num_samples)
         if order is None:
@@ -280,16 +285,3 @@ class TextDataset(TokenDataset):
         With token files, their job has counted.
         """
         return Counter(getattr(getattr(self.source, "documents", None), "report", {}))
-
-
-def _documents_of(rows: Rows, store: IndexedDataset) -> tuple[int, int]:
-    """The range of documents that a range of rows has become."""
-    num_rows = len(rows.range())
-    if len(rows) == num_rows:
-        return 0, store.num_documents
-    if store.num_documents == num_rows:
-        return rows.start, rows.stop
-    raise ConfigError(
-        f"{num_rows} rows became {store.num_documents} documents, so a part of them is not a range "
-        "of documents: keep train and valid in files of their own"
-    )

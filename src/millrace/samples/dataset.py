@@ -234,10 +234,8 @@ class TokenDataset:
 
     @property
     def is_remote(self) -> bool:
-        """Whether `prefetch` helps: readers bring bytes from elsewhere than local files, or the
-        source makes several samples at a time."""
-        has_remote = any(store is not None and store.is_remote for store in self.stores)
-        return has_remote or getattr(self.source, "is_remote", False)
+        """Whether `prefetch` helps: for files elsewhere, or samples that are made together."""
+        return any(getattr(one, "is_remote", False) for one in (*self.stores, self.source))
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         """Tells the storage, or the source, that these samples are read soon, without waiting.
