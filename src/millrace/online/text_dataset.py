@@ -135,22 +135,36 @@ class StoredDocuments(Order):
         )
 
 
-def kept_order(order: Any, inputs: OrderInputs, store: IndexedDataset, options: Any) -> Order:
+def kept_order(
+    order: Any, order_options: Any, store: IndexedDataset, samples: SampleOptions, **draw: Any
+) -> Order:
     """The order of token files, whose plan and arrays are kept beside these, for other processes.
 
     That of a function is made anew at each start: nothing tells one function from another.
+
+    Args:
+        draw: `sequences`, `num_samples` and `seed` of `OrderInputs`.
     """
+    inputs = OrderInputs(
+        num_sequences=len(store),
+        num_tokens=store.num_tokens,
+        sequence_length=samples.sequence_length,
+        add_extra_token=samples.add_extra_token,
+        drop_last_partial_sequence=True,
+        load_lengths=partial(getattr, store, "sequence_lengths"),
+        **draw,
+    )
     if not isinstance(order, type):
-        return build_order(order, inputs, store.prefix, options)
+        return build_order(order, inputs, store.prefix, order_options)
     folder, file = os.path.split(store.prefix)
     content = store.fingerprint, store.lengths_checksum
-    key = [order.__module__, order.__qualname__, *content, repr(inputs), repr(options)]
+    key = [order.__module__, order.__qualname__, *content, repr(inputs), repr(order_options)]
     name = f"{file}.order-{arrays.fingerprint(key)[:16]}"
     kept = arrays.load(folder, name)
     if kept is not None and kept.key["inputs"] == key and not kept.damage():
         plan = order(**kept.key["plan"])
     else:
-        plan = plan_order(order, inputs, store.prefix, options)
+        plan = plan_order(order, inputs, store.prefix, order_options)
         whole = {"inputs": key, "plan": entries_of(plan)}
         build = partial(_write_arrays, plan, inputs, store.prefix)
         kept, _ = arrays.load_or_build(folder, name, whole, plan.arrays(inputs), build)
@@ -263,18 +277,9 @@ class TextDataset(TokenDataset):
         if order is None:
             super().__init__(source, options)
             return
-        inputs = OrderInputs(
-            num_sequences=len(store),
-            num_tokens=store.num_tokens,
-            sequences=tuple(store.document_indices[[start, stop]].tolist()),
-            num_samples=num_samples,
-            sequence_length=options.sequence_length,
-            add_extra_token=options.add_extra_token,
-            drop_last_partial_sequence=True,
-            seed=int(seed or 0),
-            load_lengths=partial(getattr, store, "sequence_lengths"),
-        )
-        source = StoredTokens(store, kept_order(order, inputs, store, order_options))
+        sequences = tuple(store.document_indices[[start, stop]].tolist())
+        draw = {"sequences": sequences, "num_samples": num_samples, "seed": seed}
+        source = StoredTokens(store, kept_order(order, order_options, store, options, **draw))
         source = TokenDataset(source, options) if has_mask else source
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
 
