@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -260,36 +259,27 @@ def test_a_cache_survives_death_at_every_step(tmp_path: Path) -> None:
     assert not [*(tmp_path / "cache").glob("*.journal")]
 
 
-SCRIPT = """
-import sys
-from tests.online.test_text_dataset import Path, build
-if __name__ == "__main__":
-    print(len(build(Path(sys.argv[1]), Path(sys.argv[2]), workers=2)))
-"""
-
-
-def launch(tmp_path: Path, path: Path) -> subprocess.Popen[str]:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(path), str(tmp_path / "cache")]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
 def test_killed_while_it_is_built_and_by_two_processes(tmp_path: Path) -> None:
     rows = [{"text": f"row {n} " * 40} for n in range(16_000)]  # several chunks of 1 MB
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    expected = build(path, tmp_path / "whole")
-    process, end = launch(tmp_path, path), time.monotonic() + 60
-    while not finished_tasks(tmp_path / "cache") and process.poll() is None:
+    path, cache = write_rows(tmp_path / "a.jsonl", rows), tmp_path / "cache"
+    build(path, tmp_path / "whole")
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=build, args=(path, cache, 2)) for _ in range(3)]
+    processes[0].start()
+    end = time.monotonic() + 60
+    while not finished_tasks(cache) and processes[0].is_alive():
         assert time.monotonic() < end
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    num_done = len(finished_tasks(tmp_path / "cache"))
-    processes = [launch(tmp_path, path) for _ in range(2)]
-    assert [int(one.communicate(timeout=100)[0]) for one in processes] == [len(expected)] * 2
-    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
-    [result] = (tmp_path / "cache").glob("*.job.info.json")
+    processes[0].kill()
+    processes[0].join()
+    num_done = len(finished_tasks(cache))
+    for one in processes[1:]:
+        one.start()
+    for one in processes[1:]:
+        one.join(100)
+        assert one.exitcode == 0
+    assert contents(cache) == contents(tmp_path / "whole")
+    [result] = cache.glob("*.job.info.json")
     assert json.loads(result.read_text())["result"]["num_chunks_kept"] >= min(num_done, 1)
 
 

@@ -219,13 +219,9 @@ class StreamDataset(TokenStreamDataset):
         **sample_options: Any,
     ) -> None:
         options = SampleOptions(**sample_options)
-        plain: dict[str, Any] = {
-            "rows": dict(fingerprint or {}),
-            "packing": packing,
-            "rows_per_sample": rows_per_sample,
-        }
-        plain |= {"shuffle_buffer": shuffle_buffer, "seed": seed}
-        super().__init__(RowStream(source, encoder, options, plain), options)
+        packer = {"packing": packing, "rows_per_sample": rows_per_sample}
+        packer |= {"shuffle_buffer": shuffle_buffer, "seed": seed, "rows": dict(fingerprint or {})}
+        super().__init__(RowStream(source, encoder, options, packer), options)
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
         return self.stream.read(state, count, own)
