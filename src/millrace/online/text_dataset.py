@@ -140,7 +140,7 @@ def kept_order(
 ) -> Order:
     """The order of token files, whose plan and arrays are kept beside these, for other processes.
 
-    That of a function is made anew at each start: nothing tells one function from another.
+    An order of your own is made anew at each start: nothing says whether its code has changed.
 
     Args:
         draw: `sequences`, `num_samples` and `seed` of `OrderInputs`.
@@ -154,7 +154,7 @@ def kept_order(
         load_lengths=partial(getattr, store, "sequence_lengths"),
         **draw,
     )
-    if not isinstance(order, type):
+    if not isinstance(order, type) or not order.__module__.startswith("millrace."):
         return build_order(order, inputs, store.prefix, order_options)
     folder, file = os.path.split(store.prefix)
     content = store.fingerprint, store.lengths_checksum
