@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows, TextRows
@@ -13,6 +14,8 @@ from millrace.feed import TokenBatch
 
 BYTES = TextRows(Tokenizer("bytes"))
 EOD = 256
+CASES = [pytest.param(40), pytest.param(1000, marks=pytest.mark.long)]
+"""Numbers of random cases of a law: of `make test`, and of `make test-laws`."""
 
 
 class Marked:

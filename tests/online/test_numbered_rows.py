@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from millrace import ConfigError, TextError
 from millrace.online import open_rows
 from millrace.text import BadDocumentError, Query, find_inputs, parts_of, read_documents
+from tests.jobs.kills import deaths_of
 from tests.online.encoders import write_rows
 
 LINES = [
@@ -151,6 +152,16 @@ def test_a_damaged_index_is_made_again(tmp_path: Path) -> None:
     for damaged in (tmp_path / "cache").iterdir():
         damaged.write_bytes(damaged.read_bytes()[:-1])
         assert open_rows(path, cache=tmp_path / "cache").rows([1999]) == [{"text": "1999"}]
+
+
+def test_an_index_survives_death_at_every_step(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": str(n)} for n in range(50)])
+    for _ in deaths_of(lambda: open_rows(path, cache=tmp_path / "cache")):
+        if (tmp_path / "cache").exists():
+            shutil.copytree(tmp_path / "cache", tmp_path / "copy")
+        assert open_rows(path, cache=tmp_path / "copy").rows([49]) == [{"text": "49"}]
+        shutil.rmtree(tmp_path / "copy")
+    assert len([*(tmp_path / "cache").iterdir()]) < 9  # what the dead have left is removed
 
 
 def test_long_lines(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from millrace.order import PackedOrder
 from millrace.testing import assert_resumes
 from millrace.tokenizing import tokenize
 from tests.jobs.kills import deaths_of, finished_tasks
-from tests.online.encoders import BYTES, EOD, Marked, assert_same_tokens, write_rows
+from tests.online.encoders import BYTES, CASES, EOD, Marked, assert_same_tokens, write_rows
 
 TEXTS = st.one_of(
     st.text(alphabet="maz é\n", max_size=14),
@@ -37,67 +36,91 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     return lambda: tmp_path_factory.mktemp("case")
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=ROWS,
-    seed=st.none() | st.integers(0, 2**40),
-    length=st.integers(1, 20),
-    extra=st.booleans(),
-    is_marked=st.booleans(),
-    in_memory=st.booleans(),
-    boundaries=st.sampled_from(["eod", "documents"]),
-    numbers=st.lists(st.integers(0, 29), max_size=12),
-)
+LAW = {
+    "rows": ROWS,
+    "seed": st.none() | st.integers(0, 2**70),
+    "length": st.integers(1, 20),
+    "extra": st.booleans(),
+    "is_marked": st.booleans(),
+    "in_memory": st.booleans(),
+    "boundaries": st.sampled_from(["eod", "documents"]),
+    "named": st.lists(st.integers(0, 29), max_size=12),
+    "start": st.integers(0, 20),
+    "micro": st.integers(1, 5),
+    "numbers": st.lists(st.integers(0, 29), max_size=12),
+}
+
+
+@pytest.mark.parametrize("cases", CASES)
 def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
-    rows: Any, seed: Any, length: int, extra: bool, is_marked: bool, in_memory: bool,
-    boundaries: str, numbers: list[int], folder: Callable[[], Path],
-) -> None:  # fmt: skip
-    place = folder()
-    source = rows if in_memory else write_rows(place / "a.jsonl", rows)
-    options: Any = {"sequence_length": length, "add_extra_token": extra, "pad_token": 999}
-    options |= {"boundaries": boundaries, "seed": seed, "num_samples": 30}
-    encoder: Any = Marked() if is_marked else BYTES
-    online = TextDataset(source, encoder, **options)
-    cached = TextDataset(source, encoder, cache=place / "cache", workers=1, **options)
-    assert_same_tokens(online.tokens(numbers), cached.tokens(numbers))
-    for name, array in online.batch(numbers).items():
-        assert array.tolist() == cached.batch(numbers)[name].tolist(), name
-    assert online.fingerprint() == cached.fingerprint()
-    # Every epoch has every document once: by the encoder alone.
-    drawn = online.tokens(range(len(rows)))
-    pieces = np.split(drawn.tokens, drawn.ends[:-1])
-    expected = [encoder.encode([row]).tokens[: length + extra] for row in rows]
-    if seed is None:
-        assert [piece.tolist() for piece in pieces] == [one.tolist() for one in expected]
-    assert sorted(piece.tolist() for piece in pieces) == sorted(one.tolist() for one in expected)
-
-
-@settings(max_examples=40, deadline=None)
-@given(rows=ROWS, seed=st.integers(0, 99), length=st.integers(1, 9), is_marked=st.booleans())
-def test_orders_of_token_files_are_those_of_the_cache(
-    rows: Any, seed: int, length: int, is_marked: bool, folder: Callable[[], Path]
+    cases: int, folder: Callable[[], Path]
 ) -> None:
-    place, rows = folder(), [*rows, {"text": "enough for a sample"}]
-    path = write_rows(place / "a.jsonl", rows)
-    tokenize([path], place / "whole", BYTES.tokenizer, append_eod=True, workers=1)
-    file = IndexedDataset(place / "whole_text_document")
-    encoder: Any = Marked() if is_marked else BYTES
-    gpt = TextDataset(path, encoder, order="gpt", seed=seed, sequence_length=length, num_samples=9)
-    expected = GPTDataset(file, sequence_length=length, seed=seed, num_samples=9)
-    options: Any = {"sequence_length": 32, "add_extra_token": False, "boundaries": "documents"}
-    cut = {"order_options": {"long_documents": "split"}}
-    packs = TextDataset(path, encoder, order="packs", seed=seed, **cut, **options)
-    if any(isinstance(row["text"], list) for row in rows) and is_marked:
-        return  # a list is one sequence for a row encoder, and several for Megatron-LM
-    order = PackedOrder(file.sequence_lengths, 32, seed, long_documents="split")
-    for one, other in ((gpt, expected), (packs, GPTDataset(file, order=order, **options))):
-        assert len(one) == len(other)
-        batch, tokens = one.batch(range(len(one))), one.tokens(range(len(one)))
-        assert tokens.tokens.tolist() == other.tokens(range(len(one))).tokens.tolist()
-        for name, array in other.batch(range(len(one))).items():
-            if name == "loss_mask" and is_marked:
-                array = array * (batch["labels"] < ord("m"))
-            assert batch[name].tolist() == array.tolist(), name
+    @settings(max_examples=cases, deadline=None)
+    @given(case=st.fixed_dictionaries(LAW))
+    def law(case: dict[str, Any]) -> None:
+        place, rows, numbers = folder(), case["rows"], case["numbers"]
+        source = rows if case["in_memory"] else write_rows(place / "a.jsonl", rows)
+        options: Any = {"sequence_length": case["length"], "add_extra_token": case["extra"]}
+        options |= {"pad_token": 999, "boundaries": case["boundaries"]}
+        options |= {"seed": case["seed"], "num_samples": 30}
+        encoder: Any = Marked() if case["is_marked"] else BYTES
+        online = TextDataset(source, encoder, **options)
+        cached = TextDataset(source, encoder, cache=place / "cache", workers=1, **options)
+        online.prefetch(case["named"])  # which decides nothing
+        assert_same_tokens(online.tokens(numbers), cached.tokens(numbers))
+        for name, array in online.batch(numbers).items():
+            assert array.tolist() == cached.batch(numbers)[name].tolist(), name
+        # A run from token files goes on with the rows, at any sample.
+        start, micro = case["start"], case["micro"]
+        state = Loader(cached, micro_batch_size=3).state_dict(start)
+        with Loader(online, micro_batch_size=micro) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            for first in (start, start + micro):
+                tokens = cached.batch(range(first, first + micro))["tokens"]
+                assert next(loader)["tokens"].tolist() == tokens.tolist()
+        # Every epoch has every document once: by the encoder alone.
+        drawn = online.tokens(range(len(rows)))
+        pieces = [piece.tolist() for piece in np.split(drawn.tokens, drawn.ends[:-1])]
+        size = case["length"] + case["extra"]
+        expected = [encoder.encode([row]).tokens[:size].tolist() for row in rows]
+        assert sorted(pieces) == sorted(expected)
+        assert case["seed"] is not None or pieces == expected
+
+    law()
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_orders_of_token_files_are_those_of_the_cache(
+    cases: int, folder: Callable[[], Path]
+) -> None:
+    @settings(max_examples=cases, deadline=None)
+    @given(rows=ROWS, seed=st.integers(0, 99), length=st.integers(1, 9), is_marked=st.booleans())
+    def law(rows: Any, seed: int, length: int, is_marked: bool) -> None:
+        place, rows = folder(), [*rows, {"text": "enough for a sample"}]
+        if is_marked:  # a list is one sequence for a row encoder, and several for Megatron-LM
+            rows = [row for row in rows if isinstance(row["text"], str)]
+        path, encoder = write_rows(place / "a.jsonl", rows), Marked() if is_marked else BYTES
+        tokenize([path], place / "whole", BYTES.tokenizer, append_eod=True, workers=1)
+        file = IndexedDataset(place / "whole_text_document")
+        kept = {"cache": place / "cache"}  # the second order of each kind is found there
+        gpt = {"order": "gpt", "seed": seed, "sequence_length": length, "num_samples": 9, **kept}
+        form: Any = {"sequence_length": 32, "add_extra_token": False, "boundaries": "documents"}
+        packs = {"order": "packs", "seed": seed, "order_options": {"long_documents": "split"}}
+        packed = PackedOrder(file.sequence_lengths, 32, seed, long_documents="split")
+        whole = GPTDataset(file, sequence_length=length, seed=seed, num_samples=9)
+        for options, other in ((gpt, whole), (packs | form | kept, None)):
+            other = other or GPTDataset(file, order=packed, **form)
+            for one in (TextDataset(path, encoder, **options) for _ in range(2)):
+                numbers = range(len(other))
+                batch, tokens = one.batch(numbers), one.tokens(numbers)
+                assert tokens.tokens.tolist() == other.tokens(numbers).tokens.tolist()
+                for name, array in other.batch(numbers).items():
+                    if name == "loss_mask" and is_marked:
+                        array = array * (batch["labels"] < ord("m"))
+                    assert batch[name].tolist() == array.tolist(), name
+        assert len([*(place / "cache").glob("*.order-*.json")]) == 2
+
+    law()
 
 
 def test_loaders_resume_with_any_ranks(tmp_path: Path) -> None:
@@ -163,15 +186,64 @@ def test_bad_rows(tmp_path: Path, line: bytes, reason: str) -> None:
         assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 1 + (encoder is not BYTES)
 
 
+def test_the_report_counts_what_was_read() -> None:
+    rows = [{"text": text} for text in ("", "zzz", "aazz", "a", "abcdefghi")]
+    dataset = TextDataset(rows, Marked(), sequence_length=4)
+    assert dataset.report == {}
+    dataset.batch([0, 1, 2, 3, 4])
+    cut = {"cut documents": 1, "tokens behind the cut": 5}
+    # Of "zzz" nothing is trained on; the first token, and EOD, are never trained on.
+    assert dataset.report == {"rows": 5, "tokens": 21, **cut, "samples without a target": 3}
+    assert TextDataset(rows, BYTES, sequence_length=4, seed=1)[0]["tokens"].shape == (4,)
+
+
+def test_a_loader_encodes_rows_of_several_steps_at_once(tmp_path: Path) -> None:
+    rows: list[Any] = [{"text": f"{n:03}"} for n in range(200)]
+    rows[150] = {"no": "text"}
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    sizes = []
+
+    class Counting(Marked):
+        def encode(self, rows: Any) -> Any:
+            sizes.append(len(rows))
+            return super().encode(rows)
+
+    dataset = TextDataset(path, Counting(), sequence_length=4, add_extra_token=False)
+    for threads in (1, 3):
+        sizes.clear()
+        loader = Loader(dataset, micro_batch_size=5, threads=threads)
+        seen = [next(loader)["tokens"][:, :3] for _ in range(30)]
+        assert bytes(np.concatenate(seen).astype(np.uint8).ravel()) == b"".join(
+            b"%03d" % n for n in range(150)
+        )
+        with pytest.raises(TextError, match="line 151: there is no key"):
+            next(loader)
+        assert max(sizes) == 64
+        assert len(sizes) < 30  # though the rows after the bad one are encoded alone
+        loader.close()
+
+
 def test_rows_that_become_several_documents_need_the_cache(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "b", "again": True}]
     with pytest.raises(TextError, match=r"row 1 of the list becomes several.*cache"):
         TextDataset(rows, Marked(), sequence_length=4).batch([1])
     cached = TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path)
     assert cached.tokens([0, 1, 2]).tokens[::2].tolist() == [*b"abb"]
-    [part, _, _] = open_rows(rows).split("1,1")
-    with pytest.raises(ConfigError, match="became 3 documents"):
-        TextDataset(part, Marked(), sequence_length=4, cache=tmp_path)
+    rows += [{"text": "c"}, {"text": "d"}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    for source, on_error, expected in (
+        (rows, "stop", [b"abb", b"cd"]),
+        (path, "stop", [b"abb", b"cd"]),
+        (path, "skip", [b"abb", b"ce"]),
+    ):
+        if on_error == "skip":  # as many documents as rows
+            path.write_text(path.read_text().replace('{"text": "d"}', '{\n{"text": "e"}'))
+        parts, found = open_rows(source, cache=tmp_path).split("1,1"), []
+        for part in parts[:2]:
+            options: Any = {"cache": tmp_path, "on_error": on_error, "sequence_length": 4}
+            dataset = TextDataset(part, Marked(), **options)
+            found.append(bytes(int(dataset[n]["tokens"][0]) for n in range(len(dataset))))
+        assert found == expected
 
 
 # ---- the cache: kills, several processes, changes ----
@@ -196,52 +268,43 @@ def test_a_cache_survives_death_at_every_step(tmp_path: Path) -> None:
     assert not [*(tmp_path / "cache").glob("*.journal")]
 
 
-SCRIPT = """
-import sys
-from tests.online.test_text_dataset import Path, build
-if __name__ == "__main__":
-    print(len(build(Path(sys.argv[1]), Path(sys.argv[2]), workers=2)))
-"""
-
-
-def launch(tmp_path: Path, path: Path) -> subprocess.Popen[str]:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, str(tmp_path / "script.py"), str(path), str(tmp_path / "cache")]
-    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
 def test_killed_while_it_is_built_and_by_two_processes(tmp_path: Path) -> None:
     rows = [{"text": f"row {n} " * 40} for n in range(16_000)]  # several chunks of 1 MB
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    expected = build(path, tmp_path / "whole")
-    process, end = launch(tmp_path, path), time.monotonic() + 60
-    while not finished_tasks(tmp_path / "cache") and process.poll() is None:
+    path, cache = write_rows(tmp_path / "a.jsonl", rows), tmp_path / "cache"
+    build(path, tmp_path / "whole")
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=build, args=(path, cache, 2)) for _ in range(3)]
+    processes[0].start()
+    end = time.monotonic() + 60
+    while not finished_tasks(cache) and processes[0].is_alive():
         assert time.monotonic() < end
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    num_done = len(finished_tasks(tmp_path / "cache"))
-    processes = [launch(tmp_path, path) for _ in range(2)]
-    assert [int(one.communicate(timeout=100)[0]) for one in processes] == [len(expected)] * 2
-    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
-    [result] = (tmp_path / "cache").glob("*.job.info.json")
+    processes[0].kill()
+    processes[0].join()
+    num_done = len(finished_tasks(cache))
+    for one in processes[1:]:
+        one.start()
+    for one in processes[1:]:
+        one.join(100)
+        assert one.exitcode == 0
+    assert contents(cache) == contents(tmp_path / "whole")
+    [result] = cache.glob("*.job.info.json")
     assert json.loads(result.read_text())["result"]["num_chunks_kept"] >= min(num_done, 1)
 
 
 def test_a_cache_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": "a" * 30}, {"text": "b"}])
     cache = tmp_path / "cache"
-    first = build(path, cache)
+    first = build(path, cache).tokens([0])
     os.utime(path, ns=(0, 0))
     moved = path.rename(tmp_path / "b.jsonl")
     cache = cache.rename(tmp_path / "elsewhere")
     with monkeypatch.context() as patch:
         patch.setattr("millrace.online.cached_rows.tokenize", None)
-        assert_same_tokens(build(moved, cache).tokens([0]), first.tokens([0]))
+        assert_same_tokens(build(moved, cache).tokens([0]), first)
     [bin_] = cache.glob("*.bin")
     bin_.write_bytes(bin_.read_bytes()[:-2])  # damaged: made again
-    assert_same_tokens(build(moved, cache).tokens([0]), first.tokens([0]))
+    assert_same_tokens(build(moved, cache).tokens([0]), first)
     write_rows(moved, [{"text": "c" * 30}])
     assert ord("c") in build(moved, cache).tokens([0]).tokens
 

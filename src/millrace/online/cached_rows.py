@@ -75,7 +75,7 @@ def _turn(place: str, show_progress: bool) -> Iterator[None]:
 def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
     """Runs the job."""
     lines = place + ".rows.jsonl"
-    if isinstance(rows.parts[0], MemoryPart):
+    if isinstance(rows.parts[0], MemoryPart) or len(rows) < len(rows.range()):
         inputs = [lines]
         _write_lines(rows, lines)
     else:
@@ -102,7 +102,7 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
 
 
 def _write_lines(rows: Rows, path: str) -> None:
-    """Writes rows in memory as JSON lines, for a job that reads files."""
+    """Writes rows in memory, or a part of all rows, as JSON lines, for a job that reads files."""
     with atomic_file(path, durable=False) as file:
         for number, row in enumerate(itertools.chain.from_iterable(rows.blocks())):
             try:

@@ -142,9 +142,13 @@ class Rows:
         return rows  # type: ignore[return-value]
 
     def blocks(self) -> Iterator[list[dict[str, Any]]]:
-        """All rows, some at a time; TextError as `rows`."""
+        """All rows, some at a time. Of a part of the rows, whose whole has been read before, bad
+        ones are left out; else they are a TextError."""
+        is_part = len(self) < len(self.range())
         for start in range(0, len(self), _BLOCK):
-            yield self.rows(np.arange(start, min(start + _BLOCK, len(self))))
+            numbers = np.arange(start, min(start + _BLOCK, len(self)))
+            rows = self.read(numbers) if is_part else self.rows(numbers)
+            yield [row for row in rows if isinstance(row, dict)]
 
     def split(self, split: str | Sequence[Bookends | None]) -> list[Rows | None]:
         """The rows of train, valid and test; None for a split without a share.

@@ -18,11 +18,10 @@ from millrace.cache import arrays
 from millrace.errors import TextError
 from millrace.files import atomic_file, file_lock, sum_of, xxh3
 from millrace.samples.tokens import Numbers
-from millrace.text import BadDocumentError, InputFile, Query, open_part
+from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
 from millrace.text.documents import UTF8_BOM
-from millrace.text.formats import Arrow
 from millrace.text.formats.arrow_tables import records_of
-from millrace.text.formats.separated_records import parse_line
+from millrace.text.formats.separated_records import loads, parse_line
 from millrace.text.json_values import check_object
 from millrace.text.parts import unchanged
 from millrace.text.streams import readable
@@ -43,7 +42,7 @@ class JsonLinesFile:
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
         self.file, self._max_size = file, max_size
         self._notes = _notes_of(file, folder, "lines", partial(_read_lines, file))
-        self.identity = [file.format.name, file.size, self._notes.key["xxh3"]]
+        self.identity = [file.format.name, file.size, f"{self._notes['xxh3'][0]:016x}"]
 
     def __len__(self) -> int:
         return len(self._notes["starts"])
@@ -59,6 +58,12 @@ class JsonLinesFile:
         return list(map(self._parsed, lines))
 
     def _parsed(self, data: bytes) -> Row:
+        try:
+            # The line break and blank lines behind a row are white space of JSON, too.
+            if len(data) <= self._max_size and type(row := loads(data)) is dict:
+                return row
+        except ValueError:
+            pass  # not JSON, or such as orjson does not read
         line = data.partition(b"\n")[0]
         try:
             if len(line) > self._max_size:
@@ -81,11 +86,13 @@ class TableFile:
         if file.format.needs_file:
             self._notes = _notes_of(file, folder, "groups", partial(_count_groups, file))
         else:
-            path = os.path.join(folder, _name("csv", file.path) + ".arrow")
-            make = partial(_convert, file, max_size, path)
-            self._notes = _notes_of(file, folder, "csv", make, path)
-            self._table = InputFile(path=path, format=Arrow(), **_status(path))
-        self.identity = [file.format.name, file.size, self._notes.key["xxh3"]]
+            kind = f"csv{max_size}"  # rows that are longer are bad ones
+            path = os.path.join(folder, _name(kind, file.path) + ".arrow")
+            self._notes = _notes_of(
+                file, folder, kind, partial(_convert, file, max_size, path), path
+            )
+            [self._table] = find_inputs([path])
+        self.identity = [file.format.name, file.size, f"{self._notes['xxh3'][0]:016x}"]
         self._ends = np.cumsum(self._notes["counts"])
         self._groups: dict[int, Any] = {}
 
@@ -139,8 +146,8 @@ def _opened(file: InputFile) -> Iterator[int]:
 
 # ---- what is learnt in one pass ----
 
-Notes = tuple[dict[str, Any], dict[str, NDArray[np.int64]]]
-"""Plain values and arrays."""
+Notes = dict[str, NDArray[Any]]
+"""Arrays by name; `xxh3` is the checksum of the file, uint64 [1]."""
 
 
 def _notes_of(
@@ -148,45 +155,38 @@ def _notes_of(
 ) -> arrays.ArraySet:
     """What `make` has noted of the file as it is, in this process or an earlier one.
 
-    `table`: path of a file that `make` writes, too; its size and time are noted.
+    `table`: path of a file that `make` writes, too.
     """
-    identity = {"path": os.path.realpath(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
     name = _name(kind, file.path)
+    key = {"path": os.path.realpath(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
 
     def find() -> arrays.ArraySet | None:
         notes = arrays.load(folder, name)
-        if notes is None or not isinstance(notes.key, dict) or notes.damage():
-            return None
-        expected = {**identity, "table": _status(table)}
-        return notes if expected.items() <= notes.key.items() else None
+        is_ours = notes is not None and notes.key == key and not notes.damage()
+        return notes if is_ours and os.path.exists(table or file.path) else None
 
     if (notes := find()) is None:
         os.makedirs(folder, exist_ok=True)
         with file_lock(os.path.join(folder, f"{name}.pass.lock")):
             if (notes := find()) is None:
                 with _opened(file):
-                    values, made = make()
-                key = {**identity, **values, "table": _status(table)}
+                    made = make()
                 layout = {one: (array.dtype, array.shape) for one, array in made.items()}
-                build = partial(_write_all, made)
-                notes, _ = arrays.load_or_build(folder, name, key, layout, build)
+                notes, _ = arrays.load_or_build(folder, name, key, layout, partial(_write, made))
     return notes
 
 
-def _write_all(made: dict[str, NDArray[np.int64]], writers: Any) -> None:
+def _write(made: Notes, writers: Any) -> None:
     for name, array in made.items():
         writers[name].write(0, array)
 
 
+def _sum(digest: str) -> NDArray[np.uint64]:
+    return np.array([int(digest, 16)], np.uint64)
+
+
 def _name(kind: str, path: str) -> str:
     return f"{kind}-{arrays.fingerprint(os.path.realpath(path))[:16]}"
-
-
-def _status(path: str) -> dict[str, Any]:
-    with contextlib.suppress(FileNotFoundError):
-        status = os.stat(path)
-        return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
-    return {}
 
 
 def _read_lines(file: InputFile) -> Notes:
@@ -213,7 +213,7 @@ def _read_lines(file: InputFile) -> Notes:
             is_blank[place] = not line.strip() and len(line) < _LONGEST_BLANK
     rows = np.flatnonzero(~is_blank)
     numbers = rows + 1 if is_blank.any() else rows[:0]
-    return {"xxh3": digest.hexdigest()}, {"starts": flat[rows], "lines": numbers}
+    return {"xxh3": _sum(digest.hexdigest()), "starts": flat[rows], "lines": numbers}
 
 
 def _count_groups(file: InputFile) -> Notes:
@@ -224,7 +224,7 @@ def _count_groups(file: InputFile) -> Notes:
             f"{file.path} is an Arrow stream, which has no index of its rows. Write an Arrow file "
             "(pyarrow.ipc.new_file), or give the `datasets.Dataset` that it belongs to"
         )
-    return {"xxh3": sum_of(file.path)[1]}, {"counts": np.array(counts, np.int64)}
+    return {"xxh3": _sum(sum_of(file.path)[1]), "counts": np.array(counts, np.int64)}
 
 
 def _convert(file: InputFile, max_size: int, path: str) -> Notes:
@@ -249,4 +249,4 @@ def _convert(file: InputFile, max_size: int, path: str) -> Notes:
             rows.sort(key=itemgetter(_NUMBER))
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
             counts.append(len(rows))
-    return {"xxh3": sum_of(file.path)[1]}, {"counts": np.array(counts, np.int64)}
+    return {"xxh3": _sum(sum_of(file.path)[1]), "counts": np.array(counts, np.int64)}

@@ -2,246 +2,167 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from millrace import _native
 from millrace.checks import MAX_INT32, check_choice, check_int, shown
-from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_rows
+from millrace.encoding.row_encoders import RowEncoder, check_encoder
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
-from millrace.online.text_dataset import epoch_key
+from millrace.online.row_documents import BLOCK, Piece, encoded_documents, token_batch
+from millrace.online.text_dataset import epoch_order
 from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import TokenBatch
 
 _PACKINGS = ("documents", "joined", "packs")
-_WINDOW = 64  # rows that are read, and encoded, at a time
 _REMEDY = (
     "give a function from a row number to the rows from there on, or an object with state_dict and "
     "load_state_dict"
 )
 
-
-class _Source:
-    """A source of rows that can be read from its own states."""
-
-    def __init__(self, source: Any) -> None:
-        if not (callable(source) or isinstance(source, Iterable)):
-            raise ConfigError(
-                f"source is a {type(source).__name__}; give an iterable of rows, or a function "
-                "from a row number to the rows from there on"
-            )
-        self._source, self._has_begun = source, False
-        self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-        self.first = source.state_dict() if self._has_state else 0
-        self.can_resume = not isinstance(source, Iterator) or self._has_state
-
-    def windows(self, state: Any, size: int) -> Iterator[tuple[Any, list[Any]]]:
-        """So many rows at a time with the state before them; at the end, none again and again."""
-        if not self.can_resume and (self._has_begun or state != 0):
-            raise ResumeError(f"an iterator cannot begin again: {_REMEDY}")
-        self._has_begun = True
-        source = self._source
-        if self._has_state:
-            source.load_state_dict(state)
-            rows = iter(source)
-        elif callable(source):
-            rows = iter(source(state))
-        else:
-            rows = itertools.islice(source, state, None)
-        while True:
-            window = list(itertools.islice(rows, size))
-            after = source.state_dict() if self._has_state else state + len(window)
-            yield state, window
-            state = after
-
-
-class _Part(NamedTuple):
-    """Tokens of a row's documents, or of a piece of one."""
-
-    tokens: NDArray[Any]
-    trained: NDArray[np.bool_]
-    row: int
-    offset: int = 0
-
-    def cut(self, start: int, stop: int) -> "_Part":
-        return _Part(self.tokens[start:stop], self.trained[start:stop], self.row, start)
-
-
-class _Row(NamedTuple):
-    """A row's documents and their ends, or why it is bad."""
-
-    whole: _Part
-    ends: list[int]
-    problem: str | None
-
-    def checked(self) -> "_Row":
-        if self.problem is not None:
-            raise TextError(f"row {self.whole.row} of the stream: {self.problem}")
-        return self
-
-
-def _encode(encoder: RowEncoder, entries: Sequence[tuple[int, Any]]) -> list[_Row]:
-    """The documents of rows, which stand beside their numbers."""
-    tokens, ends, trained, counts, problems, _ = encode_rows(encoder, [row for _, row in entries])
-    trained = np.ones(len(tokens), np.bool_) if trained is None else trained
-    rows, first, documents = [], 0, iter(ends.tolist())
-    for place, ((number, _), count) in enumerate(zip(entries, counts.tolist(), strict=True)):
-        own = list(itertools.islice(documents, count))
-        stop = own[-1] if own else first
-        whole = _Part(tokens[first:stop], trained[first:stop], number)
-        rows.append(_Row(whole, [end - first for end in own], problems.get(place)))
-        first = stop
-    return rows
-
-
-class _Cursor:
-    """A place in a stream of rows: a window of shuffled rows, a row in it, a token of the row."""
-
-    def __init__(self, stream: "RowStream", state: Any) -> None:
-        start = state or {"window": 0, "source": stream.source.first, "row": 0, "token": 0}
-        self._stream, self._window = stream, start["window"] - 1
-        self._windows = stream.source.windows(start["source"], stream.window_size)
-        self._before = start["source"]
-        self._entries: list[tuple[int, Any]] = []
-        self._read_window()
-        self._window, self.row, self.token = start["window"], start["row"], start["token"]
-
-    def state(self) -> dict[str, Any]:
-        entries = {"window": self._window, "source": self._before}
-        return {**entries, "row": self.row, "token": self.token}
-
-    def _read_window(self) -> bool:
-        """Goes to the next window; at the end of the source the place stays."""
-        stream = self._stream
-        before, rows = next(self._windows)
-        if not rows:
-            return False
-        first = (self._window + 1) * stream.window_size
-        for number, row in enumerate(rows, first):
-            if not isinstance(row, Mapping):
-                what = f"row {number} of the stream is {shown(row, 60)}"
-                raise TextError(f"{what}; a dictionary is needed")
-        self._window, self.row, self.token, self._before = self._window + 1, 0, 0, before
-        places = np.arange(len(rows))
-        if stream.is_shuffled:
-            key = epoch_key(stream.seed, self._window)
-            places = _native.swap_or_not(places, len(rows), key, True)
-        self._entries = [(first + place, rows[place]) for place in places.tolist()]
-        self._encoded: dict[int, _Row] = {}
-        return True
-
-    def next_row(self) -> Any:
-        """The next row and its number, which is not encoded; None at the end."""
-        if self.row >= len(self._entries) and not self._read_window():
-            return None
-        self.row += 1
-        return self._entries[self.row - 1]
-
-    def current(self) -> _Row | None:
-        """The row that the next token is of; None at the end."""
-        while self.row < len(self._entries) or self._read_window():
-            if self.row not in self._encoded:
-                some = self._entries[self.row : self.row + _WINDOW]
-                self._encoded = dict(enumerate(_encode(self._stream.encoder, some), self.row))
-            row = self._encoded[self.row].checked()
-            if self.token < len(row.whole.tokens):
-                return row
-            self.row, self.token = self.row + 1, 0
-        return None
+_Entry = tuple[int, Any, dict[str, Any]]
+"""The number of a row, the row, and the state behind it."""
 
 
 class RowStream(Renewed):
     """A `TokenStream` of rows: see `StreamDataset`."""
 
-    _renewed = ("_cursor", "_after")
+    _renewed = ("_reading", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
-        self.source, self.encoder = _Source(source), check_encoder("encoder", encoder)
+        if not (callable(source) or isinstance(source, Iterable)):
+            raise ConfigError(
+                f"source is a {type(source).__name__}; give an iterable of rows, or a function "
+                "from a row number to the rows from there on"
+            )
+        self._source, self._encoder = source, check_encoder("encoder", encoder)
         self._capacity = samples.sequence_length + samples.add_extra_token
         self._extra = int(samples.add_extra_token)
-        self._packing = check_choice("packing", options["packing"], _PACKINGS)
-        self._num_rows = check_int("rows_per_sample", options["rows_per_sample"], 1, MAX_INT32)
-        self.seed = check_int("seed", options["seed"], 0)
-        size = check_int("shuffle_buffer", options["shuffle_buffer"], 0, MAX_INT32)
-        self.is_shuffled, self.window_size = size > 1, size if size > 1 else _WINDOW
-        self._options = options
+        check_choice("packing", options["packing"], _PACKINGS)
+        for name, least in (("rows_per_sample", 1), ("seed", 0), ("shuffle_buffer", 0)):
+            limit = None if name == "seed" else MAX_INT32
+            options[name] = check_int(name, options[name], least, limit)
+        self._options, self._has_begun = options, False
+        self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._can_resume = not isinstance(source, Iterator) or self._has_state
+        self._first = {"window": 0, "source": source.state_dict() if self._has_state else 0}
+        kind = "own" if options["packing"] == "documents" else "all"
+        self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
 
     def after_fork(self) -> None:
-        self._cursor: _Cursor | None = None
-        self._after: Any = None  # the state that the cursor stands at
+        self._reading: Iterator[Any] = iter(())  # of entries, or of samples
+        self._after: Any = None  # the state behind what was read
 
     def read(self, state: Any, count: int, own: Any = None) -> tuple[TokenBatch, Any]:
         """See `TokenStream.read`; with documents, samples at other places than `own` are empty."""
-        if self._cursor is None or state != self._after:
-            self._cursor = _Cursor(self, state)
-        cursor, self._cursor = self._cursor, None  # after an error, the place is read again
-        if self._packing == "documents":
-            samples = self._documents(cursor, count, own)
-        else:
-            samples = list(itertools.takewhile(bool, (self._next(cursor) for _ in range(count))))
-        kind = "own" if self._packing == "documents" else "all"
-        self._cursor, self._after = cursor, {**cursor.state(), "tokenised": kind}
-        return _batch_of(samples, self.encoder.dtype), self._after
+        state, is_packed = state or self._first, self._options["packing"] != "documents"
+        if state != self._after:
+            self._reading = self._packed(state) if is_packed else self._entries(state)
+        self._after = None  # after an error, the place is read again
+        size = 1 if is_packed else self._options["rows_per_sample"]
+        found: list[Any] = list(itertools.islice(self._reading, count * size))
+        samples = [one for one, _ in found] if is_packed else self._samples_of(found, size, own)
+        self._after = found[-1][-1] if found else state
+        return token_batch(samples), self._after
 
-    def _documents(self, cursor: _Cursor, count: int, own: Any) -> list[list[_Part]]:
-        """Samples of a fixed number of rows each."""
-        size, rows = self._num_rows, iter(cursor.next_row, None)
-        entries = list(itertools.islice(rows, count * size))
-        samples: list[list[_Part]] = [[] for _ in range(0, len(entries), size)]
-        places = range(len(samples)) if own is None else [int(n) for n in own if n < len(samples)]
-        needed = [entry for place in places for entry in entries[place * size :][:size]]
-        rooms = [self._capacity] * len(samples)
-        homes = [place for place in places for _ in entries[place * size :][:size]]
-        for home, row in zip(homes, _encode(self.encoder, needed), strict=True):
-            for start, stop in itertools.pairwise([0, *row.checked().ends]):
-                part = row.whole.cut(start, min(stop, start + rooms[home]))
-                if len(part.tokens):
-                    samples[home].append(part)
-                    rooms[home] -= len(part.tokens)
+    def _entries(self, state: Any) -> Iterator[_Entry]:
+        """The rows from a state on, in the shuffled order."""
+        buffer, source, skipped = self._options["shuffle_buffer"], state["source"], state["row"]
+        size, rows = buffer if buffer > 1 else BLOCK, self._rows_from(source)
+        for window in itertools.count(state["window"]):
+            read = list(itertools.islice(rows, size))
+            order = np.arange(len(read))
+            if buffer > 1:
+                order = epoch_order(len(read), self._options["seed"], window).sources(order)
+            before = {**state, "window": window, "source": source, "token": 0}
+            for place, entry in enumerate(order.tolist()[skipped:], skipped + 1):
+                number, row = window * size + entry, read[entry]
+                if not isinstance(row, Mapping):
+                    what = f"row {number} of the stream is {shown(row, 60)}"
+                    raise TextError(f"{what}; a dictionary is needed")
+                yield number, row, {**before, "row": place}
+            if not read:
+                return
+            source = self._source.state_dict() if self._has_state else source + len(read)
+            skipped = 0
+
+    def _rows_from(self, state: Any) -> Iterator[Any]:
+        source = self._source
+        if not self._can_resume and (self._has_begun or state != 0):
+            raise ResumeError(f"an iterator cannot begin again: {_REMEDY}")
+        self._has_begun = True
+        if self._has_state:
+            source.load_state_dict(state)
+            return iter(source)
+        return iter(source(state)) if callable(source) else itertools.islice(source, state, None)
+
+    def _encoded(self, entries: Sequence[_Entry]) -> Iterator[list[Piece]]:
+        """The documents of each row that are not empty; TextError when a bad one is reached."""
+        numbers = [number for number, *_ in entries]
+        rows = [row for _, row, _ in entries]
+        encoded, documents = encoded_documents(self._encoder, numbers, rows)
+        for place, pieces in enumerate(documents):
+            if place in encoded.problems:
+                raise TextError(f"row {numbers[place]} of the stream: {encoded.problems[place]}")
+            yield [piece for piece in pieces if piece.size > 0]
+
+    def _samples_of(self, entries: list[_Entry], size: int, own: Any) -> list[list[Piece]]:
+        """Samples of `size` rows each; those at other places than `own` (None: all) are empty."""
+        groups = [entries[start : start + size] for start in range(0, len(entries), size)]
+        samples: list[list[Piece]] = [[] for _ in groups]
+        places = [n for n in range(len(groups)) if own is None or n in own]
+        homes = [place for place in places for _ in groups[place]]
+        documents = self._encoded([entry for place in places for entry in groups[place]])
+        for home, pieces in zip(homes, documents, strict=True):
+            for piece in pieces:
+                room = self._capacity - sum(one.size for one in samples[home])
+                samples[home] += [piece.cut(0, room)] if room > 0 else []
         return samples
 
-    def _next(self, cursor: _Cursor) -> list[_Part]:
-        """The next tokens of documents one after the other; packed, whole pieces of documents."""
-        parts, room, is_joined = [], self._capacity, self._packing == "joined"
-        while room > 0 and (row := cursor.current()) is not None:
-            end = next(end for end in row.ends if end > cursor.token)
-            stop = min(end, cursor.token + (room if is_joined else self._capacity))
-            if stop - cursor.token > room:
-                break
-            parts.append(row.whole.cut(cursor.token, stop))
-            cursor.token, room = stop, room - len(parts[-1].tokens)
-        if not is_joined:
-            return parts
-        if room == 0:
-            cursor.token -= self._extra  # which is the next sample's first one, too
-        return parts if self._capacity - room > self._extra else []
+    def _documents(self, state: Any) -> Iterator[tuple[Piece, dict[str, Any]]]:
+        """The documents from a state on, each with the state before its row."""
+        entries, token = self._entries(state), state["token"]
+        while some := list(itertools.islice(entries, BLOCK)):
+            for (_, _, after), pieces in zip(some, self._encoded(some), strict=True):
+                before = {**after, "row": after["row"] - 1}
+                for piece in pieces:
+                    if (start := max(token - piece.offset, 0)) < piece.size:
+                        yield piece.cut(start, piece.size), before
+                token = 0
+
+    def _packed(self, state: Any) -> Iterator[tuple[list[Piece], dict[str, Any]]]:
+        """Samples of documents one after the other, or of whole ones, with the states behind."""
+        is_joined, capacity = self._options["packing"] == "joined", self._capacity
+        extra = self._extra if is_joined else 0  # tokens that the next sample has, too
+        pieces: list[Piece] = []
+        room, end = capacity, state
+        for document, before in self._documents(state):
+            place = 0
+            while place < document.size:
+                piece = document.cut(place, place + (room if is_joined else capacity))
+                if piece.size > room:  # never where documents are joined
+                    yield pieces, {**before, "token": piece.offset}
+                    pieces, room = [], capacity
+                pieces.append(piece)
+                room, place = room - piece.size, place + piece.size
+                if room == 0:
+                    place -= extra
+                    yield pieces, {**before, "token": document.offset + place}
+                    pieces, room = [], capacity
+            end = {**before, "token": document.offset + document.size}
+        if capacity - room > extra:
+            yield pieces, end
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the samples, but for the rows; ConfigError if they cannot be read again."""
-        if consumed_samples and not self.source.can_resume:
+        if consumed_samples and not self._can_resume:
             raise ConfigError(f"an iterator has no state, so this run cannot resume: {_REMEDY}")
         sizes = [self._capacity, self._extra]
-        entries = {"kind": "row stream", "sizes": sizes, "encoder": self.encoder.fingerprint()}
+        entries = {"kind": "row stream", "sizes": sizes, "encoder": self._encoder.fingerprint()}
         return {**entries, **self._options}
-
-
-def _batch_of(samples: list[list[_Part]], dtype: np.dtype[Any]) -> TokenBatch:
-    parts = [part for sample in samples for part in sample]
-    sizes = [len(part.tokens) for part in parts]
-    trained = np.concatenate([np.empty(0, np.bool_), *(part.trained for part in parts)])
-    return TokenBatch(
-        np.concatenate([np.empty(0, dtype), *(part.tokens for part in parts)]),
-        np.cumsum([sum(len(part.tokens) for part in sample) for sample in samples]),
-        None if trained.all() else trained,
-        part_starts=np.cumsum([0, *sizes])[:-1],
-        part_sequence=np.array([part.row for part in parts], np.int64),
-        part_offset=np.array([part.offset for part in parts], np.int64),
-    )
 
 
 class StreamDataset(TokenStreamDataset):
@@ -298,13 +219,9 @@ class StreamDataset(TokenStreamDataset):
         **sample_options: Any,
     ) -> None:
         options = SampleOptions(**sample_options)
-        plain: dict[str, Any] = {
-            "rows": dict(fingerprint or {}),
-            "packing": packing,
-            "rows_per_sample": rows_per_sample,
-        }
-        plain |= {"shuffle_buffer": shuffle_buffer, "seed": seed}
-        super().__init__(RowStream(source, encoder, options, plain), options)
+        packer = {"packing": packing, "rows_per_sample": rows_per_sample}
+        packer |= {"shuffle_buffer": shuffle_buffer, "seed": seed, "rows": dict(fingerprint or {})}
+        super().__init__(RowStream(source, encoder, options, packer), options)
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
         return self.stream.read(state, count, own)

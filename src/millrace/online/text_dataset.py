@@ -1,20 +1,32 @@
 """Samples of rows: tokenised when they are asked for, or once for all."""
 
 import os
+from collections import Counter
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
-from millrace import _native
+from millrace.cache import arrays
 from millrace.checks import MAX_INT64, check_choice, check_int
-from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder, encode_rows
-from millrace.errors import ConfigError, TextError
+from millrace.deferred import Deferred
+from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
+from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
-from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, PackPlan, Spans
-from millrace.order.order_plans import PlanOf, build_order
-from millrace.ragged import sizes_of, spread
+from millrace.online.row_documents import BLOCK, RowDocuments
+from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
+from millrace.order.order_plans import (
+    Arrays,
+    OrderPlan,
+    PlanOf,
+    build_arrays,
+    build_order,
+    entries_of,
+    plan_order,
+)
+from millrace.order.permutation import KeyedPermutation
+from millrace.ragged import spread
 from millrace.samples.dataset import TokenDataset
 from millrace.samples.fields import SampleOptions
 from millrace.samples.loss_ranges import LossRanges
@@ -22,98 +34,82 @@ from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import IndexedDataset
 
-_FIRST_ROWS = 64  # whose texts choose the encoder
-_EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
 
 
 @lru_cache(maxsize=64)
-def epoch_key(seed: int, epoch: int) -> int:
-    """The key of `_native.swap_or_not` in an epoch."""
-    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0])
+def epoch_order(count: int, seed: int, epoch: int) -> KeyedPermutation:
+    """The order of so many documents in an epoch, or of rows in a window of a stream."""
+    return KeyedPermutation(count, seed << 64 | epoch)
 
 
-class RowTokens:
-    """A document for each sample, cut to the capacity: a source of tokens.
+class DocumentTokens:
+    """A document for each sample: a source of tokens.
 
     Each epoch takes the documents in a new order; without a seed, as they stand.
+
+    Args:
+        documents: What gives the tokens of documents by number.
+        count: Number of documents.
+        identity: What decides the documents, as plain values.
     """
 
     def __init__(
-        self, rows: Rows, encoder: RowEncoder, capacity: int, count: int, on_error: str,
-        seed: int | None, num_samples: int | None,
-    ) -> None:  # fmt: skip
-        self._rows, self._encoder, self._capacity = rows, encoder, capacity
-        self._count, self._on_error = count, on_error
-        self._seed = None if seed is None else check_int("seed", seed, 0)
+        self,
+        documents: "RowDocuments | StoredDocuments",
+        count: int,
+        identity: dict[str, Any],
+        seed: int | None,
+        num_samples: int | None,
+    ) -> None:
+        self.documents, self._count, self._seed = documents, count, seed
+        self._identity = {**identity, "num_documents": count, "seed": seed}
         num_samples = count if num_samples is None else num_samples
         self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64 if count else 0)
 
     def __len__(self) -> int:
         return self._num_samples
 
-    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
-        """See `TokenSource`; a part for each sample that has tokens: a document, by its number."""
+    def numbers(self, sample_numbers: Numbers) -> Numbers:
+        """The documents of some samples."""
         epochs, numbers = np.divmod(sample_numbers, max(self._count, 1))
         for epoch in {*epochs.tolist()} if self._seed is not None else ():
             here = epochs == epoch
-            key = epoch_key(self._seed, epoch)
-            numbers[here] = _native.swap_or_not(numbers[here], self._count, key, True)
-        batch = self._read(numbers)
-        sizes = sizes_of(batch.ends)
-        has_tokens = sizes > 0
-        starts = (batch.ends - sizes)[has_tokens]
-        return batch.with_arrays(
-            part_starts=starts, part_sequence=numbers[has_tokens], part_offset=np.zeros_like(starts)
-        )
+            numbers[here] = epoch_order(self._count, self._seed, epoch).sources(numbers[here])
+        return numbers
 
-    def _read(self, numbers: Numbers) -> TokenBatch:
-        """Documents by number; TextError for a bad row, with its place."""
-        encoded = encode_rows(self._encoder, self._rows.rows(numbers))
-        for place, reason in sorted(encoded.problems.items()):
-            raise TextError(
-                f"{self._rows.place(int(numbers[place]))}: {reason}. Or go on without such rows: "
-                'cache="FOLDER", on_error="skip"'
-            )
-        for number in numbers[encoded.counts > 1].tolist():
-            raise TextError(
-                f"{self._rows.place(number)} becomes several documents, so that samples have no "
-                'numbers before all rows are tokenised: give cache="FOLDER"'
-            )
-        sizes = sizes_of(encoded.ends)
-        kept = np.minimum(sizes, self._capacity)
-        documents, places = spread(kept)
-        take = (encoded.ends - sizes)[documents] + places
-        trained = None if encoded.trained is None else encoded.trained[take]
-        return _EMPTY.with_arrays(
-            tokens=encoded.tokens[take], ends=np.cumsum(kept), trained=trained
-        )
+    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
+        """See `TokenSource`; a part for each sample that has tokens: a document, by its number."""
+        return self.documents.tokens(self.numbers(sample_numbers))
+
+    @property
+    def is_remote(self) -> bool:
+        """See `TokenDataset.is_remote`: documents are encoded several at a time."""
+        return isinstance(self.documents, RowDocuments)
+
+    def prefetch(self, sample_numbers: Numbers) -> None:
+        if isinstance(self.documents, RowDocuments) and len(sample_numbers) < BLOCK:
+            self.documents.prefetch(self.numbers(sample_numbers))
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """The same with and without token files: a run may go on with the one or the other."""
-        entries = {
-            "kind": "rows",
-            "rules": RULES_VERSION,
-            "rows": self._rows.fingerprint(),
-            "encoder": self._encoder.fingerprint(),
-            "num_documents": self._count,
-            "capacity": self._capacity,
-            "seed": self._seed,
-        }
-        return entries if self._on_error == "stop" else {**entries, "on_error": self._on_error}
+        return self._identity
 
 
-class StoredDocuments(RowTokens):
-    """The same samples from token files, of which document `first` is the first row's."""
+class StoredDocuments(Order):
+    """Documents of token files, cut to a number of tokens, counted from document `first` on."""
 
-    def __init__(self, store: IndexedDataset, first: int, has_mask: bool, *online: Any) -> None:
-        super().__init__(*online)
-        self._first, self._stored = first, StoredTokens(store, self)
+    def __init__(self, store: IndexedDataset, first: int, capacity: int, has_mask: bool) -> None:
+        self._first, self._capacity = first, capacity
+        self._stored = StoredTokens(store, self)
         self._ranges = LossRanges(self._stored) if has_mask else None
 
-    @property
-    def prefix(self) -> str:
-        return self._stored.prefix
+    def __len__(self) -> int:
+        store: Any = self._stored.store
+        return int(store.num_documents) - self._first
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        return {"kind": "documents", "first": self._first, "capacity": self._capacity}
 
     def spans(self, numbers: Numbers) -> Spans:
         """Documents by number: their sequences, as far as the capacity goes."""
@@ -128,9 +124,61 @@ class StoredDocuments(RowTokens):
         counts = np.clip(self._capacity - before, 0, lengths)
         return Spans(sequences, np.zeros_like(counts), counts, bounds)
 
-    def _read(self, numbers: Numbers) -> TokenBatch:
+    def tokens(self, numbers: Numbers) -> TokenBatch:
         batch = self._stored.tokens(numbers)
-        return batch if self._ranges is None else self._ranges(batch, numbers)[1]
+        if self._ranges is not None:
+            _, batch = self._ranges(batch, numbers)
+        has_tokens = batch.sizes > 0
+        starts = (batch.ends - batch.sizes)[has_tokens]
+        return batch.with_arrays(
+            part_starts=starts, part_sequence=numbers[has_tokens], part_offset=np.zeros_like(starts)
+        )
+
+
+def kept_order(
+    order: Any, order_options: Any, store: IndexedDataset, samples: SampleOptions, **draw: Any
+) -> Order:
+    """The order of token files, whose plan and arrays are kept beside these, for other processes.
+
+    An order of your own is made anew at each start: nothing says whether its code has changed.
+
+    Args:
+        draw: `sequences`, `num_samples` and `seed` of `OrderInputs`.
+    """
+    inputs = OrderInputs(
+        num_sequences=len(store),
+        num_tokens=store.num_tokens,
+        sequence_length=samples.sequence_length,
+        add_extra_token=samples.add_extra_token,
+        drop_last_partial_sequence=True,
+        load_lengths=partial(getattr, store, "sequence_lengths"),
+        **draw,
+    )
+    if not isinstance(order, type) or not order.__module__.startswith("millrace."):
+        return build_order(order, inputs, store.prefix, order_options)
+    folder, file = os.path.split(store.prefix)
+    content = store.fingerprint, store.lengths_checksum
+    key = [order.__module__, order.__qualname__, *content, repr(inputs), repr(order_options)]
+    name = f"{file}.order-{arrays.fingerprint(key)[:16]}"
+    kept = arrays.load(folder, name)
+    if kept is not None and kept.key["inputs"] == key and not kept.damage():
+        plan = order(**kept.key["plan"])
+    else:
+        plan = plan_order(order, inputs, store.prefix, order_options)
+        whole = {"inputs": key, "plan": entries_of(plan)}
+        build = partial(_write_arrays, plan, inputs, store.prefix)
+        kept, _ = arrays.load_or_build(folder, name, whole, plan.arrays(inputs), build)
+    loaded: Order = plan.load(inputs, Deferred(partial(_mapped, kept)))
+    return loaded
+
+
+def _write_arrays(plan: OrderPlan, inputs: OrderInputs, name: str, writers: Any) -> None:
+    for array, values in build_arrays(plan, inputs, name).items():
+        writers[array].write(0, values)
+
+
+def _mapped(kept: arrays.ArraySet) -> Arrays:
+    return {name: kept[name] for name in kept.arrays}
 
 
 class TextDataset(TokenDataset):
@@ -190,48 +238,59 @@ class TextDataset(TokenDataset):
     ) -> None:
         encoder, options = check_encoder("encoder", encoder), SampleOptions(**sample_options)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
+        if isinstance(order, str):
+            order = _PLANS[check_choice("order", order, (*_PLANS,))]
+        if order is not None or seed is not None:
+            seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
         is_online = cache is None and order is None
         if is_online and on_error != "stop":
             raise ConfigError(f'on_error="{on_error}" needs all rows before the first: give cache')
         self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
-        base, has_mask = rows.range(), not isinstance(encoder, TextRows)
+        has_mask = not isinstance(encoder, TextRows)
         if isinstance(encoder, TextRows):
-            first = base.read(np.arange(min(len(base), _FIRST_ROWS)))
+            first = rows.range().read(np.arange(min(len(rows.range()), BLOCK)))
             encoder = encoder.checked([row for row in first if isinstance(row, dict)])
         capacity = options.sequence_length + options.add_extra_token
+        identity = {
+            "kind": "rows",
+            "rules": RULES_VERSION,
+            "rows": rows.fingerprint(),
+            "encoder": encoder.fingerprint(),
+            "capacity": capacity,
+            **({} if on_error == "stop" else {"on_error": on_error}),
+        }
+        self._job_report: dict[str, int] | None = None
         if is_online:
-            online = (rows, encoder, capacity, len(rows), on_error, seed, num_samples)
-            super().__init__(RowTokens(*online), options)
-            return
-        folder = rows.folder if cache is None else folder_of(cache)
-        job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
-        store, _ = tokenized(base, encoder, folder, **job)
-        start, stop = (
-            (0, store.num_documents) if len(rows) == len(base) else (rows.start, rows.stop)
-        )
-        if len(rows) < len(base) != store.num_documents:
-            raise ConfigError(
-                f"{len(base)} rows became {store.num_documents} documents, so a part of them is "
-                "not a range of documents: keep train and valid in files of their own"
-            )
+            documents: Any = RowDocuments(rows, encoder, capacity)
+            source: Any = DocumentTokens(documents, len(rows), identity, seed, num_samples)
+        else:
+            folder = rows.folder if cache is None else folder_of(cache)
+            job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
+            store, self._job_report = tokenized(rows.range(), encoder, folder, **job)
+            start, stop = rows.start, rows.stop
+            is_certain = on_error == "stop" or not has_mask  # one document at most, or at least
+            if store.num_documents != len(rows.range()) or not is_certain:
+                # Rows may have several documents or none: those of a part are made alone.
+                store, self._job_report = tokenized(rows, encoder, folder, **job)
+                start, stop = 0, store.num_documents
+            documents = StoredDocuments(store, start, capacity, has_mask)
+            source = DocumentTokens(documents, stop - start, identity, seed, num_samples)
         if order is None:
-            online = (rows, encoder, capacity, stop - start, on_error, seed, num_samples)
-            super().__init__(StoredDocuments(store, start, has_mask, *online), options)
+            super().__init__(source, options)
             return
-        inputs = OrderInputs(
-            num_sequences=len(store),
-            num_tokens=store.num_tokens,
-            sequences=tuple(store.document_indices[[start, stop]].tolist()),
-            num_samples=num_samples,
-            sequence_length=options.sequence_length,
-            add_extra_token=options.add_extra_token,
-            drop_last_partial_sequence=True,
-            seed=check_int("seed, which this order needs,", seed, 0),
-            load_lengths=partial(getattr, store, "sequence_lengths"),
-        )
-        if isinstance(order, str):
-            order = _PLANS[check_choice("order", order, (*_PLANS,))]
-        built = build_order(order, inputs, store.prefix, order_options)
-        source: Any = StoredTokens(store, built)
+        sequences = tuple(store.document_indices[[start, stop]].tolist())
+        draw = {"sequences": sequences, "num_samples": num_samples, "seed": seed}
+        source = StoredTokens(store, kept_order(order, order_options, store, options, **draw))
         source = TokenDataset(source, options) if has_mask else source
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
+
+    @property
+    def report(self) -> Counter[str]:
+        """Counts of the rows: with token files those of their job.
+
+        On the fly, of the rows that this process has tokenised, some of them ahead of their use.
+        """
+        if self._job_report is not None:
+            return Counter(self._job_report)
+        documents: Any = self.source
+        return Counter(documents.documents.report)

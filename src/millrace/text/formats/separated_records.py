@@ -23,7 +23,7 @@ from millrace.text.json_values import (
 from millrace.text.parts import Format, InputFile, Part, open_part
 
 try:
-    from orjson import loads
+    from orjson import loads as loads
 except ImportError:  # Python's own is used
 
     def loads(line: Any, /) -> Any:  # type: ignore[misc]
