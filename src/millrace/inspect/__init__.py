@@ -1,6 +1,6 @@
 """Descriptions of files, for people and for programs."""
 
-from millrace.inspect.chats import format_chat
+from millrace.inspect.chats import format_chat, format_report
 from millrace.inspect.description import (
     Description,
     ShardsDescription,
@@ -22,6 +22,7 @@ __all__ = [
     "format_chat",
     "format_description",
     "format_packs",
+    "format_report",
     "format_shards",
     "packs_svg",
     "shares_svg",
