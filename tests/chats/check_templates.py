@@ -89,7 +89,7 @@ def hostile_row(draw: random.Random) -> dict[str, Any]:
     for _ in range(draw.choice([1, 1, 2, 2, 3, 5])):
         add("user")
         for _ in range(draw.choice([0, 1, 1, 2]) if has_tools else 0):
-            arguments = {"city": draw.choice(["Paris", "user", "水車"]), "n": draw.randint(0, 9)}
+            arguments = {"city": f"水 {len(messages)} city", "n": draw.randint(0, 9)}
             call = {"id": "call00001", "type": "function"}
             call |= {"function": {"name": "get_w", "arguments": arguments}}
             content = draw.choice(["", "", "let me look"])
@@ -211,8 +211,8 @@ class Checker:
         if not said or not text.startswith(said, place):  # the template reads the content
             begin = begin if is_whole else before_tag(text, begin)
             return Spans([], (begin, self.last(text, ended, begin, limit)))
+        first = begin if is_whole else max(place, before_tag(text, begin))
         begin = begin if is_whole else before_tag(text, min(begin, place))
-        first = begin if is_whole else place
         if self.row[turn].get("tool_calls"):
             return Spans([(first, end)], (begin, self.last(text, ended, end, limit)))
         if limit < end:

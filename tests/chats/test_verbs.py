@@ -29,7 +29,7 @@ def test_conversations_become_a_pair_with_a_mask(
     assert "turns: add --chat" in capsys.readouterr().err
     assert main([*command, "--chat"]) == 1
     assert "chats.jsonl, line 1: none of the 1 messages" in capsys.readouterr().err
-    chats = ["--chat", "--turns", "last", "--roles", '{"customer": "user"}', "--on-error", "skip"]
+    chats = ["--chat", "--turns", "last", "--chat-template", "chatml", "--on-error", "skip"]
     assert main([*command, *chats, "--restart"]) == 0
     data = IndexedDataset(path.parent / "out_chat_document")
     samples = GPTDataset(data, sequence_length=len(data[0]) - 1, seed=1)

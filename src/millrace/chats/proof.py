@@ -118,7 +118,8 @@ class _Proof:
         marked = template.render(marker.marked(self.messages), chat.tools)
         self.shown, self.lost = marker.find(marked)
         self.without_prompt: list[int] = []
-        self._borders: dict[Any, tuple[int, int, int]] = {}
+        self._starts: dict[Any, int] = {}  # of turns that are rendered alike, from their content on
+        self._stops: dict[Any, Span] = {}
 
     def document(self, pending: Sequence[int]) -> tuple[Document, set[int]]:
         """The document, and the pending turns whose context it has. TextError for a last turn that
@@ -154,14 +155,16 @@ class _Proof:
         key: Any = None
         has_tag = self.rules.special.match(self.text, begin)
         if message < min(self.lost, default=len(messages)) and not has_tag:
-            around = self.text[shown.before : begin], self.text[end : shown.after]
-            kinds = [piece.kind for piece in shown.pieces]
-            key = (messages[message - 1]["role"], *messages[message], *kinds, *around)
-        if key is None or key not in self._borders:
-            start, stop = self._start(message, shown), self._stop(message, shown)
-            self._borders[key] = start - begin, stop[0] - end, stop[1] - end
-        first, *last = self._borders[key]
-        return self._trained(shown, begin + first, (end + last[0], end + last[1]))
+            role, kinds = messages[message - 1]["role"], [piece.kind for piece in shown.pieces]
+            key = (role, *messages[message], *kinds, self.text[shown.before : begin])
+        if key is None or key not in self._starts:
+            self._starts[key] = self._start(message, shown) - begin
+        around = None if key is None else (key, self.text[end : shown.after])
+        if around is None or around not in self._stops:
+            first, last = self._stop(message, shown)
+            self._stops[around] = first - end, last - end
+        first, last = self._stops[around]
+        return self._trained(shown, begin + self._starts[key], (end + first, end + last))
 
     def _shown(self, message: int) -> Shown:
         if CALL in self.lost.get(message, ()):
