@@ -49,7 +49,10 @@ def test_a_row_is_shown_with_its_mask(path: Path, capsys: pytest.CaptureFixture[
     (document,) = json.loads(capsys.readouterr().out)
     said = zip(document["texts"], document["trained"], strict=True)
     assert "".join(text for text, is_trained in said if is_trained) == "Bye<|im_end|>"
-    for row, message in (("0", "none of the 1 messages is an assistant"), ("2", "has 2, counted")):
+    for row, message in (
+        ("0", "none of the 1 messages is an assistant"),
+        ("2", "[2] are not in 0 to 1"),
+    ):
         assert main([*command, "--row", row]) == 1
         assert message in capsys.readouterr().err
     assert main(command[:2]) == 1

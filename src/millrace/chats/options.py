@@ -19,10 +19,11 @@ def _check_arguments(name: str, value: Any) -> dict[str, Any]:
     """Values by name, also as JSON, which the command line gives."""
     try:
         values = plain_json(json.loads(value) if isinstance(value, str) else value or {})
-    except ValueError as error:
-        raise ConfigError(f"{name} is not JSON: {error}") from None
+    except ValueError:
+        values = None
     if not isinstance(values, dict):
-        raise ConfigError(f"{name} must be a dictionary, not {shown(value)}")
+        example = '{"enable_thinking": false}'
+        raise ConfigError(f"{name} is {shown(value)}; give a dictionary, such as {example}")
     return values
 
 
