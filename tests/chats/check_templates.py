@@ -116,8 +116,11 @@ class Spans(NamedTuple):
 
 def alike(first: str, second: str) -> int:
     """Number of characters with which two texts begin alike."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(first), len(second)))
+    place, most = 0, min(len(first), len(second))
+    for step in (4096, 64, 1):
+        while place < most and first[place : place + step] == second[place : place + step]:
+            place += step
+    return min(place, most)
 
 
 def before_tag(text: str, place: int) -> int:
@@ -136,15 +139,19 @@ class Checker:
         for one in self.messages:
             if "reasoning_content" in one:
                 one["thinking"] = one["reasoning_content"]
+        self.texts: dict[Any, str] = {}
         self.turns = [at for at, one in enumerate(self.row) if one["role"] == "assistant"]
 
     def text(self, length: int, has_prompt: bool = False, **changes: str) -> str:
         """The text of the first messages, with other contents: `m3="..."`."""
-        messages = [
-            {**one, "content": changes.get(f"m{number}", one["content"])}
-            for number, one in enumerate(self.messages[:length])
-        ]
-        return self.template.render(messages, self.tools, has_prompt)
+        key = length, has_prompt, *changes.items()
+        if key not in self.texts:
+            messages = [
+                {**one, "content": changes.get(f"m{number}", one["content"])}
+                for number, one in enumerate(self.messages[:length])
+            ]
+            self.texts[key] = self.template.render(messages, self.tools, has_prompt)
+        return self.texts[key]
 
     def is_shown(self, is_call: bool) -> bool:
         """Whether the template shows all calls, or all contents of the assistant."""
