@@ -125,9 +125,7 @@ class Marker:
 
     def _marked_values(self, number: int, value: Any) -> Any:
         if isinstance(value, str):
-            is_json = value[:1] == "{" and value[-1:] == "}"  # templates may look at its ends
-            text = self._wrap(number, CALL, value[1:-1] if is_json else value)
-            return f"{{{text}}}" if is_json else text
+            return self._wrap(number, CALL, value)
         if isinstance(value, dict):
             return {key: self._marked_values(number, one) for key, one in value.items()}
         if isinstance(value, list):
