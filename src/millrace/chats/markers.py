@@ -55,8 +55,9 @@ class Marker:
         return [self._marked_message(number, one) for number, one in enumerate(messages)]
 
     def find(self, marked_text: str) -> tuple[dict[int, Shown], dict[int, set[str]]]:
-        """What the text shows of each message, and the kinds of the pieces that it leaves out, by
-        message; TextError if the marked text says other things."""
+        """What the text shows of each message at its first place; and by message, the kinds of the
+        pieces that it leaves out, none for a message in several places. TextError if the marked
+        text says other things."""
         split = re.split(f"{self._nonce}([0-9]{{{_DIGITS}}})", marked_text)
         texts, found = split[::2], [int(number) for number in split[1::2]]
         if "".join(texts) != self._text:
@@ -68,16 +69,17 @@ class Marker:
                 message, kind = self._owners[first // 2]
                 pieces.append((message, Piece(kind, places[at], places[at + 1])))
         shown: dict[int, Shown] = {}
+        lost: dict[int, set[str]] = {}
         before = number = 0
         for message, run in itertools.groupby(pieces, lambda one: one[0]):
             own = [piece for _, piece in run]
             number += len(own)
             after = pieces[number][1].start if number < len(pieces) else None
-            # The first, since a tool's name may come again in its answer.
+            if message in shown:  # a tool's name in its answer, or a content behind the answer
+                lost.setdefault(message, set())
             shown.setdefault(message, Shown(own, before, own[0].start, own[-1].end, after))
             before = own[-1].end
         marks = {*found}
-        lost: dict[int, set[str]] = {}
         for number, (message, kind) in enumerate(self._owners):
             if not {2 * number, 2 * number + 1} <= marks:
                 lost.setdefault(message, set()).add(kind)
