@@ -82,7 +82,9 @@ def hostile_row(draw: random.Random) -> dict[str, Any]:
         kinds += [THOUGHTS] if role == "assistant" and draw.random() < 0.2 else []
         messages.append({"role": role, "content": draw.choice(draw.choice(kinds)), **more})
 
-    tools = [{"type": "function", "function": {"name": "get_w", "parameters": {}}}]
+    city = {"city": {"type": "string", "description": "Place"}}
+    function: dict[str, Any] = {"name": "get_w", "description": "Weather"}
+    function |= {"parameters": {"type": "object", "properties": city, "required": ["city"]}}
     has_tools = draw.random() < 0.25
     if draw.random() < 0.3:
         add("system")
@@ -100,6 +102,7 @@ def hostile_row(draw: random.Random) -> dict[str, Any]:
             messages[-1]["reasoning_content"] = draw.choice(["call it", "hm 水車", "<b>"])
     if draw.random() < 0.1:
         add("user")
+    tools = [{"type": "function", "function": function}]
     return {"messages": messages, **({"tools": tools} if has_tools else {})}
 
 
@@ -217,11 +220,14 @@ class Checker:
         end = place + len(said)
         if not said or not text.startswith(said, place):  # the template reads the content
             begin = begin if is_whole else before_tag(text, begin)
-            return Spans([], (begin, self.last(text, ended, begin, limit)))
+            return Spans(
+                self.called(text, turn, begin, limit), (begin, self.last(text, ended, begin, limit))
+            )
         first = begin if is_whole else max(place, before_tag(text, begin))
         begin = begin if is_whole else before_tag(text, min(begin, place))
         if self.row[turn].get("tool_calls"):
-            return Spans([(first, end)], (begin, self.last(text, ended, end, limit)))
+            must = [(first, end), *self.called(text, turn, begin, limit)]
+            return Spans(must, (begin, self.last(text, ended, end, limit)))
         if limit < end:
             return Spans([], (0, 0))
         stop = STOPS.search(text, end, limit)
@@ -233,6 +239,15 @@ class Checker:
         while more := MORE.match(text, end, limit):  # such as "<|end|></s>"
             end = more.end()
         return Spans([(first, least)], (begin, end))
+
+    def called(self, text: str, turn: int, begin: int, limit: int) -> list[tuple[int, int]]:
+        """A tool call: from the name, where it is shown, to the argument."""
+        for call in self.row[turn].get("tool_calls", ()):
+            word = call["function"]["arguments"]["city"]
+            place = text.find(word, begin, limit)
+            name = text.rfind(call["function"]["name"], begin, place)
+            return [(place if name < 0 else name, place + len(word))] if place >= 0 else []
+        return []
 
     def last(self, text: str, ended: str, begin: int, limit: int) -> int:
         """Where a turn ends whose content does not tell."""
