@@ -82,12 +82,15 @@ def test_the_other_parts_of_messages() -> None:
         ({"messages": [USER, {**CHAT[1], "thinking": 3}]}, r"reasoning of messages\[1\] is 3"),
         ({"messages": [USER, {**CHAT[1], "weight": 0.5}]}, r"message 1 has the weight \[0.5\]"),
         ({"messages": [USER, {**CHAT[1], "x": {1: 2}}]}, r"messages\[1\].x is {1: 2}"),
-        ({"messages": CHAT, "system": 3}, "system is 3; give a text"),
+        ({"messages": CHAT, "system": 3}, "content of system has 3; only texts"),
         ({"messages": CHAT, "tools": "{"}, "which is not JSON"),
         ({"messages": CHAT, "tools": ["f"]}, "give a list of objects"),
         ({"prompt": 3, "completion": "a"}, "prompt is 3"),
         ({"prompt": "u", "completion": ""}, "completion .* is empty"),
-        ({"instruction": "u", "input": np.array(["a", 3], object), "output": "a"}, "give texts"),
+        (
+            {"instruction": "u", "input": np.array(["a", 3], object), "output": "a"},
+            "of input has 3; only",
+        ),
     ],
 )
 def test_rows_that_are_refused(row: Any, reason: str) -> None:

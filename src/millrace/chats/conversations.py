@@ -63,17 +63,12 @@ def conversation_of(row: Any) -> Conversation:
         forms = ", or ".join(" and ".join(one) for one in FORMS)
         there = shown(sorted(map(str, row)))
         raise TextError(f"the row has the columns {there}; it needs {forms}: rename them")
-    if form[0] == "instruction" and columns["input"]:
-        texts = [columns["instruction"], columns["input"]]
-        if not all(isinstance(text, str) for text in texts):
-            raise TextError(f"instruction and input are {shown(texts)}; give texts")
+    if form[0] == "instruction":
+        texts = [_text_of(name, columns[name]) for name in ("instruction", "input")]
         columns["instruction"] = "\n\n".join(filter(None, texts))
     messages = [_message(place, one) for place, one in _given_messages(form, columns)]
-    system = columns["system"]
-    if not isinstance(system, str | None):
-        raise TextError(f"system is {shown(system)}; give a text")
-    if system and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, {"role": "system", "content": system})
+    if columns["system"] and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, _message("system", {"role": "system", "content": columns["system"]}))
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
     weights = [_weight_of(number, message) for number, message in enumerate(messages)]

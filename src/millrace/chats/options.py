@@ -2,14 +2,13 @@
 
 import datetime
 import json
-import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from millrace.checks import plain_json, shown
 from millrace.errors import ConfigError
-from millrace.option_class import check_options, option
+from millrace.option_class import StrPath, check_options, option
 
 CONTENT, THOUGHT, CALL = "content", "reasoning", "tool calls"
 """The kinds of what a turn says."""
@@ -25,12 +24,6 @@ def _check_arguments(name: str, value: Any) -> dict[str, Any]:
         example = '{"enable_thinking": false}'
         raise ConfigError(f"{name} is {shown(value)}; give a dictionary, such as {example}")
     return values
-
-
-def _check_template(name: str, value: Any) -> str | None:
-    if not isinstance(value, str | os.PathLike | None):
-        raise ConfigError(f"{name} is {shown(value)}; give a file, Jinja, or chatml")
-    return None if value is None else os.fspath(value)
 
 
 def _check_date(name: str, value: Any) -> str | None:
@@ -49,10 +42,9 @@ class ChatOptions:
     A ConfigError for one that cannot work."""
 
     # fmt: off
-    template: Any = option(
+    template: StrPath | None = option(
         "file of a chat template, or chatml", None, default_text="the tokenizer's own, else chatml",
-        check=_check_template, flags="--chat-template", metavar="FILE", group="chats",
-        identity="never")
+        flags="--chat-template", metavar="FILE", group="chats", identity="never")
     template_arguments: Any = option(
         'values that the template reads: {"enable_thinking": false}', None, check=_check_arguments,
         metavar="JSON", group="chats")

@@ -180,7 +180,8 @@ def _chatml_body(message: Message) -> str:
 
 def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     """The template of the options, or that of the tokenizer's folder, or else ChatML."""
-    path, given, place = tokenizer.path, options.template, "the template"
+    path, place = tokenizer.path, "the template"
+    given = None if options.template is None else os.fspath(options.template)
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     settings = {} if path == "bytes" else read_object(folder, "tokenizer_config.json")
     source: str | None = None
