@@ -90,6 +90,31 @@ def test_a_rewriting_template_gives_a_document_for_each_context(tokenizer: Token
     assert ChatEncoder(tokenizer, PLAIN, history="refuse").encode([row]).problems == {}
 
 
+def test_turns_that_only_look_like_others(tokenizer: Tokenizer) -> None:
+    """Turns between the same texts are proven once for all, if nothing else differs."""
+    user = CHAT[0]
+    hiding = (  # shows in the last turn alone that there was a tag
+        "{% for m in messages %}[|{{ m.role }}|]{% if loop.last and m.content[:8] == '</think>' %}"
+        "<think></think>{% endif %}{{ m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}"
+    )
+    said = ["y", "</think>x", "z"]
+    messages = [one for text in said for one in (user, {**CHAT[1], "content": text})]
+    texts = ["<think></think>x<|end|>", "y<|end|>", "z<|end|>"]
+    assert trained_text(ChatEncoder(tokenizer, hiding + PROMPT), messages) == texts
+    moving = (  # writes what is said beside a call behind the answer of the tool
+        "{% for m in messages %}[|{{ m.role }}|]{% if m.tool_calls %}<call>"
+        "{{ m.tool_calls[0].function.arguments.a }}</call>{{ m.content if loop.last }}{% else %}"
+        "{{ m.content }}{% endif %}<|end|>\n{% if m.role == 'tool' %}"
+        "{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {"a": "b"}}}]
+    call, answer = {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "t"}
+    messages = [user, {**call, "content": ""}, answer, CHAT[1], user, {**call, "content": "s"}]
+    texts = ["<call>b</call>s<|end|>", "<call>b</call><|end|>", "a<|end|>", "a<|end|>"]
+    messages += [answer, CHAT[1]]
+    assert trained_text(ChatEncoder(tokenizer, moving + PROMPT), messages) == texts
+
+
 def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
     call = {"function": {"name": "f", "arguments": {"a": "b"}}}
     messages: list[dict[str, Any]] = [
