@@ -309,14 +309,14 @@ def check_template(name: str, num_chats: int, seed: int) -> Result:
     return result
 
 
-def table(results: dict[str, Result]) -> str:
+def table(results: dict[str, Result], command: str) -> str:
     """The page of templates, in Markdown."""
     lines = [
         "# Chat templates",
         "",
-        "Written by `python -m tests.chats.check_templates`, which renders hostile chats with each "
-        "template, and compares",
-        "what is trained on with a slow checker. See [Chats](chats.md) for the routes.",
+        f"Written by `python -m tests.chats.check_templates {command}`, which renders hostile",
+        "chats with each template, and compares what is trained on with a slow checker. See",
+        "[Chats](chats.md) for the routes.",
         "",
         "| template | routes | stop tokens | chats decided | documents a chat | refused | wrong |",
         "|---|---|---|---|---|---|---|",
@@ -354,7 +354,8 @@ def main() -> None:
     num_wrong = sum(len(one.wrong) for one in results.values())
     print(f"{num_wrong} wrong targets; {share:.2%} of the decided rows are refused")
     if arguments.table:
-        arguments.table.write_text(table(results))
+        command = f"--chats {arguments.chats} --seed {arguments.seed} --table {arguments.table}"
+        arguments.table.write_text(table(results, command))
 
 
 if __name__ == "__main__":
