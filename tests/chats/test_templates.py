@@ -1,7 +1,7 @@
 """Chat templates that people use: rows that are labelled by hand, and a sample of hostile ones."""
 
 import json
-from importlib.util import find_spec
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from millrace.chats import ChatEncoder, Document
 from millrace.encoding import Tokenizer
 from tests.chats.check_templates import OPTIONS, check_template, template
 
-pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl needs Python 3.11")
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="trl needs Python 3.11")
 
 # The places of what must be trained on, in brackets, by reading the templates.
 LABELLED = json.loads((Path(__file__).parent / "labelled.json").read_text())
