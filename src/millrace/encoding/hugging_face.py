@@ -133,7 +133,7 @@ def read_object(folder: str, name: str) -> dict[str, Any]:
         return {**json.loads(read_file(path))}
     except (ValueError, TypeError, RecursionError) as error:
         raise TextError(
-            f"{path} is not a JSON object ({error}). Save the tokenizer again"
+            f"{path} is no JSON object ({error}). Save the tokenizer again"
         ) from None
 
 
