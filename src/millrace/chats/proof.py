@@ -66,7 +66,7 @@ def prove(chat: Conversation, rules: Rules) -> list[Document]:
     pending, template = _turns_to_train(chat, rules.options.turns), rules.template
 
     @functools.cache
-    def text_of(length: int, has_prompt: bool = False) -> str:
+    def text_of(length: int, has_prompt: bool) -> str:
         return template.render(chat.messages[:length], chat.tools, has_prompt)
 
     documents: list[Document] = []
@@ -104,14 +104,14 @@ class _Proof:
     """The proof of the turns of the first `length` messages."""
 
     def __init__(
-        self, chat: Conversation, rules: Rules, length: int, text_of: Callable[..., str]
+        self, chat: Conversation, rules: Rules, length: int, text_of: Callable[[int, bool], str]
     ) -> None:
         template, self.rules, self.name = rules.template, rules, rules.template.name
         self.messages = chat.messages[:length]
         self.text_of = text_of  # renders the first messages, with a generation prompt or without
         self.tags: Tags | None = [] if template.has_tags else None
         if self.tags is None:
-            self.text = text_of(length)
+            self.text = text_of(length, False)
         else:
             self.text = template.render(self.messages, chat.tools, tags=self.tags)
         marker = Marker(self.text, template.literals)
@@ -209,7 +209,6 @@ class _Proof:
         end, after, ended = shown.end, shown.after, self.text
         if message + 1 < len(self.messages):
             ended = self._rendered(message, message + 1) or ended
-        limit = shared_length(ended, self.text)
         if self.rules.stops:
             places = [
                 (place, place + len(stop))
@@ -219,14 +218,15 @@ class _Proof:
             if not places:
                 raise _RewrittenError(f"no stop token ({', '.join(self.rules.stops)}) follows it")
             span = min(places)
+            is_alike = ended[: span[1]] == self.text[: span[1]]
         else:  # the token that begins the next turn
+            limit = shared_length(ended, self.text)
             own = max(end, len(self.text[:limit].rstrip()))
-            special = self.rules.special.search(
-                self.text, own, len(self.text) if after is None else after
-            )
+            most = len(self.text) if after is None else after
+            special = self.rules.special.search(self.text, own, most)
             span = special.span() if special else (own, own)
-            limit = limit if limit < end else span[1]
-        if limit < span[1]:
+            is_alike = limit >= end
+        if not is_alike:
             raise _RewrittenError("route prompt: its text differs")
         return span
 

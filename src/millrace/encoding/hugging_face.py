@@ -132,9 +132,7 @@ def read_object(folder: str, name: str) -> dict[str, Any]:
     try:
         return {**json.loads(read_file(path))}
     except (ValueError, TypeError, RecursionError) as error:
-        raise TextError(
-            f"{path} is no JSON object ({error}). Save the tokenizer again"
-        ) from None
+        raise TextError(f"{path} is no JSON object ({error}). Save the tokenizer again") from None
 
 
 def texts_in(value: Any) -> Iterator[str]:
