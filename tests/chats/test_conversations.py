@@ -1,6 +1,5 @@
 """Rows of every form into conversations, and what is refused of them."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from millrace.chats import ChatEncoder
 from millrace.chats.conversations import conversation_of
 from millrace.encoding import Tokenizer
-from millrace.errors import ConfigError, TextError
+from millrace.errors import TextError
 
 USER = {"role": "user", "content": "u"}
 CHAT = [USER, {"role": "assistant", "content": "a"}]
@@ -25,11 +24,10 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
         {"messages": [USER, {"role": "gpt", "content": np.str_("a"), "tool_calls": None}]},
         {"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]},
         {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
-        {"conversation": CHAT},
         {"prompt": "u", "completion": "a"},
         {"prompt": CHAT[:1], "completion": CHAT[1:]},
         {"instruction": "u", "output": "a"},
-        {"instruction": "u", "input": "", "response": "a"},
+        {"instruction": "u", "input": "", "output": "a"},
     ],
 )
 def test_forms_of_rows(row: dict[str, Any]) -> None:
@@ -42,17 +40,6 @@ def test_forms_of_rows(row: dict[str, Any]) -> None:
     assert all(type(value) is str for one in chat.messages for value in one.values())
 
 
-def test_names_by_the_user() -> None:
-    columns = {"messages": "data.turns", "tools": "functions"}
-    row = {"data": {"turns": [{"role": "me", "content": "u"}, CHAT[1]]}, "functions": "[{}]"}
-    chat = conversation_of(row, columns, {"me": "human"})
-    assert [one["role"] for one in chat.messages] == ["user", "assistant"]
-    assert chat.tools == [{}]
-    for options in ({"columns": {"turns": "x"}}, {"roles": {"me": "myself"}}, {"columns": 3}):
-        with pytest.raises(ConfigError):
-            ChatEncoder(Tokenizer("bytes"), **options)
-
-
 def test_the_other_parts_of_messages() -> None:
     row = {
         "instruction": "u", "input": "more", "output": "a", "system": "s", "tools": [{"name": "f"}]
@@ -62,13 +49,13 @@ def test_the_other_parts_of_messages() -> None:
     assert chat.tools == [{"name": "f"}]
     turns = [
         USER,
-        {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {}})},
+        {"role": "assistant", "tool_calls": [CALL]},
         {"from": "observation", "value": ""},
         {"role": "assistant", "content": "a", "reasoning": "r", "weight": np.float32(1)},
         {"role": "assistant", "content": "b", "train": False, "weight": True},
     ]
     chat = conversation_of({"messages": turns})
-    assert chat.messages[1]["tool_calls"][0]["function"]["name"] == "f"
+    assert chat.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert chat.messages[2] == {"role": "tool", "content": ""}
     assert chat.messages[3]["reasoning_content"] == chat.messages[3]["thinking"] == "r"
     assert chat.weights == [None, None, None, True, False]
@@ -95,12 +82,15 @@ def test_the_other_parts_of_messages() -> None:
         ({"messages": [USER, {**CHAT[1], "thinking": 3}]}, r"reasoning of messages\[1\] is 3"),
         ({"messages": [USER, {**CHAT[1], "weight": 0.5}]}, r"message 1 has the weight \[0.5\]"),
         ({"messages": [USER, {**CHAT[1], "x": {1: 2}}]}, r"messages\[1\].x is {1: 2}"),
-        ({"messages": [USER, {"from": "function_call", "value": "{"}]}, "which is not JSON"),
+        ({"messages": CHAT, "system": 3}, "content of system has 3; only texts"),
         ({"messages": CHAT, "tools": "{"}, "which is not JSON"),
         ({"messages": CHAT, "tools": ["f"]}, "give a list of objects"),
         ({"prompt": 3, "completion": "a"}, "prompt is 3"),
         ({"prompt": "u", "completion": ""}, "completion .* is empty"),
-        ({"instruction": "u", "input": np.array(["a", 3], object), "output": "a"}, "give texts"),
+        (
+            {"instruction": "u", "input": np.array(["a", 3], object), "output": "a"},
+            "of input has 3; only",
+        ),
     ],
 )
 def test_rows_that_are_refused(row: Any, reason: str) -> None:

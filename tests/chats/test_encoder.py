@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.chats import ChatEncoder, ChatReport
+from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
-from tests.chats.twins import PLAIN, TAGGED, TWINS
+from millrace.inspect import format_chat, format_report
+from tests.chats.test_masks import PLAIN, TAGGED, THINKING
 from tests.conftest import results_of_processes, train_tokenizer
 
 SPECIAL = ("<|im_end|>", "<|end|>", "<s>", "</s>")
@@ -37,9 +39,9 @@ def config(folder: Path, tmp_path: Path, **values: Any) -> Tokenizer:
 
 
 def test_arrays_of_rows(folder: Path) -> None:
-    encoder = ChatEncoder(Tokenizer(folder), TWINS["thinking"].template, turns="weight")
+    encoder = ChatEncoder(Tokenizer(folder), THINKING, turns="weight")
     longer = {"messages": [*CHAT, *CHAT]}
-    rows, report = encoder.encode_with_report([ROW, BAD, longer, UNTRAINED, ROW])
+    rows = encoder.encode([ROW, BAD, longer, UNTRAINED, ROW])
     assert rows.counts.tolist() == [1, 0, 2, 0, 1]
     assert list(rows.problems) == [1, 3]
     assert rows.tokens.dtype == encoder.dtype == np.uint16
@@ -54,12 +56,12 @@ def test_arrays_of_rows(folder: Path) -> None:
     expected = {"rows": 5, "bad rows": 2, "rows without a target": 1, "documents": 4}
     expected |= {"routes: markers, prompt": 4, "tokens": len(rows.tokens)}
     expected |= {"trained tokens": int(rows.trained.sum())}
-    assert expected.items() <= report.counts.items()
-    parts = [encoder.encode_with_report([row])[1] for row in (ROW, BAD, longer, UNTRAINED, ROW)]
-    assert sum(parts, ChatReport()) == report
-    table = report.table().splitlines()
+    assert expected.items() <= rows.report.items()
+    parts = [Counter(encoder.encode([row]).report) for row in (ROW, BAD, longer, UNTRAINED, ROW)]
+    assert sum(parts, Counter()) == Counter(rows.report) - Counter()
+    table = format_report(rows.report).splitlines()
     assert table[0].split() == ["rows", "5"]
-    assert table[-1].startswith("trained share")
+    assert table[-1].split() == ["trained", "share", f"{rows.trained.mean():.1%}"]
     for batch in ([], [BAD, {}]):
         rows = encoder.encode(batch)
         assert len(rows.tokens) == len(rows.ends) == 0
@@ -81,7 +83,7 @@ def test_special_tokens_in_contents(folder: Path) -> None:
     starts.append("message 1 has the lone surrogate U+D800")
     assert all(problems[number].startswith(start) for number, start in enumerate(starts))
     kept = ChatEncoder(tokenizer, special_text="keep").encode(rows)
-    assert list(kept.problems) == [4]
+    assert list(kept.problems) == [3, 4]  # our ChatML does not describe tools
     assert kept.trained is not None
     first = kept.tokens[: kept.ends[0]][kept.trained[: kept.ends[0]]]
     assert tokenizer.decode(first) == "a</s>b<|im_end|>"
@@ -90,8 +92,7 @@ def test_special_tokens_in_contents(folder: Path) -> None:
 
 def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
     def text(tokenizer: Tokenizer, *template: Any, **options: Any) -> str:
-        document = ChatEncoder(tokenizer, *template, **options).explain(ROW)[0]
-        return str(document["text"])
+        return ChatEncoder(tokenizer, *template, **options).documents(ROW)[0].text
 
     assert text(Tokenizer(folder)).startswith("<|im_start|>user\n")
     named = PLAIN + "{{ bos_token }}{{ word }}"
@@ -100,34 +101,40 @@ def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
     assert text(tokenizer, template_arguments={"word": "w"}).endswith("<|end|>\n<s>w")
     listed = [{"name": "default", "template": PLAIN}, {"name": "b", "template": PLAIN + "b"}]
     tokenizer = config(folder, tmp_path, chat_template=listed)
-    assert text(tokenizer, template_name="b") == text(tokenizer) + "b"
-    with pytest.raises(ConfigError, match="give template_name one of default, b"):
-        ChatEncoder(tokenizer, template_name="c")
+    assert text(tokenizer) == text(tokenizer, PLAIN)
     (tmp_path / "chat_template.jinja").write_text(PLAIN + "file")
     assert text(tokenizer) == text(tokenizer, tmp_path / "chat_template.jinja")
     assert text(tokenizer).endswith("file")
     assert text(tokenizer, PLAIN + "text").endswith("text")
     assert text(tokenizer, "chatml").startswith("<|im_start|>user\n")
     for template in (str(tmp_path / "none.jinja"), 3):
-        with pytest.raises(ConfigError, match="give a file, Jinja, or chatml"):
+        with pytest.raises(ConfigError, match=r"give a file, Jinja, or chatml|must be a path"):
             ChatEncoder(tokenizer, template)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="ChatML has no names"):
+    with pytest.raises(ConfigError, match="ChatML takes no template_arguments"):
         ChatEncoder(Tokenizer(folder), template_arguments={"a": 1})
 
 
 def test_our_chatml() -> None:
-    tools = [{"name": "f"}]
-    row = {"messages": [{"role": "system", "content": "s"}, *CHAT], "tools": tools}
     encoder = ChatEncoder(Tokenizer("bytes"))
-    (document,) = encoder.explain(row)
+    messages = [{"role": "system", "content": "s"}, *CHAT]
+    (document,) = encoder.explain({"messages": messages})
     assert document["routes"] == ("markers", "prompt", "tags")
-    with_system = document["text"]
-    assert "".join(document["texts"]) == with_system
-    start, end = document["spans"]["markers"][0]
-    assert with_system[start:end] == "the race"
-    without = encoder.explain({"messages": CHAT, "tools": tools})[0]["text"]
-    assert with_system == without.replace("system\n", "system\ns\n\n", 1)
-    assert '{"name": "f"}<|im_end|>' in without
+    start = "<|im_start|>"
+    assert "".join(document["texts"]) == (
+        f"{start}system\ns<|im_end|>\n{start}user\nthe mill<|im_end|>\n"
+        f"{start}assistant\nthe race<|im_end|>\n"
+    )
+    rows = encoder.encode([{"messages": messages, "tools": [{"name": "f"}]}])
+    assert "does not describe tools" in rows.problems[0]
+
+
+def test_characters_of_several_tokens_are_shown_whole(folder: Path) -> None:
+    said = {"messages": [CHAT[0], {**CHAT[1], "content": "水🌊é"}]}
+    for tokenizer in (Tokenizer("bytes"), Tokenizer(folder)):
+        (document,) = ChatEncoder(tokenizer, "chatml").explain(said)
+        shown = format_chat([document])
+        assert "⟦水🌊é<|im_end|>⟧" in shown
+        assert "\ufffd" not in shown
 
 
 def test_templates_render_as_transformers_does(folder: Path) -> None:
@@ -139,9 +146,9 @@ def test_templates_render_as_transformers_does(folder: Path) -> None:
     (text,), (tags,) = render_jinja_template(
         [messages], chat_template=template, return_assistant_tokens_mask=True
     )
-    (document,) = encoder.explain({"messages": messages})
-    assert document["text"] == text
-    assert document["spans"]["tags"] == document["spans"]["trained"] == tags
+    (document,) = encoder.documents({"messages": messages})
+    assert (document.text, document.spans) == (text, tags)
+    assert document.routes == ("markers", "prompt", "tags")
 
 
 @pytest.mark.parametrize(
@@ -150,8 +157,8 @@ def test_templates_render_as_transformers_does(folder: Path) -> None:
         ({"turns": "some"}, "turns must be one of all, last, weight"),
         ({"mask_routes": 3}, "mask_routes must be between 1 and 2"),
         ({"date": "today"}, "give a day"),
-        ({"template_arguments": [1]}, "must be a dictionary"),
-        ({"template_arguments": {"a": object()}}, "template_arguments.a is"),
+        ({"template_arguments": [1]}, "give a dictionary"),
+        ({"template_arguments": {"a": object()}}, "give a dictionary, such as"),
         ({"reasoning": 1}, "reasoning must be True or False"),
         ({"stop": "never"}, "cannot be proven.* no stop token"),
     ],

@@ -1,61 +1,40 @@
-"""Masks of chats against twins of their templates, which know what must be trained."""
+"""Masks of chats: what is trained on, and what is refused. For templates, see test_templates."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
-from tests.chats.twins import PLAIN, TAGGED, TWINS, expected
 from tests.conftest import train_tokenizer
 
 CHAT = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+PROMPT = "{% if add_generation_prompt %}[|assistant|]{% endif %}"
+PLAIN = (
+    "{% for m in messages %}[|{{ m.role }}|]{{ m.content }}<|end|>\n{% endfor %}" + PROMPT
+)  # fmt: skip
+TAGGED = (
+    "{% for m in messages %}[|{{ m.role }}|]{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+    "{{ '\\n' }}{% endfor %}" + PROMPT
+)
+THINKING = (  # the reasoning of all but the last turn is left out
+    "{% for m in messages %}[|{{ m.role }}|]{% if m.role == 'assistant' and loop.last %}<think>"
+    "{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
+) + PROMPT
 WITHOUT_PROMPT = (
     "{% if messages[-1].role != 'assistant' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
 )
-SPECIAL = ("<|end|>", "<s>", "[|user|]", "[|assistant|]")
-
+SPECIAL = ("<|end|>", "[|user|]", "[|assistant|]")
 TEXTS = st.one_of(
-    st.sampled_from(
-        [
-            "user", "assistant", "a", "90001", "90001000001", "<|end|", "[|user|", "</think>",
-            "<think>", "<think>no</think>yes", "x</think>", " both ", "\n\nleading", "trailing\n",
-            "the mill race", "the mill", "été 水車 🌊", "{{ m }}", '{"a": "b"}', "\\", "<call>",
-            "\xa0", "water" * 300,
-        ]
-    ),
+    st.sampled_from(["assistant", "90001000001", "<|end|", "</think>", " both ", "été 水車 🌊"]),
     st.text(min_size=1, max_size=8),
     st.text("<|>[]/ \nendthk9 01", min_size=1, max_size=12),
-).filter(lambda text: text.strip() and not any(token in text for token in SPECIAL))  # fmt: skip
-
-
-@st.composite
-def chats(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Chats with tools and reasoning, whose contents repeat and contain one another."""
-    used: list[str] = []
-
-    def text() -> str:
-        again = st.sampled_from([*used, *(f"{one}." for one in used)]) if used else TEXTS
-        used.append(draw(st.one_of(TEXTS, again)))
-        return used[-1]
-
-    messages = [{"role": "system", "content": text()}] if draw(st.booleans()) else []
-    for _ in range(draw(st.integers(1, 4))):
-        messages.append({"role": "user", "content": text()})
-        if draw(st.integers(0, 3)) == 0:
-            arguments = {"a": text(), "n": 3, "deep": [text()]}
-            call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-            content = draw(st.sampled_from(["", text()]))
-            messages.append({"role": "assistant", "content": content, "tool_calls": [call]})
-            messages.append({"role": "tool", "content": draw(st.sampled_from(["", text()]))})
-        messages.append({"role": "assistant", "content": text()})
-        if draw(st.booleans()):
-            messages[-1]["reasoning_content"] = text()
-    return messages
+).filter(lambda text: text.strip() and not any(token in text for token in SPECIAL))
 
 
 @pytest.fixture(scope="module")
@@ -64,76 +43,76 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def encoders(tokenizer: Tokenizer) -> dict[str, ChatEncoder]:
-    return {name: ChatEncoder(tokenizer, twin.template) for name, twin in TWINS.items()}
+def encoders(tokenizer: Tokenizer) -> list[ChatEncoder]:
+    return [ChatEncoder(tokenizer, template) for template in (PLAIN, TAGGED)]
 
 
-@pytest.mark.parametrize("name", TWINS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(messages=chats())
-def test_trained_are_the_characters_that_the_twin_trains(
-    encoders: dict[str, ChatEncoder], name: str, messages: list[dict[str, Any]]
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4), data=st.data())
+def test_tokens_within_what_the_assistant_says(
+    encoders: list[ChatEncoder], texts: list[tuple[str, str]], data: st.DataObject
 ) -> None:
-    # What this template leaves out as a whole cannot be trained.
-    texts = [one["content"] for one in messages if one["role"] == "assistant" and one["content"]]
-    assume(name != "thinking by content" or all(one.split("</think>")[-1].strip() for one in texts))
-    # Behind an empty message, that template's two contexts cannot be told from its header.
-    assume(
-        name != "system last" or all(one["content"] for one in messages if one["role"] == "tool")
-    )
-    twin, encoder = TWINS[name], encoders[name]
-    turns = {number for number, one in enumerate(messages) if one["role"] == "assistant"}
-    proven: set[int] = set()
-    for document in encoder.explain({"messages": messages}):
-        characters = {at for start, end in document["spans"]["trained"] for at in range(start, end)}
-        assert set(document["routes"]) == set(twin.routes)
-        here = set[int]()
-        for turn in turns - proven:
-            text, trained = expected(twin, messages[: turn + 1], turn)
-            if "next" in name and turn + 1 < len(messages):  # the stop belongs to the next message
-                text, trained = expected(twin, messages, turn)
-            elif "next" in name:  # without a stop, white space at the end may not be the turn's
-                trained -= set(range(len(text.rstrip()), len(text)))
-            if document["text"].startswith(text) and trained & characters:
-                here.add(turn)
-                assert trained <= characters
-                characters -= trained
-        assert here
-        assert not characters, "trained without a turn"
-        proven |= here
-        check_tokens(encoder.tokenizer, document)
-    assert proven == turns, "each turn is trained once"
-
-
-def check_tokens(tokenizer: Tokenizer, document: dict[str, Any]) -> None:
-    """By the offsets of the reference library, which the encoder does not look at."""
-    encoded = tokenizer.vocabulary.library.encode(document["text"], add_special_tokens=False)
-    assert encoded.ids == document["tokens"]
-    characters = {at for start, end in document["spans"]["trained"] for at in range(start, end)}
-    whole = [set(range(*offset)) <= characters for offset in encoded.offsets]
-    assert whole == document["trained"]
-
-
-def test_a_rewriting_template_gives_a_document_for_each_context(
-    encoders: dict[str, ChatEncoder], tokenizer: Tokenizer
-) -> None:
-    row = {"messages": CHAT * 3}
-    documents = encoders["thinking"].explain(row)
-    assert [len(one["text"].split("[|")) for one in documents] == [3, 5, 7]
-    encoded, report = encoders["thinking"].encode_with_report([row])
-    assert encoded.counts.tolist() == [3]
-    assert report.counts["documents of rewritten history"] == 2
-    refusing = ChatEncoder(tokenizer, TWINS["thinking"].template, history="refuse")
-    assert "message 3: " in refusing.encode([row]).problems[0]
-    assert ChatEncoder(tokenizer, PLAIN, history="refuse").encode([row]).problems == {}
+    encoder = encoders[data.draw(st.booleans())]
+    turns = [text for pair in texts for text in pair]
+    messages = [{**CHAT[at % 2], "content": text} for at, text in enumerate(turns)]
+    (document,) = encoder.documents({"messages": messages})
+    whole, characters = "", set[int]()
+    for message in messages:
+        start = len(whole) + len(f"[|{message['role']}|]")
+        whole += f"[|{message['role']}|]{message['content']}<|end|>\n"
+        if message["role"] == "assistant":
+            characters |= set(range(start, len(whole) - 1))
+    assert document.text == whole
+    assert {at for start, end in document.spans for at in range(start, end)} == characters
+    # The offsets of the reference library, which the encoder does not look at.
+    encoded = encoder.tokenizer.vocabulary.library.encode(whole, add_special_tokens=False)
+    (explained,) = encoder.explain({"messages": messages})
+    assert encoded.ids == explained["tokens"]
+    assert "".join(explained["texts"]) == whole
+    assert [set(range(*one)) <= characters for one in encoded.offsets] == explained["trained"]
 
 
 def trained_text(encoder: ChatEncoder, messages: list[dict[str, Any]]) -> list[str]:
     return [
-        document["text"][start:end]
-        for document in encoder.explain({"messages": messages})
-        for start, end in document["spans"]["trained"]
+        document.text[start:end]
+        for document in encoder.documents({"messages": messages})
+        for start, end in document.spans
     ]
+
+
+def test_a_rewriting_template_gives_a_document_for_each_context(tokenizer: Tokenizer) -> None:
+    row = {"messages": CHAT * 3}
+    encoded = ChatEncoder(tokenizer, THINKING).encode([row])
+    assert encoded.counts.tolist() == [3]
+    assert encoded.report["documents of rewritten history"] == 2
+    refusing = ChatEncoder(tokenizer, THINKING, history="refuse")
+    assert "message 3: " in refusing.encode([row]).problems[0]
+    assert ChatEncoder(tokenizer, PLAIN, history="refuse").encode([row]).problems == {}
+
+
+def test_turns_that_only_look_like_others(tokenizer: Tokenizer) -> None:
+    """Turns between the same texts are proven once for all, if nothing else differs."""
+    user = CHAT[0]
+    hiding = (  # shows in the last turn alone that there was a tag
+        "{% for m in messages %}[|{{ m.role }}|]{% if loop.last and m.content[:8] == '</think>' %}"
+        "<think></think>{% endif %}{{ m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}"
+    )
+    said = ["y", "</think>x", "z"]
+    messages = [one for text in said for one in (user, {**CHAT[1], "content": text})]
+    texts = ["<think></think>x<|end|>", "y<|end|>", "z<|end|>"]
+    assert trained_text(ChatEncoder(tokenizer, hiding + PROMPT), messages) == texts
+    moving = (  # writes what is said beside a call behind the answer of the tool
+        "{% for m in messages %}[|{{ m.role }}|]{% if m.tool_calls %}<call>"
+        "{{ m.tool_calls[0].function.arguments.a }}</call>{{ m.content if loop.last }}{% else %}"
+        "{{ m.content }}{% endif %}<|end|>\n{% if m.role == 'tool' %}"
+        "{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {"a": "b"}}}]
+    call, answer = {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "t"}
+    messages = [user, {**call, "content": ""}, answer, CHAT[1], user, {**call, "content": "s"}]
+    texts = ["<call>b</call>s<|end|>", "<call>b</call><|end|>", "a<|end|>", "a<|end|>"]
+    messages += [answer, CHAT[1]]
+    assert trained_text(ChatEncoder(tokenizer, moving + PROMPT), messages) == texts
 
 
 def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
@@ -160,18 +139,15 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
     assert trained_text(ChatEncoder(bytes_, turns="weight"), messages) == [f"y{stop}"]
     row = {"messages": messages}
     assert "message 1 has the weight 0" in ChatEncoder(bytes_).encode([row]).problems[0]
-    messages[3]["train"] = False
-    problem = ChatEncoder(bytes_, turns="weight").encode([row]).problems[0]
-    assert problem == "it has no target: all weights are 0"
     embedded = [messages[0], {"role": "assistant", "content": "<think>r</think>z"}]
-    template = PLAIN + "{# </think> #}"
-    encoder = ChatEncoder(tokenizer, template, reasoning=False)
+    encoder = ChatEncoder(tokenizer, PLAIN + "{{ '</think>' in '' }}", reasoning=False)
     assert trained_text(encoder, embedded) == ["z<|end|>"]
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
+        # without a stop token, the model would never learn to stop
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}.\n{% endfor %}", "a special token"),
         (PLAIN.replace("m.content", "m.content[::-1]"), "leaves out what the assistant says"),
         (PLAIN.replace("m.content }}", "m.content }}{{ m.content | length }}"), "route markers"),
@@ -179,7 +155,7 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
             "<|end|>{% endif", "{% endgeneration %}<|end|>{% endif"), "route tags.* hold its"),
         (PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"), "leaves out"),
         ("{{ raise_exception('never') }}", "never"),
-        ("{% for", "not Jinja"),
+        ("{% for", "the template refuses the chat"),
         (PLAIN + "{{ strftime_now('%d') }}", "reads the clock"),
         (WITHOUT_PROMPT, "mask_routes=1"),
     ],
@@ -189,36 +165,33 @@ def test_templates_that_are_refused(tokenizer: Tokenizer, template: str, message
         ChatEncoder(tokenizer, template)
 
 
-def test_one_route_is_enough_where_it_is_asked_for(tokenizer: Tokenizer) -> None:
+def test_never_all_and_never_nothing(tokenizer: Tokenizer) -> None:
+    """Rows that would train on no token are bad, and one route alone must be asked for."""
     encoder = ChatEncoder(tokenizer, WITHOUT_PROMPT, mask_routes=1)
-    (document,) = encoder.explain({"messages": CHAT})
-    assert document["routes"] == ("markers",)
+    (document,) = encoder.documents({"messages": CHAT})
+    assert document.routes == ("markers",)
     assert trained_text(encoder, CHAT) == ["a<|end|>"]
-
-
-def test_the_date_and_the_arguments_decide_the_text(tokenizer: Tokenizer) -> None:
-    template = PLAIN + "{{ strftime_now('%d %b') }}{{ mood }}"
-    options = {"date": "2025-01-31", "template_arguments": {"mood": "!"}}
-    encoder = ChatEncoder(tokenizer, template, **options)
-    assert encoder.explain({"messages": CHAT})[0]["text"].endswith("31 Jan!")
-    prints = [
-        ChatEncoder(tokenizer, template, **{**options, **change}).fingerprint()
-        for change in ({}, {"date": "2025-02-01"}, {"template_arguments": {}})
-    ]
-    assert prints[0] == encoder.fingerprint()
-    assert prints[0] != prints[1] != prints[2] != prints[0]
+    weightless = {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}
+    thought = {"messages": [CHAT[0], {**CHAT[1], "content": "", "reasoning_content": "r"}]}
+    weighing = ChatEncoder(tokenizer, THINKING, turns="weight", reasoning=False)
+    rows = weighing.encode([weightless, thought, {"messages": CHAT}])
+    assert rows.counts.tolist() == [0, 0, 1]
+    assert all("it has no target" in rows.problems[number] for number in (0, 1))
+    assert rows.report["rows without a target"] == 2
+    assert rows.trained is not None
+    assert 0 < rows.trained.sum() < len(rows.trained)
 
 
 def test_tokens_across_a_border(tmp_path: Path) -> None:
     """Without special tokens, "|>" and what follows can be one token."""
     path = train_tokenizer(tmp_path / "t.json", ("<|endoftext|>", ">\n[", "]a"))
-    with pytest.raises(ConfigError, match=r"part of the token '>\\n\['"):
+    with pytest.raises(ConfigError, match=r"part of the token '>\\n\['"):  # a stop never trained
         ChatEncoder(Tokenizer(path), PLAIN)
-    path = train_tokenizer(tmp_path / "u.json", ("<|endoftext|>", "]a"))
-    encoder = ChatEncoder(Tokenizer(path), PLAIN)
-    rows, report = encoder.encode_with_report([{"messages": CHAT}])
-    assert rows.problems == {}
-    assert report.counts["tokens across a border"] == 1
+    path = train_tokenizer(tmp_path / "u.json", ("<|endoftext|>", "]a", ">\nx"))
+    encoder = ChatEncoder(Tokenizer(path), PLAIN.replace("<|end|>\n", "<|end|>\n{{ m.end }}"))
+    rows = encoder.encode([{"messages": CHAT}, {"messages": [CHAT[0], {**CHAT[1], "end": "x"}]}])
+    assert "a stop token is part of the token '>\\nx'" in rows.problems[1]
+    assert rows.report["tokens across a border"] == 1
     assert rows.trained is not None
     assert encoder.tokenizer.decode(rows.tokens[rows.trained]) == "<|end|>"
 
@@ -250,16 +223,14 @@ def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) ->
 def test_long_chats_are_rendered_a_fixed_number_of_times(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encoder = ChatEncoder(tokenizer, PLAIN)
-    counts = []
-    render = type(encoder.template).render
+    encoder, counts = ChatEncoder(tokenizer, PLAIN), list[int]()
+    render = type(encoder.rules.template).render
 
     def counting(self: Any, messages: Any, *rest: Any) -> Any:
         counts.append(len(messages))
         return render(self, messages, *rest)
 
-    monkeypatch.setattr(type(encoder.template), "render", counting)
+    monkeypatch.setattr(type(encoder.rules.template), "render", counting)
     (document,) = encoder.documents({"messages": CHAT * 150})
     assert len(document.turns) == 150
-    assert sorted(counts, reverse=True)[:2] == [300, 300]
-    assert sum(counts) < 800
+    assert sum(counts) < 800  # the whole and the marked chat, and the first turn

@@ -29,7 +29,7 @@ def test_conversations_become_a_pair_with_a_mask(
     assert "turns: add --chat" in capsys.readouterr().err
     assert main([*command, "--chat"]) == 1
     assert "chats.jsonl, line 1: none of the 1 messages" in capsys.readouterr().err
-    chats = ["--chat", "--turns", "last", "--roles", '{"customer": "user"}', "--on-error", "skip"]
+    chats = ["--chat", "--turns", "last", "--chat-template", "chatml", "--on-error", "skip"]
     assert main([*command, *chats, "--restart"]) == 0
     data = IndexedDataset(path.parent / "out_chat_document")
     masked = GPTDataset(data, sequence_length=len(data[0]) - 1, seed=1, loss_ranges="apply")[0]
@@ -48,7 +48,10 @@ def test_a_row_is_shown_with_its_mask(path: Path, capsys: pytest.CaptureFixture[
     (document,) = json.loads(capsys.readouterr().out)
     said = zip(document["texts"], document["trained"], strict=True)
     assert "".join(text for text, is_trained in said if is_trained) == "Bye<|im_end|>"
-    for row, message in (("0", "none of the 1 messages is an assistant"), ("2", "has 2, counted")):
+    for row, message in (
+        ("0", "none of the 1 messages is an assistant"),
+        ("2", "[2] are not in 0 to 1"),
+    ):
         assert main([*command, "--row", row]) == 1
         assert message in capsys.readouterr().err
     assert main(command[:2]) == 1

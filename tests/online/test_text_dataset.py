@@ -218,8 +218,7 @@ def test_a_loader_encodes_rows_of_several_steps_at_once(tmp_path: Path) -> None:
         )
         with pytest.raises(TextError, match="line 151: there is no key"):
             next(loader)
-        assert max(sizes) == 64
-        assert len(sizes) < 30  # though the rows after the bad one are encoded alone
+        assert sizes.count(64) >= 2  # the rows of the block of the bad one are encoded alone
         loader.close()
 
 

@@ -1,8 +1,8 @@
 """Chats: conversations into tokens, with a mask that is proven."""
 
-from millrace.chats.chat_report import ChatReport
 from millrace.chats.conversations import Conversation
-from millrace.chats.encoder import ChatEncoder, ChatOptions
+from millrace.chats.encoder import ChatEncoder
+from millrace.chats.options import ChatOptions
 from millrace.chats.proof import Document, Turn
 from millrace.chats.templates import ChatML, JinjaTemplate
 
@@ -10,7 +10,6 @@ __all__ = [
     "ChatEncoder",
     "ChatML",
     "ChatOptions",
-    "ChatReport",
     "Conversation",
     "Document",
     "JinjaTemplate",

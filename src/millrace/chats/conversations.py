@@ -1,5 +1,6 @@
 """A row of a dataset into a conversation: messages, tools, and which turns to train on."""
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -14,22 +15,13 @@ Message = dict[str, Any]
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool", "developer")},
     **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "model", "bot", "chatgpt", "function_call"), "assistant"),
+    **dict.fromkeys(("gpt", "model", "bot", "chatgpt"), "assistant"),
     **dict.fromkeys(("observation", "function", "tool_response"), "tool"),
 }
 """The roles that messages may name, and what templates call them."""
 
-COLUMNS = {
-    **{part: (part,) for part in ("messages", "prompt", "completion", "instruction", "input")},
-    "conversations": ("conversations", "conversation"),
-    "output": ("output", "response"),
-    "tools": ("tools", "functions"),
-    "system": ("system", "system_prompt"),
-}
-"""The parts of a row, and the usual names of their columns."""
-
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-"""The parts that make a conversation: the first form whose parts a row has."""
+"""The columns that make a conversation: the first form of which a row has all."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning; templates read the first two."""
@@ -49,15 +41,11 @@ class Conversation(NamedTuple):
     weights: list[bool | None]
 
 
-def conversation_of(
-    row: Any, columns: Mapping[str, str] | None = None, roles: Mapping[str, str] | None = None
-) -> Conversation:
+def conversation_of(row: Any) -> Conversation:
     """The conversation of a row.
 
     Args:
-        row: Dictionary with the parts of one of `FORMS`.
-        columns: Names of columns by part of `COLUMNS`; a dot reaches into an object.
-        roles: Further roles, and those of `ROLES` that they stand for.
+        row: Dictionary with the columns of one of `FORMS`, and perhaps `input`, `system`, `tools`.
 
     Raises:
         TextError: What cannot be rendered; it names the message.
@@ -68,21 +56,23 @@ def conversation_of(
     """
     if not isinstance(row, Mapping):
         raise TextError(f"a row is {shown(row)}; give a dictionary")
-    names = {**COLUMNS, **{part: (name,) for part, name in (columns or {}).items()}}
-    parts = {part: plain(_column(row, names[part]), part) for part in COLUMNS}
-    form = next((one for one in FORMS if all(parts[part] is not None for part in one)), None)
+    names = (*itertools.chain(*FORMS), "input", "system", "tools")
+    columns = {name: plain(row.get(name), name) for name in names}
+    form = next((one for one in FORMS if all(columns[name] is not None for name in one)), None)
     if form is None:
         forms = ", or ".join(" and ".join(one) for one in FORMS)
         there = shown(sorted(map(str, row)))
-        raise TextError(f"the row has the columns {there}; it needs {forms} (see `columns`)")
-    known = {**ROLES, **{role: ROLES[name] for role, name in (roles or {}).items()}}
-    messages = [_message(place, one, known) for place, one in _given_messages(form, parts)]
-    if isinstance(parts["system"], str) and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, {"role": "system", "content": parts["system"]})
+        raise TextError(f"the row has the columns {there}; it needs {forms}: rename them")
+    if form[0] == "instruction":
+        texts = [_text_of(name, columns[name]) for name in ("instruction", "input")]
+        columns["instruction"] = "\n\n".join(filter(None, texts))
+    messages = [_message(place, one) for place, one in _given_messages(form, columns)]
+    if columns["system"] and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, _message("system", {"role": "system", "content": columns["system"]}))
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
     weights = [_weight_of(number, message) for number, message in enumerate(messages)]
-    return Conversation(messages, _tools_of(parts["tools"]), weights)
+    return Conversation(messages, _tools_of(columns["tools"]), weights)
 
 
 def plain(value: Any, place: str) -> Any:
@@ -111,50 +101,29 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(one)
 
 
-def _column(row: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    for name in names:
-        value: Any = row
-        for key in [name] if name in row else name.split("."):
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None:
-            return value
-    return None
-
-
-def _given_messages(form: tuple[str, ...], parts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _given_messages(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The messages of a row as they stand there, with their places for errors."""
-    if form == ("instruction", "output"):
-        texts = [parts["instruction"], parts["input"] or ""]
-        if not all(isinstance(text, str) for text in texts):
-            raise TextError(f"instruction and input are {shown(texts)}; give texts")
-        yield "instruction", {"role": "user", "content": "\n\n".join(filter(None, texts))}
-        yield "output", {"role": "assistant", "content": parts["output"]}
-        return
-    for part, role in zip(form, ("user", "assistant"), strict=False):
-        value = parts[part]
+    for name, role in zip(form, ("user", "assistant"), strict=False):
+        value = columns[name]
         if len(form) == 2 and isinstance(value, str):
-            yield part, {"role": role, "content": value}
+            yield name, {"role": role, "content": value}
         elif isinstance(value, list):
-            yield from ((f"{part}[{number}]", one) for number, one in enumerate(value))
+            yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
         else:
-            raise TextError(f"{part} is {shown(value)}; give a list of messages")
+            raise TextError(f"{name} is {shown(value)}; give a list of messages")
 
 
-def _message(place: str, given: Any, roles: Mapping[str, str]) -> Message:
+def _message(place: str, given: Any) -> Message:
     if not isinstance(given, dict):
         raise TextError(f"{place} is {shown(given)}; give an object with role and content")
     # Arrow gives each message all keys of the file: a None stands for an absent one.
     message = {key: value for key, value in given.items() if value is not None}
     role, content = message.pop("from", None), message.pop("value", None)
     role, content = message.get("role", role), message.get("content", content)
-    if not isinstance(role, str) or role not in roles:
+    if not isinstance(role, str) or role not in ROLES:
         what = f"{place} has the role {shown(role)}" if role is not None else f"{place} has no role"
-        raise TextError(f"{what}; the known ones are {', '.join(roles)} (see `roles`)")
-    if role == "function_call" and "tool_calls" not in message:
-        calls = _json_list(content, f"the function_call of {place}")
-        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-        content = ""
-    message |= {"role": roles[role], "content": _text_of(place, content)}
+        raise TextError(f"{what}; the known ones are {', '.join(ROLES)}: rename it")
+    message |= {"role": ROLES[role], "content": _text_of(place, content)}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if not isinstance(reasoning, str | None):
         raise TextError(f"the reasoning of {place} is {shown(reasoning)}; give a text")
@@ -188,18 +157,13 @@ def _text_of(place: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _json_list(value: Any, name: str) -> list[Any]:
-    try:
-        value = json.loads(value)
-    except (TypeError, ValueError):
-        raise TextError(f"{name} is {shown(value)}, which is not JSON") from None
-    return value if isinstance(value, list) else [value]
-
-
 def _tools_of(value: Any) -> list[Any] | None:
-    if isinstance(value, str):
-        value = _json_list(value, "tools") if value.strip() else None
-    if not isinstance(value, list | None) or not all(isinstance(one, dict) for one in value or ()):
+    if isinstance(value, str) and value.strip():  # tables hold them so, as their schemas differ
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise TextError(f"tools are {shown(value)}, which is not JSON") from None
+    if value and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         raise TextError(f"tools are {shown(value)}; give a list of objects")
     return value or None
 

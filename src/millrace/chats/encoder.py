@@ -1,20 +1,16 @@
 """Chats into tokens with a proven mask."""
 
-import datetime
-import json
+import codecs
 import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from millrace.chats import conversations
-from millrace.chats.chat_report import ChatReport
-from millrace.chats.markers import CALL, CONTENT, THOUGHT
+from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
 from millrace.chats.proof import Document, Rules, prove
 from millrace.chats.templates import find_template
@@ -23,76 +19,7 @@ from millrace.checks import shown
 from millrace.encoding.row_encoders import EncodedRows
 from millrace.encoding.tokenizer import Tokenizer
 from millrace.errors import ConfigError, TextError
-from millrace.option_class import check_options, identity_of, option
-
-_chats = partial(option, group="chats")
-
-
-def _check_values(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping | None):
-        raise ConfigError(f"{name} must be a dictionary, not {shown(value)}")
-    try:
-        values: dict[str, Any] = conversations.plain(value or {}, name)
-    except TextError as error:
-        raise ConfigError(str(error)) from None
-    known = {*(conversations.COLUMNS if name == "columns" else conversations.ROLES)}
-    for key, one in values.items() if name != "template_arguments" else ():
-        if (key if name == "columns" else one) not in known or not isinstance(one, str):
-            raise ConfigError(f"{name} has {key!r}: {shown(one)}; the known ones: {[*known]}")
-    return values
-
-
-def _parse_json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not JSON, such as '{{\"key\": true}}': {error}") from None
-
-
-def _check_date(name: str, value: Any) -> str | None:
-    try:
-        return None if value is None else datetime.date.fromisoformat(str(value)).isoformat()
-    except ValueError:
-        raise ConfigError(f"{name} is {shown(value)}; give a day, such as 2025-01-31") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatOptions:
-    """How chats become tokens, and which of these are trained on; the help of each field says how.
-    A ConfigError for one that cannot work."""
-
-    # fmt: off
-    template_name: str | None = _chats("name of one of several templates of the tokenizer", None)
-    template_arguments: Any = option(
-        'values that the template reads: {"enable_thinking": false}', None, check=_check_values,
-        parse=_parse_json, metavar="JSON", group="chats")
-    date: Any = option(
-        "day that the template takes for today's, if it reads the clock", None, check=_check_date,
-        group="chats")
-    turns: str = _chats(
-        "turns to train on; weight: those without a `weight` or `train` of 0", "all",
-        choices=("all", "last", "weight"))
-    reasoning: bool = _chats("do not train on reasoning", True)
-    tool_calls: bool = _chats("do not train on tool calls", True)
-    stop: str | None = _chats(
-        "text of the token that stops a turn", None, default_text="the one that the template shows")
-    history: str = _chats(
-        "what a turn becomes that is rendered in another way if more messages follow: a document "
-        "that ends with it, or a bad row", "documents", choices=("documents", "refuse"))
-    mask_routes: int = _chats("least number of routes that must agree", 2, least=1, most=2)
-    special_text: str = _chats(
-        "what a row with the text of a special token becomes: a bad row, or that token", "refuse",
-        choices=("refuse", "keep"))
-    columns: Any = option(
-        'names of columns, by the usual names: {"messages": "data.turns"}', None,
-        check=_check_values, parse=_parse_json, metavar="JSON", group="chats")
-    roles: Any = option(
-        'the usual roles that others stand for: {"customer": "user"}', None, check=_check_values,
-        parse=_parse_json, metavar="JSON", group="chats")
-    # fmt: on
-
-    def __post_init__(self) -> None:
-        check_options(self)
+from millrace.option_class import identity_of
 
 
 class ChatEncoder:
@@ -133,43 +60,32 @@ class ChatEncoder:
             raise ConfigError(f"{what}; give a Tokenizer, without add_special_tokens")
         if not tokenizer.options.get("special_tokens_in_text", True):
             raise ConfigError("special_tokens_in_text is False, but templates write special tokens")
-        self.tokenizer, self.options = tokenizer, ChatOptions(**options)
-        self.dtype, path = tokenizer.dtype, tokenizer.path
-        special = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.eod_token}
-        self.template = find_template(
-            path if os.path.isdir(path) else os.path.dirname(path),
-            "chatml" if template is None and path == "bytes" else template,
-            name=self.options.template_name,
-            arguments=self.options.template_arguments,
-            special={name: text for name, text in special.items() if text is not None},
-            date=self.options.date,
-        )
+        self.tokenizer, self.dtype = tokenizer, tokenizer.dtype
+        self.options = ChatOptions(template=template, **options)
+        found = find_template(tokenizer, self.options)
         self._borders = BorderEncoder(tokenizer)
         texts = sorted(map(re.escape, tokenizer.special_tokens()), key=len, reverse=True)
         self._special = re.compile("|".join(texts) or "(?!)")
-        kinds = {CONTENT: True, THOUGHT: self.options.reasoning, CALL: self.options.tool_calls}
-        rules = Rules(
-            turns=self.options.turns,
-            kinds=frozenset(kind for kind, is_asked in kinds.items() if is_asked),
-            history=self.options.history,
-            num_routes=self.options.mask_routes,
-            special=re.compile("|".join([*texts, LOOKS_SPECIAL])),
-        )
-        self.rules, probes = learn(self.template, rules, self.options.stop)
+        special = re.compile("|".join([*texts, LOOKS_SPECIAL]))
+        rules = Rules(options=self.options, template=found, special=special)
+        self.rules, probes = learn(rules)
         if problems := _Masks(self._borders, probes).problems:
             raise ConfigError(
-                f"{path} does not fit {self.template.name}: {next(iter(problems.values()))}. "
+                f"{tokenizer.path} does not fit {found.name}: {next(iter(problems.values()))}. "
                 "Give the tokenizer this special token, or another template"
             )
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
-        """The documents of some rows; those that cannot be rendered or proven are problems."""
-        return self.encode_with_report(rows)[0]
+        """The documents of some rows; those that cannot be rendered or proven are problems.
 
-    def encode_with_report(
-        self, rows: Sequence[Mapping[str, Any]]
-    ) -> tuple[EncodedRows, ChatReport]:
-        """The documents of some rows, and their counts."""
+        Returns:
+            Arrays as `EncodedRows` says, with a `report`: "rows"; "bad rows", of which "rows
+            without a target" would train on no token; "documents", of which "documents of
+            rewritten history" are beyond the first of their row; "turns" that are trained on, of
+            which "turns without a stop token"; "tokens", of which "trained tokens"; "tokens across
+            a border" of trained and other characters, which are not trained on; and documents by
+            the routes that agree on their masks.
+        """
         problems: dict[int, str] = {}
         documents: list[tuple[int, Document]] = []
         for number, row in enumerate(rows):
@@ -201,8 +117,7 @@ class ChatEncoder:
             **Counter(f"routes: {', '.join(one.routes)}" for one in kept),
         }
         ends = np.cumsum(masks.tokens.lengths[is_kept])
-        encoded = EncodedRows(ids, ends, trained, counts, dict(sorted(problems.items())))
-        return encoded, ChatReport(counts=Counter(report))
+        return EncodedRows(ids, ends, trained, counts, dict(sorted(problems.items())), report)
 
     def documents(self, row: Mapping[str, Any]) -> list[Document]:
         """The rendered documents of a row, and what is trained of them.
@@ -211,11 +126,11 @@ class ChatEncoder:
             TextError: A row that is a problem.
         """
         try:
-            chat = conversations.conversation_of(row, self.options.columns, self.options.roles)
+            chat = conversations.conversation_of(row)
             for number, message in enumerate(chat.messages):
                 self._check_texts(f"message {number}", message)
             self._check_texts("the tools", chat.tools)
-            return prove(chat, self.template, self.rules)
+            return prove(chat, self.rules)
         except RecursionError:
             raise TextError("the row is nested too deeply: make it flat") from None
 
@@ -223,27 +138,19 @@ class ChatEncoder:
         """What becomes of a row, for people; TextError for one that is a problem.
 
         Returns:
-            For each document: `text`; `tokens` (ids), `texts` (of the tokens) and `trained`, lists
-            of one length; `routes`; and `spans`, the characters by route: "markers" (pieces of the
-            trained turns), "prompt" (beginnings and ends of turns), "tags", and "trained".
+            For each document: `tokens` (ids), `texts` (of the tokens) and `trained`, lists of one
+            length; and `routes`. A character of several tokens stands in the text of the last.
         """
         explained = []
         for document in self.documents(row):
             masks = _Masks(self._borders, [document])
             if masks.problems:
                 raise TextError(masks.problems[0])
-            messages = {turn.message for turn in document.turns}
-            prompts = [(turn.start, turn.stop[1]) for turn in document.turns]
-            spans = {
-                "markers": [piece[2:] for piece in document.pieces if piece.message in messages],
-                "prompt": [span for span in prompts if span[0] is not None],
-                "tags": document.tags or [],
-                "trained": document.spans,
-            }
-            texts = [masks.text_of(0, place) for place in range(len(masks.trained))]
+            text, decoder = document.text.encode(), codecs.getincrementaldecoder("utf-8")()
+            places = zip(masks.tokens.starts, masks.tokens.ends, strict=True)
+            texts = [decoder.decode(text[start:end]) for start, end in places]
             of_tokens = {"tokens": masks.tokens.ids.tolist(), "trained": masks.trained.tolist()}
-            of_text = {"text": document.text, "routes": document.routes, "spans": spans}
-            explained.append({**of_text, **of_tokens, "texts": texts})
+            explained.append({"routes": document.routes, **of_tokens, "texts": texts})
         return explained
 
     def fingerprint(self) -> dict[str, Any]:
@@ -254,7 +161,7 @@ class ChatEncoder:
             "tokenizer": self.tokenizer.fingerprint,
             "tokenizer_options": self.tokenizer.options,
             "tokenizer_versions": self.tokenizer.versions,
-            **self.template.fingerprint(),
+            **self.rules.template.fingerprint(),
             "stops": list(self.rules.stops),
             "options": identity_of(self.options),
         }
@@ -278,7 +185,6 @@ class _Masks:
     problems that they show, by document."""
 
     def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
-        self._documents = documents
         self.tokens = borders.encode([one.text for one in documents])
         spans: list[list[int]] = []
         stops: list[tuple[int, int]] = []
@@ -297,12 +203,9 @@ class _Masks:
         last, numbers = np.array(stops, np.int64).reshape(-1, 2).T
         tokens = np.searchsorted(self.tokens.ends, last, "right")
         for place in np.flatnonzero(~self.trained[tokens]).tolist():
-            text = self.text_of(int(numbers[place]), int(tokens[place]))
+            number, token = int(numbers[place]), int(tokens[place])
+            base = self.tokens.bases[number]
+            part = slice(self.tokens.starts[token] - base, self.tokens.ends[token] - base)
+            text = documents[number].text.encode()[part].decode(errors="replace")
             what = f"a stop token is part of the token {shown(text)}, which holds other text, too"
-            self.problems[int(numbers[place])] = what
-
-    def text_of(self, document: int, token: int) -> str:
-        """The text of a token of a document."""
-        text, base = self._documents[document].text, self.tokens.bases[document]
-        place = slice(self.tokens.starts[token] - base, self.tokens.ends[token] - base)
-        return text.encode()[place].decode(errors="replace")
+            self.problems[number] = what

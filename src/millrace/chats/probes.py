@@ -3,14 +3,13 @@
 from dataclasses import replace
 
 from millrace.chats.conversations import Conversation, Message
-from millrace.chats.proof import Document, Renderings, Rules, prove, shared_length
-from millrace.chats.templates import Template
+from millrace.chats.proof import Document, Rules, prove, shared_length
+from millrace.chats.templates import JinjaTemplate, Template
 from millrace.errors import ConfigError, TextError
 
 LOOKS_SPECIAL = r"<[^\s<>]{1,60}>|\[\|[^\s\[\]|]{1,60}\|\]"
 """What is taken for a special token although the tokenizer has none of that text."""
 
-_SYSTEM = {"role": "system", "content": "Rivers drive mills."}
 _CHAT = [
     {"role": "user", "content": "Which river drives the lower mill?"},
     {"role": "assistant", "content": "The Ouse drives it."},
@@ -27,18 +26,22 @@ _CALLS: list[Message] = [
     },
     {"role": "tool", "content": "River Cam", "name": "find_river", "tool_call_id": "call00001"},
 ]
+_NO_STOP = (
+    ", so that the model would never learn to stop: give stop=TEXT of the token that stops, or "
+    "another template"
+)
 
 
-def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, list[Document]]:
-    """The rules of a template, from those that the caller asks for and the text of the stop token
-    or None, and the documents of a probe; ConfigError for a template that cannot be used."""
-    messages, has_parts = _readable(template)
-    rules = replace(rules, has_parts=has_parts)
-    rules = replace(rules, stops=(stop,) if stop else _stops(template, rules, messages))
-    rules = replace(rules, has_prompt=_has_prompt(template, rules, messages))
+def learn(rules: Rules) -> tuple[Rules, list[Document]]:
+    """The rules with the template as it reads contents, and with its stop tokens; and the documents
+    of a probe. ConfigError for a template that cannot be used."""
+    template, messages = _readable(rules.template)
+    rules, stop = replace(rules, template=template), rules.options.stop
+    rules = replace(rules, stops=(stop,) if stop else _stops(rules, messages))
+    options = replace(rules.options, turns="all", history="documents")
     try:
-        probe = replace(rules, turns="all", history="documents")
-        documents = prove(_chat(messages), template, probe)
+        chat = Conversation(messages, None, [None] * len(messages))
+        documents = prove(chat, replace(rules, options=options))
     except TextError as error:
         raise ConfigError(f"the masks of {template.name} cannot be proven. {error}") from None
     if not any(turn.stop[0] < turn.stop[1] for one in documents for turn in one.turns):
@@ -47,64 +50,35 @@ def learn(template: Template, rules: Rules, stop: str | None) -> tuple[Rules, li
     return rules, documents
 
 
-_NO_STOP = (
-    ", so that the model would never learn to stop: give stop=TEXT of the token that stops, or "
-    "another template"
-)
-
-
-def _chat(messages: list[Message]) -> Conversation:
-    return Conversation(messages, None, [None] * len(messages))
-
-
-def _has_prompt(template: Template, rules: Rules, messages: list[Message]) -> bool:
-    """Whether generation prompts hold all that stands before answers: the template has such a
-    prompt, or answers follow at once, or it ends each chat with the prompt, asked for or not."""
-    try:
-        plain, prompt = (_text(template, rules, messages[:-1], one) for one in (False, True))
-    except TextError:
-        return False
-    turn = _text(template, rules, messages).removeprefix(plain)
-    header, _, tail = turn.partition(str(messages[-1]["content"]))
-    for stop in rules.stops:
-        tail = tail.rpartition(stop)[2]
-    is_always = bool(tail.strip()) and plain.endswith(tail)
-    return plain != prompt or not header.strip() or is_always
-
-
-def _text(
-    template: Template, rules: Rules, messages: list[Message], has_prompt: bool = False
-) -> str:
-    return Renderings(_chat(messages), template, rules).text(len(messages), has_prompt)
-
-
-def _readable(template: Template) -> tuple[list[Message], bool]:
-    """A probe that the template renders with all its contents, and whether contents are parts."""
+def _readable(template: Template) -> tuple[Template, list[Message]]:
+    """The template, with contents as texts or as parts, and a probe that it renders as a whole."""
     error = "it leaves out what the assistant says"
-    for has_parts in (False, True):
-        for messages in (_CHAT, [_SYSTEM, *_CHAT], _CHAT[:2]):
+    templates = [template]
+    if isinstance(template, JinjaTemplate):
+        templates.append(replace(template, has_parts=True))
+    for candidate in templates:
+        for messages in (_CHAT, _CHAT[:2]):
             try:
-                text = _text(template, Rules(has_parts=has_parts), messages)
+                text = candidate.render(messages, None)
             except TextError as problem:
                 error = str(problem)
                 continue
             is_whole = all(one["content"] in text for one in messages if one["role"] == "assistant")
             if is_whole and "'type': 'text'" not in text:  # not a list as Python prints it
-                return messages, has_parts
+                return candidate, messages
     raise ConfigError(f"{template.name} cannot be used: {error}")
 
 
-def _stops(template: Template, rules: Rules, messages: list[Message]) -> tuple[str, ...]:
+def _stops(rules: Rules, messages: list[Message]) -> tuple[str, ...]:
     """The texts that stop turns, of contents and of tool calls; empty if what begins the next turn
     does."""
-    stops: list[str] = []
-    place = next(at for at, one in enumerate(messages) if one["role"] == "assistant")
-    asked, answer = (str(messages[at]["content"]) for at in (place - 1, place))
-    after_user = rules.special.search(_text(template, rules, messages).partition(asked)[2])
+    stops, template = list[str](), rules.template
+    asked, answer = (one["content"] for one in messages[:2])
+    after_user = rules.special.search(template.render(messages, None).partition(asked)[2])
     usual = [template.arguments.get("eos_token"), after_user[0] if after_user else None]
-    for probe, length, content in ((messages, place, answer), (_CALLS, 1, "the upper one")):
+    for probe, content in ((messages, answer), (_CALLS, "the upper one")):
         try:
-            texts = [_text(template, rules, probe[: length + more]) for more in (1, 2)]
+            texts = [template.render(probe[:length], None) for length in (2, 3)]
         except TextError:
             continue
         if not all(content in text for text in texts):

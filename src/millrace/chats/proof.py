@@ -9,53 +9,45 @@ Trained are the characters from the end of the generation prompt to the end of t
 """
 
 import bisect
+import functools
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from millrace.chats.conversations import Conversation
-from millrace.chats.markers import CALL, CONTENT, THOUGHT, Marker, Piece, Pieces
+from millrace.chats.markers import Marker, Shown
+from millrace.chats.options import CALL, ChatOptions
 from millrace.chats.templates import Tags, Template
 from millrace.errors import TextError
 
 Span = tuple[int, int]
-
-_NO_THOUGHT = re.compile(r"\s*(<think>\s*)?</think>\s*")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """What to train on, and what is known of the template."""
 
-    turns: str = "all"
-    kinds: frozenset[str] = frozenset({CONTENT, THOUGHT, CALL})
-    history: str = "documents"
-    num_routes: int = 2
+    options: ChatOptions
+    template: Template
+    special: re.Pattern[str]
     stops: tuple[str, ...] = ()  # texts that stop turns; none: the token that begins the next does
-    special: re.Pattern[str] = re.compile("(?!)")
-    has_parts: bool = False  # whether the template reads contents as lists of parts
-    has_prompt: bool = True  # whether generation prompts hold all that stands before the answers
 
 
 class Turn(NamedTuple):
-    """What is trained of one turn, in characters."""
+    """What is trained of one turn, in characters: spans, and the stop token, which is in them; it
+    is empty for a turn without one."""
 
-    message: int  # its number
     spans: list[Span]
-    stop: Span  # the stop token, which is in the spans; empty without one
-    start: int | None  # where the route of the prompt begins the turn; None without that route
+    stop: Span
 
 
 class Document(NamedTuple):
-    """A rendered text, what is trained of it, and what the routes say: `pieces` of all messages,
-    generation `tags` or None, and the names of the `routes` that agree."""
+    """A rendered text, what is trained of it, and the names of the routes that agree."""
 
     text: str
     turns: list[Turn]
-    pieces: list[Piece]
-    tags: Tags | None
     routes: tuple[str, ...]
 
     @property
@@ -68,20 +60,24 @@ class _RewrittenError(Exception):
     """A turn whose context is another one in the whole chat."""
 
 
-def prove(chat: Conversation, template: Template, rules: Rules) -> list[Document]:
+def prove(chat: Conversation, rules: Rules) -> list[Document]:
     """The documents of a conversation: one, or more where a template rewrites its history.
     TextError for a chat that the template refuses, a mask that is not proven, or no target."""
-    pending = _turns_to_train(chat, rules)
-    renderings = Renderings(chat, template, rules)
+    pending, template = _turns_to_train(chat, rules.options.turns), rules.template
+
+    @functools.cache
+    def text_of(length: int, has_prompt: bool) -> str:
+        return template.render(chat.messages[:length], chat.tools, has_prompt)
+
     documents: list[Document] = []
     length = len(chat.messages)
     while pending:
-        if length < len(chat.messages) and rules.history == "refuse":
+        if length < len(chat.messages) and rules.options.history == "refuse":
             raise TextError(
                 f"message {pending[-1]}: {template.name} renders it in another way if more "
                 'messages follow: give history="documents" for a document that ends with it'
             )
-        document, proven = renderings.prove(length, pending)
+        document, proven = _Proof(chat, rules, length, text_of).document(pending)
         if document.turns:
             documents.append(document)
         pending = [message for message in pending if message not in proven]
@@ -91,12 +87,12 @@ def prove(chat: Conversation, template: Template, rules: Rules) -> list[Document
     return documents[::-1]
 
 
-def _turns_to_train(chat: Conversation, rules: Rules) -> list[int]:
+def _turns_to_train(chat: Conversation, which: str) -> list[int]:
     turns = [number for number, one in enumerate(chat.messages) if one["role"] == "assistant"]
-    if rules.turns == "last":
+    if which == "last":
         return turns[-1:]
     kept = [number for number in turns if chat.weights[number] is not False]
-    if rules.turns == "all" and kept != turns:
+    if which == "all" and kept != turns:
         what = f"message {min({*turns} - {*kept})} has the weight 0"
         raise TextError(f'{what}: give turns="weight" to heed weights, or remove them')
     if not kept:
@@ -104,237 +100,182 @@ def _turns_to_train(chat: Conversation, rules: Rules) -> list[int]:
     return kept
 
 
-class Renderings:
-    """The renderings of a conversation's beginnings, each made once."""
+class _Proof:
+    """The proof of the turns of the first `length` messages."""
 
-    def __init__(self, chat: Conversation, template: Template, rules: Rules) -> None:
-        self.tools, self.template, self.rules = chat.tools, template, rules
-        self.messages = chat.messages
-        if rules.has_parts:
-            self.messages = [
-                {**one, "content": [{"type": "text", "text": one["content"]}]}
-                for one in chat.messages
-            ]
-        self._texts: dict[tuple[int, bool], str] = {}
+    def __init__(
+        self, chat: Conversation, rules: Rules, length: int, text_of: Callable[[int, bool], str]
+    ) -> None:
+        template, self.rules, self.name = rules.template, rules, rules.template.name
+        self.messages = chat.messages[:length]
+        self.text_of = text_of  # renders the first messages, with a generation prompt or without
+        self.tags: Tags | None = [] if template.has_tags else None
+        if self.tags is None:
+            self.text = text_of(length, False)
+        else:
+            self.text = template.render(self.messages, chat.tools, tags=self.tags)
+        marker = Marker(self.text, template.literals)
+        marked = template.render(marker.marked(self.messages), chat.tools)
+        self.shown, self.lost = marker.find(marked)
+        self.without_prompt: list[int] = []
+        self._starts: dict[Any, int] = {}  # of turns that are rendered alike, from their content on
+        self._stops: dict[Any, Span] = {}
 
-    def text(self, length: int, has_prompt: bool = False) -> str:
-        """The text of the first messages."""
-        key = length, has_prompt
-        if key not in self._texts:
-            self._texts[key] = self.template.render(self.messages[:length], self.tools, has_prompt)
-        return self._texts[key]
-
-    def prove(self, length: int, pending: Sequence[int]) -> tuple[Document, set[int]]:
-        """The document of the first messages, and the pending turns whose context it has. TextError
-        for a last turn that is not proven though nothing follows it."""
-        messages = self.messages[:length]
-        tags: Tags | None = None
-        if self.template.has_tags:
-            tags = []
-            self._texts[length, False] = self.template.render(messages, self.tools, tags=tags)
-        text = self.text(length)
-        marker = Marker(text, self.template.literals)
-        pieces = marker.find(self.template.render(marker.marked(messages), self.tools))
-        proof = _Proof(self, length, text, pieces)
-        if tags is not None:
-            proof.check_tags(tags)
+    def document(self, pending: Sequence[int]) -> tuple[Document, set[int]]:
+        """The document, and the pending turns whose context it has. TextError for a last turn that
+        is not proven though nothing follows it."""
+        self._check_tags()
         turns, proven = [], set()
-        for message in (one for one in pending if one < length):
+        for message in (one for one in pending if one < len(self.messages)):
             try:
-                turns += proof.turn(message)
+                turns += self._turn(message)
                 proven.add(message)
             except _RewrittenError as problem:
-                if message + 1 < length:
-                    continue
-                try:  # nothing follows, so only what is generated can be told otherwise
-                    proof, tags = proof.after_prompt(message), None
-                    turns, proven = proof.turn(message), {message}
-                except _RewrittenError:
-                    raise TextError(f"message {message}: {problem}") from None
-        others = {"prompt": not proof.without_prompt, "tags": tags is not None}
+                if message + 1 == len(self.messages):  # so what is generated tells another context
+                    try:
+                        return self._after_prompt(message), {message}
+                    except _RewrittenError:
+                        raise TextError(f"message {message}: {problem}") from None
+        others = {"prompt": not self.without_prompt, "tags": self.tags is not None}
         routes = ["markers", *(name for name, is_there in others.items() if is_there)]
-        if turns and len(routes) < self.rules.num_routes:
+        if turns and len(routes) < self.rules.options.mask_routes:
             raise TextError(
-                f"message {proof.without_prompt[0]}: {self.template.name} does not render the chat "
-                "before it, so that only markers tell the mask: give mask_routes=1 to trust them"
+                f"message {self.without_prompt[0]}: {self.name} does not render the chat before "
+                "it, so that only markers tell the mask: give mask_routes=1 to trust them"
             )
-        return Document(proof.text, turns, proof.pieces.pieces, tags, tuple(routes)), proven
+        return Document(self.text, turns, tuple(routes)), proven
 
-
-class _Proof:
-    """The proof of the turns of one rendering, of the first `length` messages."""
-
-    def __init__(self, renderings: Renderings, length: int, text: str, pieces: Pieces) -> None:
-        self.renderings, self.length, self.text, self.pieces = renderings, length, text, pieces
-        self.runs: dict[int, tuple[int, int]] = {}  # of marks; a name may come again in later turns
-        for message, run in itertools.groupby(enumerate(pieces.marks), lambda one: one[1][1]):
-            numbers = [number for number, _ in run]
-            self.runs.setdefault(message, (numbers[0], numbers[-1]))
-        self.by_message: dict[int, list[Piece]] = {}
-        for piece in pieces.pieces:
-            self.by_message.setdefault(piece.message, []).append(piece)
-        self._prompts: dict[Any, str] = {}
-        self._ends: dict[Any, int] = {}
-        self.without_prompt: list[int] = []
-
-    def turn(self, message: int) -> list[Turn]:
-        """What is trained of a turn, if anything; _RewrittenError if it differs from the chat that
-        ends with it."""
-        if message in self.pieces.lost_calls:
-            raise _RewrittenError("the template leaves out a part of its tool calls")
-        if message not in self.runs:
-            raise _RewrittenError("route markers: its content is not in the rendered text")
-        marks, (first, last) = self.pieces.marks, self.runs[message]
-        begin, end = marks[first][0], marks[last][0]
-        before = marks[first - 1][0] if first else 0
-        after = marks[last + 1][0] if last + 1 < len(marks) else None
-        messages = self.renderings.messages
-        said = messages[message]["content"]
-        shown = self.text[before:begin].rstrip()
-        if isinstance(said, str) and said.lstrip()[:8] == "</think>" == shown[-8:]:
-            begin = before + len(shown) - 8  # this tag has no marker, see `Marker`
-        everything = self.by_message.get(message, [])
-        pieces = [one for one in everything if begin <= one.start <= end]
-        if not pieces:
-            raise _RewrittenError("route markers: nothing of its content is in the rendered text")
-        if any(one.kind == CONTENT for one in everything[len(pieces) :]):
-            raise _RewrittenError("route markers: its content is rendered twice")
+    def _turn(self, message: int) -> list[Turn]:
+        """What is trained of a turn, if anything."""
+        shown, messages = self._shown(message), self.messages
+        begin, end = shown.begin, shown.end
         # A template rewrites history by leaving pieces out, or by other text around a turn. So
         # turns between the same texts, with no piece left out before, have been rendered alike,
-        # and the first of them stands for all. A turn without a key is looked at alone.
+        # and the first of them stands for all: but a tag may be the prompt's, too.
         key: Any = None
-        if message < self.pieces.lost:
-            role, names = messages[message - 1]["role"], tuple(messages[message])
-            key = role, names, tuple(one.kind for one in everything), self.text[before:begin]
-        is_call = pieces[0].kind == CALL
-        start = self._start(message, key, before, begin, is_call)
-        stop = self._stop(message, key and (*key, self.text[end:after], after is None), end, after)
-        kept = {piece for piece in pieces if piece.kind in self.renderings.rules.kinds}
-        spans = _spans(pieces, kept, begin if start is None else start, stop)
-        return [Turn(message, spans, stop, start)] if kept else []
+        has_tag = self.rules.special.match(self.text, begin)
+        if message < min(self.lost, default=len(messages)) and not has_tag:
+            role, kinds = messages[message - 1]["role"], [piece.kind for piece in shown.pieces]
+            key = (role, *messages[message], *kinds, self.text[shown.before : begin])
+        if key is None or key not in self._starts:
+            self._starts[key] = self._start(message, shown) - begin
+        around = None if key is None else (key, self.text[end : shown.after])
+        if around is None or around not in self._stops:
+            first, last = self._stop(message, shown)
+            self._stops[around] = first - end, last - end
+        first, last = self._stops[around]
+        return self._trained(shown, begin + self._starts[key], (end + first, end + last))
 
-    def after_prompt(self, message: int) -> "_Proof":
-        """The proof of the last turn behind its generation prompt, for a template that renders what
-        is before a turn in one way to generate it, and in another once the turn is there."""
+    def _shown(self, message: int) -> Shown:
+        if CALL in self.lost.get(message, ()):
+            raise _RewrittenError("the template leaves out a part of its tool calls")
+        if message not in self.shown:
+            raise _RewrittenError("route markers: nothing of its content is in the rendered text")
+        return self.shown[message]
+
+    def _rendered(self, message: int, length: int, has_prompt: bool = False) -> str | None:
+        """The text of the first messages; None if the template refuses them, which is noted."""
         try:
-            prompt = self.renderings.text(message, True)
+            return self.text_of(length, has_prompt)
         except TextError:
-            raise _RewrittenError from None
-        marks, (first, last) = self.pieces.marks, self.runs.get(message, (0, -1))
-        before, begin = (marks[one][0] if 0 <= one <= last else 0 for one in (first - 1, first))
-        ends = range(min(begin, before + 999), before, -1)  # headers are short
-        start = next((one for one in ends if prompt.endswith(self.text[before:one])), None)
-        if start is None or self.renderings.rules.history == "refuse":
-            raise _RewrittenError
-        shift = len(prompt) - start
-        pieces = [
-            Piece(message, kind, first + shift, last + shift)
-            for _, kind, first, last in self.by_message.get(message, [])
-        ]
-        marks = [(place + shift, message) for place, _ in marks[first : last + 1]]
-        moved = self.pieces._replace(pieces=pieces, marks=marks)
-        return _Proof(self.renderings, self.length, prompt + self.text[start:], moved)
+            self.without_prompt.append(message)
+            return None
 
-    def _start(self, message: int, key: Any, before: int, begin: int, is_call: bool) -> int | None:
-        """Where the generation prompt ends; None if the template cannot render it."""
-        rules, prompt = self.renderings.rules, self._prompts.get(key)
-        if key is None or prompt is None:
-            try:
-                prompt = self.renderings.text(message, True)
-            except TextError:
-                self.without_prompt.append(message)
-                return None
-            # It begins as the text does, or agrees with it as far as the chat before the turn.
-            shared = shared_length(prompt, self.text)
-            try:
-                chat = self.renderings.text(message) if shared < len(prompt) else ""
-            except TextError:
-                chat = ""
-            common = shared_length(prompt, chat.rstrip())
-            if shared < len(prompt) and shared < max(before, common):
-                raise _RewrittenError(
-                    "route prompt: when the turn is generated, what is before it is rendered in "
-                    "another way than when it is trained"
-                )
-            prompt = self._prompts[key] = prompt[before:]
-        shared = before + shared_length(prompt, self.text[before : begin + len(prompt)])
-        is_whole = shared == before + len(prompt)
-        if is_whole and (rules.has_prompt or not self.text[shared:begin].strip()):
-            return shared
-        # The prompt holds something else than the turn begins with, such as "<think>": what stands
-        # between is trained on only if it belongs to a tool call.
-        if not (is_call and rules.has_prompt):
-            tags = rules.special.finditer(self.text, begin, max(shared, begin))
-            return max((tag.end() for tag in tags), default=begin)  # the prompt holds these
-        for tag in rules.special.finditer(self.text, before, begin):
-            shared = tag.start() if tag.start() < shared < tag.end() else shared
-        thought = _NO_THOUGHT.match(self.text, shared, begin)
-        return thought.end() if thought else shared
+    def _start(self, message: int, shown: Shown) -> int:
+        """Where the generation prompt ends, or where the text says something else than it."""
+        prompt = self._rendered(message, message, True)
+        if prompt is None:
+            return shown.begin
+        start = shared_length(prompt, self.text)
+        if start == len(prompt):
+            return start
+        # It must agree with the text as far as the chat before the turn does.
+        chat = self._rendered(message, message) or ""
+        if start < max(shown.before, shared_length(prompt, chat.rstrip())):
+            raise _RewrittenError(
+                "route prompt: when the turn is generated, what is before it is rendered in "
+                "another way than when it is trained"
+            )
+        # The prompt ends with something else than the turn begins with, such as "<think>".
+        tags = self.rules.special.finditer(self.text, shown.before, max(start, shown.begin))
+        spans = [tag.span() for tag in tags]
+        if start > shown.begin:  # only tags of the content can be the prompt's, not its words
+            return max((end for _, end in spans if shown.begin < end <= start), default=shown.begin)
+        return min((first for first, end in spans if first < start < end), default=start)
 
-    def _stop(self, message: int, key: Any, end: int, after: int | None) -> Span:
-        """The stop token after the last piece."""
-        rules = self.renderings.rules
-        if not rules.stops:
-            place = end + self._check_end(message, key, end)
-            special = rules.special.search(self.text, place)
-            is_near = special is not None and (after is None or special.end() <= after)
-            return special.span() if special and is_near else (place, place)
-        limit = len(self.text) if after is None else after
-        places = [(self.text.find(stop, end, limit), -len(stop)) for stop in rules.stops]
-        place, length = min((one for one in places if one[0] >= 0), default=(-1, 0))
-        if place < 0:
-            raise _RewrittenError(f"no stop token ({', '.join(rules.stops)}) follows it")
-        self._check_end(message, key, place - length)
-        return place, place - length
-
-    def _check_end(self, message: int, key: Any, limit: int) -> int:
-        """Compares with the chat that ends with the turn, of which it must be the beginning up to
-        `limit`. Returns how many characters follow there but white space."""
-        if key is not None and key in self._ends:
-            return self._ends[key]
-        ended = self.text
-        if message + 1 < self.length:
-            try:
-                ended = self.renderings.text(message + 1)
-            except TextError:
-                self.without_prompt.append(message)
-        if ended[:limit] != self.text[:limit]:
+    def _stop(self, message: int, shown: Shown) -> Span:
+        """The stop token after the last piece, up to which the chat that ends with the turn must be
+        the beginning of this one."""
+        end, after, ended = shown.end, shown.after, self.text
+        if message + 1 < len(self.messages):
+            ended = self._rendered(message, message + 1) or ended
+        if self.rules.stops:
+            places = [
+                (place, place + len(stop))
+                for stop in self.rules.stops
+                if (place := self.text.find(stop, end, after)) >= 0
+            ]
+            if not places:
+                raise _RewrittenError(f"no stop token ({', '.join(self.rules.stops)}) follows it")
+            span = min(places)
+            is_alike = ended[: span[1]] == self.text[: span[1]]
+        else:  # the token that begins the next turn
+            limit = shared_length(ended, self.text)
+            own = max(end, len(self.text[:limit].rstrip()))
+            most = len(self.text) if after is None else after
+            special = self.rules.special.search(self.text, own, most)
+            span = special.span() if special else (own, own)
+            is_alike = limit >= end
+        if not is_alike:
             raise _RewrittenError("route prompt: its text differs")
-        self._ends[key] = max(shared_length(ended.rstrip(), self.text) - limit, 0)
-        return self._ends[key]
+        return span
 
-    def check_tags(self, tags: Tags) -> None:
+    def _after_prompt(self, message: int) -> Document:
+        """The last turn behind its generation prompt, for a template that renders what is before a
+        turn in one way to generate it, and in another once the turn is there."""
+        prompt, shown = self._rendered(message, message, True), self._shown(message)
+        if prompt is None or self.rules.options.history == "refuse":
+            raise _RewrittenError
+        for start in range(shown.begin, shown.before, -1):
+            if prompt.endswith(self.text[shown.before : start]):
+                stop, shift = self._stop(message, shown), len(prompt) - start
+                turns = self._trained(shown, start, stop, shift)
+                return Document(prompt + self.text[start:], turns, ("markers", "prompt"))
+        raise _RewrittenError
+
+    def _trained(self, shown: Shown, start: int, stop: Span, shift: int = 0) -> list[Turn]:
+        """The turn from start to stop, without pieces that are not asked for and what is around
+        these; moved by `shift`. Empty if no piece is asked for."""
+        kinds = self.rules.options.kinds
+        is_asked = [piece.kind in kinds for piece in shown.pieces]
+        if not any(is_asked):
+            return []
+        spans = []
+        for is_kept, run in itertools.groupby(shown.pieces, lambda piece: piece.kind in kinds):
+            pieces = [*run]
+            if is_kept:
+                spans.append((pieces[0].start, pieces[-1].end))
+        if is_asked[0]:
+            spans[0] = start, spans[0][1]
+        spans.append((spans.pop()[0] if is_asked[-1] else stop[0], stop[1]))
+        moved = [(first + shift, last + shift) for first, last in spans if first < last]
+        return [Turn(moved, (stop[0] + shift, stop[1] + shift))]
+
+    def _check_tags(self) -> None:
         """Raises TextError if tags are around another message, or not around an assistant's."""
-        tags = sorted(tags)
-        starts = [start for start, _ in tags]
-        for piece in self.pieces.pieces:
-            is_ours = self.renderings.messages[piece.message]["role"] == "assistant"
-            place = bisect.bisect_right(starts, piece.start) - 1
-            is_tagged = place >= 0 and piece.end <= tags[place][1]
-            first, last = (self.pieces.marks[mark][0] for mark in self.runs[piece.message])
-            is_copy = not first <= piece.start <= last
-            is_asked = not is_ours or piece.kind in self.renderings.rules.kinds
-            if is_tagged != is_ours and is_asked and not is_copy:
-                what = "do not hold" if is_ours else "hold"
-                raise TextError(
-                    f"message {piece.message}: route tags: the generation tags of "
-                    f"{self.renderings.template.name} {what} its {piece.kind}"
-                )
-
-
-def _spans(pieces: list[Piece], kept: set[Piece], start: int, stop: Span) -> list[Span]:
-    """The spans from start to stop, without pieces that are not kept and what is around these."""
-    if len(kept) == len(pieces):
-        return [(start, stop[1])] if start < stop[1] else []
-    spans = []
-    for is_kept, group in itertools.groupby(pieces, kept.__contains__):
-        run = [*group]
-        first = start if run[0] is pieces[0] else run[0].start
-        if is_kept:
-            spans.append((first, stop[1] if run[-1] is pieces[-1] else run[-1].end))
-    if spans and spans[-1][1] < stop[1]:
-        spans.append(stop)
-    return [span for span in spans if span[0] < span[1]]
+        tags = sorted(self.tags or ())
+        for message, shown in self.shown.items() if self.tags is not None else ():
+            is_ours = self.messages[message]["role"] == "assistant"
+            for piece in shown.pieces:
+                place = bisect.bisect_right(tags, piece.start, key=lambda tag: tag[0]) - 1
+                is_tagged = place >= 0 and piece.end <= tags[place][1]
+                is_asked = not is_ours or piece.kind in self.rules.options.kinds
+                if is_tagged != is_ours and is_asked:
+                    what = "do not hold" if is_ours else "hold"
+                    raise TextError(
+                        f"message {message}: route tags: the generation tags of {self.name} "
+                        f"{what} its {piece.kind}"
+                    )
 
 
 def shared_length(first: str, second: str) -> int:

@@ -11,8 +11,11 @@ from importlib.metadata import version as version_of
 from typing import Any
 
 from millrace.chats.conversations import Message
+from millrace.chats.options import ChatOptions
 from millrace.checks import shown
 from millrace.deferred import cached_property
+from millrace.encoding.hugging_face import read_object, texts_in
+from millrace.encoding.tokenizer import Tokenizer
 from millrace.encoding.vocabulary import MUST_PASS, read_file, sha256
 from millrace.errors import ConfigError, TextError
 
@@ -22,7 +25,8 @@ Messages = Sequence[Message]
 
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
-_LITERALS = re.compile(r"</?[\w|｜▁]+>|\[/?[A-Z_]+\]")
+# A string that is searched for: `.split("</think>")`, or `"/no_think" in`.
+_SEARCHED = re.compile(r"""\.\w+\(\s*(['"])([^'"]*)\1|(['"])([^'"]*)\3\s+(?:not\s+)?in\b""")
 
 
 @dataclass(frozen=True)
@@ -35,10 +39,11 @@ class JinjaTemplate:
         date: Day that the template takes for today's, as "2025-01-31"; None: the template must not
             read the clock.
         name: Name for messages.
+        has_parts: Whether the template reads contents as lists of parts.
 
     Attributes:
         has_tags: Whether the template marks what the model has written.
-        literals: Texts in the template that look like tags: it may search contents for them.
+        literals: Texts like tags, such as "</think>", for which it searches contents.
 
     Raises:
         ConfigError: A template that reads the clock, and no date.
@@ -48,6 +53,7 @@ class JinjaTemplate:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     date: str | None = None
     name: str = "the template"
+    has_parts: bool = False
 
     def __post_init__(self) -> None:
         clock = _CLOCK.search(_COMMENT.sub("", self.source))
@@ -63,13 +69,18 @@ class JinjaTemplate:
 
     @cached_property
     def literals(self) -> frozenset[str]:
-        return frozenset(_LITERALS.findall(self.source))
+        texts = {match[2] or match[4] or "" for match in _SEARCHED.finditer(self.source)}
+        return frozenset(text for text in texts if re.search(r"[<\[/]\S", text))
 
     def render(
         self, messages: Messages, tools: Tools, has_prompt: bool = False, tags: Tags | None = None
     ) -> str:
         """The text of some messages, with the generation prompt if `has_prompt`; TextError for
         messages that the template refuses. Where its generation tags are goes to `tags`."""
+        if self.has_parts:
+            messages = [
+                {**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages
+            ]
         values = {"documents": None, **self.arguments, "messages": messages, "tools": tools}
         values["add_generation_prompt"] = has_prompt
         if self.date is not None:
@@ -109,28 +120,16 @@ def _compiled(source: str) -> Any:
     templates = vars(_LOCAL).setdefault("templates", {})
     if source not in templates:
         try:
-            from transformers.utils import chat_template_utils
+            from transformers.utils.chat_template_utils import _compile_jinja_template as compiling
 
-            compile_template = chat_template_utils._compile_jinja_template
             # without transformers' cache, which all threads share
-            templates[source] = getattr(compile_template, "__wrapped__", compile_template)(source)
+            templates[source] = getattr(compiling, "__wrapped__", compiling)(source)
         except ImportError as error:
             raise ConfigError(
                 f"chat templates need transformers and jinja2 ({error}): pip install "
                 "'millrace[chats]', or give template=\"chatml\""
             ) from None
-        except MUST_PASS:
-            raise
-        except BaseException as error:
-            raise ConfigError(f"the template is not Jinja ({error}): correct it") from None
     return templates[source]
-
-
-_CALLS_HELP = (
-    "To call functions, end the answer with one block for each call:\n"
-    '<tool_call>\n{"name": "the name", "arguments": {}}\n</tool_call>\n'
-    "The functions, a JSON schema on each line:\n"
-)
 
 
 class ChatML:
@@ -150,11 +149,13 @@ class ChatML:
         self, messages: Messages, tools: Tools, has_prompt: bool = False, tags: Tags | None = None
     ) -> str:
         """As `JinjaTemplate.render`."""
+        if tools:
+            raise TextError("our ChatML does not describe tools: give a template that does")
         text, header = "", "<|im_start|>assistant\n"
-        for role, body in _turns(messages, tools):
+        for message in messages:
             start = len(text)
-            text += f"<|im_start|>{role}\n{body}<|im_end|>\n"
-            if role == "assistant" and tags is not None:
+            text += f"<|im_start|>{message['role']}\n{_chatml_body(message)}<|im_end|>\n"
+            if message["role"] == "assistant" and tags is not None:
                 tags.append((start + len(header), len(text) - 1))
         return text + header if has_prompt else text
 
@@ -166,80 +167,50 @@ class ChatML:
 Template = JinjaTemplate | ChatML
 
 
-def _turns(messages: Messages, tools: Tools) -> list[tuple[str, str]]:
-    """The role and the text of each turn of ChatML."""
-    turns = []
-    for message in messages:
-        body = message["content"]
-        if message.get("reasoning_content"):
-            body = f"<think>\n{message['reasoning_content']}\n</think>\n\n{body}"
-        for call in message.get("tool_calls", ()):
-            function = call.get("function", call)
-            call = {"name": function["name"], "arguments": function.get("arguments", {})}
-            text = json.dumps(call, ensure_ascii=False)
-            body += f"\n<tool_call>\n{text}\n</tool_call>"
-        turns.append((message["role"], body))
-    if tools and turns:
-        body = _CALLS_HELP + "\n".join(json.dumps(one, ensure_ascii=False) for one in tools)
-        is_there = turns[0][0] == "system"
-        turns[:is_there] = [("system", f"{turns[0][1]}\n\n{body}" if is_there else body)]
-    return turns
+def _chatml_body(message: Message) -> str:
+    body = str(message["content"])
+    if message.get("reasoning_content"):
+        body = f"<think>\n{message['reasoning_content']}\n</think>\n\n{body}"
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        call = {"name": function["name"], "arguments": function.get("arguments", {})}
+        body += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+    return body
 
 
-def find_template(
-    folder: str,
-    template: str | os.PathLike[str] | None,
-    *,
-    name: str | None,
-    arguments: Mapping[str, Any],
-    special: Mapping[str, str],
-    date: str | None,
-) -> Template:
-    """The template of a file or text, "chatml", or for None the tokenizer's folder's own, if it has
-    one. `special` are the tokens that the tokenizer's file names, such as `bos_token`."""
-    settings = _json_file(os.path.join(folder, "special_tokens_map.json"))
-    settings |= _json_file(os.path.join(folder, "tokenizer_config.json"))
-    place = "the template"
-    if template is None:
-        source, place = _own_template(folder, settings, name or "default"), folder
-    elif template == "chatml":
-        source = None
-    elif isinstance(template, str) and re.search(r"\{[{%]", template):
-        source = template
-    elif isinstance(template, (str, os.PathLike)) and os.path.isfile(template):
-        source, place = read_file(os.fspath(template)).decode(), os.fspath(template)
-    else:
-        raise ConfigError(f"template is {shown(template)}; give a file, Jinja, or chatml")
+def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
+    """The template of the options, or that of the tokenizer's folder, or else ChatML."""
+    path, place = tokenizer.path, "the template"
+    given = None if options.template is None else os.fspath(options.template)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    settings = {} if path == "bytes" else read_object(folder, "tokenizer_config.json")
+    source: str | None = None
+    if given is None and path != "bytes":
+        source, place = _template_of_folder(folder, settings), folder
+    elif given is not None and re.search(r"\{[{%]", given):
+        source = given
+    elif given is not None and os.path.isfile(given):
+        source, place = read_file(given).decode(), given
+    elif given not in (None, "chatml"):
+        raise ConfigError(f"template is {given!r}; give a file, Jinja, or chatml")
     if source is None:
-        if name is not None or arguments:
-            raise ConfigError("ChatML has no names and takes no template_arguments: leave them out")
+        if options.template_arguments:
+            raise ConfigError("ChatML takes no template_arguments: leave them out")
         return ChatML()
-    values = dict(special)
-    for key, value in settings.items():  # transformers gives these to templates
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            values[key] = text
-    return JinjaTemplate(source, {**values, **arguments}, date, place)
+    tokens = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.eod_token}
+    tokens |= {name: next(texts_in(one), None) for name, one in settings.items()}
+    # As transformers does; a None would be printed.
+    arguments = {name: text for name, text in tokens.items() if name[-6:] == "_token" and text}
+    return JinjaTemplate(source, arguments | options.template_arguments, options.date, place)
 
 
-def _own_template(folder: str, settings: dict[str, Any], name: str) -> str | None:
-    given = settings.get("chat_template") or {}
-    if isinstance(given, list):
-        given = {one["name"]: one["template"] for one in given}
-    templates = {"default": given} if isinstance(given, str) else dict(given)
+def _template_of_folder(folder: str, settings: dict[str, Any]) -> str | None:
     file = os.path.join(folder, "chat_template.jinja")
     if os.path.isfile(file):  # it wins, as in transformers
-        templates["default"] = read_file(file).decode()
-    if templates and name not in templates:
-        names = ", ".join(templates)
-        raise ConfigError(f"{folder} has no template {name!r}: give template_name one of {names}")
-    return templates.get(name)
-
-
-def _json_file(path: str) -> dict[str, Any]:
-    try:
-        return {**json.loads(read_file(path))} if os.path.isfile(path) else {}
-    except (ValueError, TypeError) as error:
-        raise TextError(
-            f"{path} is not a JSON object ({error}). Save the tokenizer again"
-        ) from None
+        return read_file(file).decode()
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = {one["name"]: one["template"] for one in template}.get("default")
+    if not isinstance(template, str | None):
+        raise ConfigError(f"the chat_template of {folder} is {shown(template)}; give a text")
+    return template

@@ -46,3 +46,21 @@ def format_chat(documents: Sequence[dict[str, Any]], *, has_colour: bool = False
             runs.append(f"{start}{text}{end}" if is_trained else text)
         lines.append("".join(runs))
     return "\n".join(lines)
+
+
+def format_report(report: Mapping[str, int]) -> str:
+    """The counts of encoded rows as lines of a table, with the share of tokens that are trained on.
+
+    Args:
+        report: An `EncodedRows.report`, or the sum of several.
+
+    >>> print(format_report({"tokens": 2000, "trained tokens": 500}))
+    tokens          2,000
+    trained tokens    500
+    trained share   25.0%
+    """
+    rows = [[name, f"{count:,}"] for name, count in report.items()]
+    if report.get("tokens"):
+        share = report.get("trained tokens", 0) / report["tokens"]
+        rows.append(["trained share", f"{share:.1%}"])
+    return "\n".join(text_table(rows))

@@ -40,14 +40,3 @@ class DamageError(DataError):
 def json_text(value: Any) -> str:
     """A dataclass, or a list of them, as JSON in ASCII."""
     return json.dumps(value, default=dataclasses.asdict, indent=2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TemplateOption:
-    chat_template: str | None = option(
-        "file of a chat template, or chatml",
-        None,
-        default_text="the tokenizer's own, else chatml",
-        group="chats",
-        metavar="FILE",
-    )

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from millrace.chats import ChatEncoder
-from millrace.chats.encoder import ChatOptions
+from millrace.chats import ChatEncoder, ChatOptions
 from millrace.encoding import ENCODERS, Tokenizer
 from millrace.encoding.training import train_tokenizer
 from millrace.engine import ALREADY, ENVIRONMENT
@@ -22,7 +21,7 @@ from millrace.shuffling import shuffle
 from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.text import SentenceSplitter, read_input_list
 from millrace.tokenizing import TokenizeOptions, TokenizeResult, tokenize
-from millrace.verbs import JsonOption, TemplateOption, Verb
+from millrace.verbs import JsonOption, Verb
 
 _tokenizer = partial(option, group="tokenizer")
 _documents = partial(option, group="documents")
@@ -76,19 +75,15 @@ class SentenceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOption:
+class InputOptions:
+    input_list: str | None = option(
+        "file with an input per line", None, group="input", metavar="FILE"
+    )
     chat: bool = option(
         "encode conversations by a chat template, and write which tokens are trained on; without "
         "--json-keys, PREFIX_KEY is PREFIX_chat",
         False,
-        group="chats",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputListOption:
-    input_list: str | None = option(
-        "file with an input per line", None, group="input", metavar="FILE"
+        group="input",
     )
 
 
@@ -141,16 +136,15 @@ def _tokenize(
     sentences = take_options(SentenceOptions, options)
     if "library" in sentences:
         options["splitter"] = SentenceSplitter(**sentences)
-    chats = {**take_options(TemplateOption, options), **take_options(ChatOptions, options)}
-    is_chat = options.pop("chat", False)
+    chats, is_chat = take_options(ChatOptions, options), options.pop("chat", False)
     if chats and not is_chat:
         raise ConfigError(f"{', '.join(chats)}: add --chat, or leave this out")
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
         options["tokenizer"] = Tokenizer(tokenizer, **settings)
         if is_chat:
-            encoder = ChatEncoder(options["tokenizer"], chats.pop("chat_template", None), **chats)
-            options = {"json_keys": ("chat",), **options, "row_encoder": encoder}
+            options["row_encoder"] = ChatEncoder(options["tokenizer"], **chats)
+            options.setdefault("json_keys", ("chat",))
         result = tokenize(inputs, show_progress=True, **options)
     return _tokenize_report(result, as_json)
 
@@ -231,16 +225,7 @@ VERBS = (
     Verb(
         "tokenize",
         _tokenize,
-        (
-            TokenizeOptions,
-            InputListOption,
-            TokenizerOptions,
-            SentenceOptions,
-            ChatOption,
-            TemplateOption,
-            ChatOptions,
-            JsonOption,
-        ),
+        (TokenizeOptions, InputOptions, TokenizerOptions, SentenceOptions, ChatOptions, JsonOption),
         "Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also "
         "compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair "
         "per key. A job that was killed continues when the same command runs again.",

@@ -9,8 +9,7 @@ from typing import Any
 
 from millrace import inspect
 from millrace.cache.loss_files import joined_ranges
-from millrace.chats import ChatEncoder
-from millrace.chats.encoder import ChatOptions
+from millrace.chats import ChatEncoder, ChatOptions
 from millrace.checks import printable_lines
 from millrace.encoding import Tokenizer
 from millrace.engine.progress import Progress
@@ -24,7 +23,7 @@ from millrace.run.arguments import config_from, read_arguments, unknown_argument
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
 from millrace.store import IndexedDataset, verify
-from millrace.verbs import DamageError, JsonOption, TemplateOption, UsageError, Verb, json_text
+from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
 _ROW_FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".csv")
 
@@ -77,7 +76,6 @@ class VerifyOptions(ShardOptions):
 
 
 def _inspect(as_json: bool = False, **values: Any) -> str:
-    template = take_options(TemplateOption, values)
     chats = take_options(ChatOptions, values)
     options = InspectOptions(**values)
     folder, decoder, number = options.prefix, None, options.document
@@ -86,8 +84,11 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
     if folder.endswith(_ROW_FILES):
         if decoder is None:
             raise ConfigError("--tokenizer is missing: conversations are shown as its tokens")
-        encoder = ChatEncoder(decoder, template.get("chat_template"), **chats)
-        documents = encoder.explain(_row_of(folder, options.row))
+        try:
+            (row,) = open_rows(folder).rows([options.row])
+        except IndexError as error:
+            raise ConfigError(f"{folder}: {error}") from None
+        documents = ChatEncoder(decoder, **chats).explain(row)
         if as_json:
             return json_text(documents)
         has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -118,13 +119,6 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
         )
     description = inspect.describe(IndexedDataset(folder), tokenizer=decoder, document=number)
     return json_text(description) if as_json else inspect.format_description(description)
-
-
-def _row_of(path: str, number: int) -> Any:
-    rows = open_rows(path)
-    if number >= len(rows):
-        raise ConfigError(f"there is no row {number}: {path} has {len(rows)}, counted from 0")
-    return rows.rows([number])[0]
 
 
 def _verify(as_json: bool = False, **values: Any) -> str:
@@ -185,7 +179,7 @@ VERBS = (
     Verb(
         "inspect",
         _inspect,
-        (InspectOptions, TemplateOption, ChatOptions, JsonOption),
+        (InspectOptions, ChatOptions, JsonOption),
         "Describes a token file, or the output folder of a shuffle. Prints counts, dtype and "
         "lengths, and the head and tail of a document, and where it came from. With a tokenizer, "
         "the document is decoded. Of a shuffle, prints the shards, the domains and how evenly "
