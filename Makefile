@@ -29,8 +29,9 @@ SANITIZED_PYTHON = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.package  ## set up, build, and run the main job on real text
+demo: $(VENV)/.package  ## set up, build, run the main job on real text, and fine-tune a tiny model on chats
 	$(BIN)/millrace demo
+	$(BIN)/python examples/fine_tune_chats.py millrace-demo
 
 test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run all tests but the long ones (or only TESTS=...)
 	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),-m "not long")
