@@ -55,7 +55,7 @@ NOTES = [
     "`StreamDataset`, packed to 8,192 as they come. Cache: packs of a `TextDataset` whose cache "
     "is there. All trained on the same number of tokens. Both sides have the same template.",
     "Masked: their format nemotron-nano-v2; in the others they train on all tokens. Reference "
-    "encoder: a vocabulary with a normaliser; 400 conversations.",
+    "encoder: the vocabulary with the normaliser NFKC; 400 conversations.",
 ]
 
 
@@ -122,7 +122,7 @@ def write_model(folder: str, path: Path, template: str, *, has_normalizer: bool)
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.add_special_tokens([tokenizers.AddedToken(one, normalized=False) for one in SPECIAL])
     if has_normalizer:
-        tokenizer.normalizer = tokenizers.normalizers.NFC()
+        tokenizer.normalizer = tokenizers.normalizers.NFKC()
     os.mkdir(folder)
     tokenizer.save(f"{folder}/tokenizer.json")
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
@@ -189,8 +189,9 @@ def our_seconds(model: str, kind: str, epochs: int) -> tuple[float, int]:
             encoder, packing="packs", **packs,
         )  # fmt: skip
     size = MICRO_BATCH if kind == "documents" else 1
+    loader = Loader(dataset, micro_batch_size=size, drop_last=False)
     start, trained = time.perf_counter(), 0
-    for batch in Loader(dataset, micro_batch_size=size, drop_last=False):
+    for batch in loader:
         trained += int(batch["loss_mask"].sum())
     return time.perf_counter() - start, trained
 
