@@ -9,21 +9,6 @@ from millrace.checks import printable_lines, text_table
 _COLOURS, _BRACKETS = ("\x1b[1;32m", "\x1b[0m"), ("⟦", "⟧")
 
 
-def format_report(report: Mapping[str, int]) -> str:
-    """The counts of a row encoder as lines of a table, with the share of trained tokens.
-
-    >>> print(format_report({"rows": 1200, "tokens": 5000, "trained tokens": 1250}))
-    rows             1,200
-    tokens           5,000
-    trained tokens   1,250
-    trained share   25.00%
-    """
-    rows = [[name, f"{count:,}"] for name, count in report.items()]
-    if num_tokens := report.get("tokens"):
-        rows.append(["trained share", f"{report.get('trained tokens', 0) / num_tokens:.2%}"])
-    return "\n".join(text_table(rows))
-
-
 def format_chat(documents: Sequence[dict[str, Any]], *, has_colour: bool = False) -> str:
     """The documents of a row, with the tokens that are trained on in green, or in brackets.
 
