@@ -123,7 +123,9 @@ def _compiled(source: str) -> Any:
             from transformers.utils.chat_template_utils import _compile_jinja_template as compiling
 
             # without transformers' cache, which all threads share
-            templates[source] = getattr(compiling, "__wrapped__", compiling)(source)
+            template = getattr(compiling, "__wrapped__", compiling)(source)
+            template.globals = {**template.globals}  # a chain of maps, copied at each rendering
+            templates[source] = template
         except ImportError as error:
             raise ConfigError(
                 f"chat templates need transformers and jinja2 ({error}): pip install "
