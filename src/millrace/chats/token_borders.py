@@ -4,6 +4,7 @@ A token that holds characters of both is not trained on, and counted.
 """
 
 import json
+import unicodedata
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from millrace.errors import ConfigError
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+
+_NFC = {"type": "NFC"}  # changes no text that is in this form already
 
 
 class EncodedTexts(NamedTuple):
@@ -36,6 +39,9 @@ class BorderEncoder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer, self._sizes = tokenizer, _sizes(tokenizer.vocabulary)
+        vocabulary = tokenizer.vocabulary
+        settings = json.loads(vocabulary.content) if isinstance(vocabulary, JsonVocabulary) else {}
+        self._is_nfc = settings.get("normalizer") == _NFC
         if self._sizes is None and not isinstance(tokenizer.vocabulary, JsonVocabulary):
             raise ConfigError(
                 f"{tokenizer.path} does not tell where its tokens end: give a tokenizer.json, a "
@@ -47,16 +53,23 @@ class BorderEncoder:
         counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
         bases, totals = starts_and_ends(np.array(counts, np.int64))
         if self._sizes is None:
-            ids, lengths = flat_ids([one.ids for one in self._offsets(texts)])
+            encodings = self._reference(texts)
+            ids, lengths = flat_ids([one.ids for one in encodings])
+            sizes, others = np.zeros(len(ids), np.int64), [*range(len(texts))]
         else:
             ids, lengths = self.tokenizer.encode_batch(texts)
+            sizes = self._sizes[ids].astype(np.int64)
         firsts, lasts = starts_and_ends(lengths)
-        sizes = np.zeros(len(ids), np.int64) if self._sizes is None else self._sizes[ids]
         sums = np.append(0, np.cumsum(sizes, dtype=np.int64))
         ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
-        # Such as tokens that swallow white space around them.
-        others = np.flatnonzero(sums[lasts] - sums[firsts] != totals - bases).tolist()
-        for number, one in zip(others, self._offsets([texts[at] for at in others]), strict=True):
+        if self._sizes is not None:
+            # Such as tokens that swallow white space around them.
+            is_other = sums[lasts] - sums[firsts] != totals - bases
+            if self._is_nfc:
+                is_other |= [not unicodedata.is_normalized("NFC", text) for text in texts]
+            others = np.flatnonzero(is_other).tolist()
+            encodings = self._reference([texts[number] for number in others])
+        for number, one in zip(others, encodings, strict=True):
             places = byte_places(texts[number], np.array([end for _, end in one.offsets], np.int64))
             # Offsets may leave out the space before a word: a token begins where the last ended.
             ends[firsts[number] : lasts[number]] = bases[number] + np.maximum.accumulate(places)
@@ -64,8 +77,8 @@ class BorderEncoder:
         starts[firsts[lengths > 0]] = bases[lengths > 0]
         return EncodedTexts(ids, lengths, starts, ends, bases)
 
-    def _offsets(self, texts: list[str]) -> Any:
-        """What the reference library says of some texts."""
+    def _reference(self, texts: list[str]) -> Any:
+        """The reference library's encodings of some texts, which have offsets."""
         vocabulary = self.tokenizer.vocabulary
         if not texts:
             return []
@@ -125,4 +138,4 @@ def _is_byte_level(content: str) -> bool:
     first = settings.get("pre_tokenizer") or {}
     kinds = [first.get("type"), *(one.get("type") for one in first.get("pretokenizers", ()))]
     is_bpe = settings["model"].get("type", "BPE") == "BPE"
-    return is_bpe and settings.get("normalizer") is None and "ByteLevel" in kinds
+    return is_bpe and settings.get("normalizer") in (None, _NFC) and "ByteLevel" in kinds
