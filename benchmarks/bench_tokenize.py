@@ -95,10 +95,7 @@ def main() -> None:
     add("--megatron", default=variable("MEGATRON_LM"), metavar="DIR", help="its checkout")
     add("--megatron-python", default=variable("MEGATRON_PYTHON", "python3"), metavar="FILE")
     add("--datatrove-python", default=variable("DATATROVE_PYTHON"), metavar="FILE")
-    shared = work.ROOT.parent / "shared"
-    add("--corpus", type=Path, default=shared / "corpus", metavar="DIR", help="JSONL files")
-    tokenizer = shared / "vocab" / "gpt2_tokenizer.json"
-    add("--tokenizer", type=Path, default=tokenizer, metavar="FILE", help="a tokenizer.json")
+    work.add_inputs(arguments)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         setup, notes = prepare(Path(folder), options)
@@ -112,18 +109,14 @@ def main() -> None:
 
 def prepare(folder: Path, options: argparse.Namespace) -> tuple[Setup, list[str]]:
     """Writes the inputs; returns them and the notes."""
-    source, tokenizer = folder / "input.jsonl", options.tokenizer
-    corpus = options.corpus if options.corpus.is_dir() else None
-    work.write_input(source, corpus, QUICK_BYTES if options.quick else INPUT_BYTES)
-    if not tokenizer.exists():
-        tokenizer = folder / "tokenizer.json"
-        work.train_tokenizer(source, tokenizer)
+    size = QUICK_BYTES if options.quick else INPUT_BYTES
+    source, tokenizer = work.write_inputs(folder, options, size)
     work.repeat_input(source, folder / "long.jsonl", LONG)
     part_bytes = QUICK_PART_BYTES if options.quick else PART_BYTES
     work.write_part(source, folder / "part.jsonl", part_bytes)
     work.write_part(source, folder / "start.jsonl", START_BYTES)
     work.write_transformers_folder(tokenizer, folder / "model")
-    text = "the corpus and " if corpus else ""
+    text = "the corpus and " if options.corpus.is_dir() else ""
     notes = [
         f"The input: {source.stat().st_size / 1e6:.0f} MB of {text}Python sources of the standard "
         "library and of installed packages, each text once, in random order. Encoders cache words, "

@@ -24,11 +24,8 @@ NOTES = [
 
 
 def main() -> None:
-    add = (arguments := parser(__doc__ or "")).add_argument
-    shared = work.ROOT.parent / "shared"
-    add("--corpus", type=Path, default=shared / "corpus", metavar="DIR", help="JSONL files")
-    tokenizer = shared / "vocab" / "gpt2_tokenizer.json"
-    add("--tokenizer", type=Path, default=tokenizer, metavar="FILE", help="a tokenizer.json")
+    arguments = parser(__doc__ or "")
+    work.add_inputs(arguments)
     options = arguments.parse_args()
     file_bytes = QUICK_FILE_BYTES if options.quick else FILE_BYTES
     input_bytes = QUICK_INPUT_BYTES if options.quick else INPUT_BYTES
@@ -39,17 +36,13 @@ def main() -> None:
             raise SystemExit(f"{folder} has no room for {DISK_FACTOR * input_bytes / 1e9:.0f} GB")
         inputs = folder / "inputs"
         inputs.mkdir()
-        first = inputs / "000.jsonl"
-        work.write_input(first, options.corpus if options.corpus.is_dir() else None, file_bytes)
-        for number in range(1, input_bytes // file_bytes):
+        first, tokenizer = work.write_inputs(folder, options, file_bytes)
+        for number in range(input_bytes // file_bytes):
             os.link(first, inputs / f"{number:03}.jsonl")
-        if not options.tokenizer.exists():
-            options.tokenizer = folder / "tokenizer.json"
-            work.train_tokenizer(first, options.tokenizer)
         for workers in WORKERS:
             output = folder / "output"
             output.mkdir()
-            command = work.millrace_command([inputs], output / "out", options.tokenizer, workers)
+            command = work.millrace_command([inputs], output / "out", tokenizer, workers)
             cost = run(command, has_memory=True)
             rate = input_bytes / 1e6 / cost.seconds
             print(f"{workers} workers: {cost.peak_mib:.0f} MiB, {rate:.0f} MB/s", flush=True)

@@ -1,13 +1,19 @@
 """Time and memory of whole processes, also under a limit of memory."""
 
 import contextlib
+import multiprocessing
 import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tokenize_work import ONE_THREAD
 
 SAMPLE_SECONDS = 0.05  # between two looks at the memory
 CGROUPS = Path("/sys/fs/cgroup")
@@ -64,6 +70,13 @@ def run(
     if process.returncode != 0:
         raise RuntimeError(f"{' '.join(map(str, command))}:\n{errors[-2000:]}")
     return Cost(seconds, peaks[0])
+
+
+def call(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What a function of a module returns in a fresh process, where encoders have one thread."""
+    executor = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with mock.patch.dict(os.environ, {**ONE_THREAD, "HF_HUB_OFFLINE": "1"}), executor:
+        return executor.submit(work, *arguments, **options).result()
 
 
 def sample_memory(process: subprocess.Popen[str], peaks: list[float]) -> None:

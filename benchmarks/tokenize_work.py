@@ -8,6 +8,7 @@ encodes the texts, and prints the seconds. The second runs datatrove's tokenisin
 environment of datatrove: this module imports millrace where it needs it.
 """
 
+import argparse
 import contextlib
 import hashlib
 import itertools
@@ -35,6 +36,24 @@ ROOT = Path(__file__).resolve().parent.parent
 # ---- the input ----
 
 
+def add_inputs(arguments: argparse.ArgumentParser) -> None:
+    shared = ROOT.parent / "shared"
+    corpus, tokenizer = shared / "corpus", shared / "vocab" / "gpt2_tokenizer.json"
+    arguments.add_argument("--corpus", type=Path, default=corpus, metavar="DIR", help="JSONL files")
+    help_ = "a tokenizer.json"
+    arguments.add_argument("--tokenizer", type=Path, default=tokenizer, metavar="FILE", help=help_)
+
+
+def write_inputs(folder: Path, options: argparse.Namespace, num_bytes: int) -> tuple[Path, Path]:
+    """JSONL of texts, each once, and a tokenizer.json, which is trained if there is none."""
+    source, tokenizer = folder / "input.jsonl", options.tokenizer
+    write_input(source, options.corpus if options.corpus.is_dir() else None, num_bytes)
+    if not tokenizer.exists():
+        tokenizer = folder / "tokenizer.json"
+        train_tokenizer(source, tokenizer)
+    return source, tokenizer
+
+
 def write_input(path: Path, corpus: Path | None, num_bytes: int) -> None:
     """Writes JSONL of about this size: every text once, in random order.
 
@@ -58,6 +77,24 @@ def write_input(path: Path, corpus: Path | None, num_bytes: int) -> None:
             break
     random.Random(1).shuffle(lines)
     path.write_text("".join(lines), encoding="utf-8", newline="")
+
+
+def texts_of(path: str | Path) -> list[str]:
+    with open(path, "rb") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+def documents_of(path: Path, mean: float) -> list[str]:
+    """The texts of a file, cut into documents of this many characters on average, log-normal."""
+    draw, sigma, documents = random.Random(1), 0.8, []
+    for text in texts_of(path):
+        place = 0
+        while place < len(text):
+            size = draw.lognormvariate(-(sigma**2) / 2, sigma) * mean
+            documents.append(text[place : place + max(int(size), 20)])
+            place += len(documents[-1])
+    draw.shuffle(documents)
+    return documents
 
 
 def corpus_texts(folder: Path) -> Iterator[str]:

@@ -169,7 +169,8 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
     out.mkdir()
     for arguments, message in [
         (["inspect", tmp_path / "none"], "none.bin and"),
-        (["inspect", good], "not found"),
+        (["inspect", good], "--tokenizer is missing"),
+        (["inspect", f"{good}.no"], "not found"),
         (["inspect", cut], "truncated"),
         (["tokenize", "--input", bad, "--tokenizer", tokenizer_file], "bad.jsonl, line 2"),
         (["tokenize", "--input", tmp_path / "no", "--tokenizer", tokenizer_file], "cannot be read"),
@@ -280,6 +281,9 @@ def test_the_demo_runs_and_proves_its_resume(
     assert result.returncode == 0, result.stderr
     assert "token for token" in result.stdout
     assert "What to type next" in result.stdout
+    script = Path(__file__).parent.parent / "examples" / "fine_tune_chats.py"
+    output = subprocess.check_output([sys.executable, script, tmp_path / "demo"], text=True)
+    assert "      No.<|im_end|>\n" in output  # an answer that it was trained on
 
 
 def test_verify_merge_split_and_convert(tokenized: Path, tmp_path: Path) -> None:

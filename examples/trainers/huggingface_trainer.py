@@ -42,8 +42,8 @@ class Losses(TrainerCallback):
             tiny_data.log(self.options, state.global_step, logs["loss"])
 
 
-def main() -> None:
-    options = tiny_data.arguments("train with Hugging Face's Trainer")
+def train(options, dataset, collator) -> None:
+    """Trains and saves, and resumes where a run has saved."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
     width = tiny_gpt.WIDTH
@@ -53,7 +53,8 @@ def main() -> None:
         intermediate_size=2 * width,
         num_hidden_layers=1,
         num_attention_heads=2,
-        max_position_embeddings=tiny_data.SEQUENCE_LENGTH,
+        max_position_embeddings=tiny_data.PACK_LENGTH,
+        use_cache=False,  # with a cache, the model does not look for the documents of a pack
     )
     arguments = TrainingArguments(
         output_dir=str(options.folder / "checkpoints"),
@@ -62,7 +63,7 @@ def main() -> None:
         per_device_train_batch_size=tiny_data.GLOBAL_BATCH // MICRO_BATCHES,
         gradient_accumulation_steps=MICRO_BATCHES // options.ranks,
         train_sampling_strategy="sequential",  # the dataset is in its order already
-        remove_unused_columns=False,  # the collate function takes whole batches
+        remove_unused_columns=False,  # the collator takes whole batches
         dataloader_drop_last=True,
         accelerator_config={"split_batches": False, "even_batches": False},
         logging_steps=1,
@@ -73,14 +74,19 @@ def main() -> None:
     trainer = Trainer(
         LlamaForCausalLM(config).double(),
         arguments,
-        train_dataset=MapDataset(tiny_data.make_dataset(options)),
-        data_collator=causal_lm_batch,
+        train_dataset=dataset,
+        data_collator=collator,
         callbacks=[Losses(options)],
     )
     last = arguments.output_dir if (options.folder / "checkpoints").exists() else None
     trainer.train(resume_from_checkpoint=get_last_checkpoint(last) if last else None)
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def main() -> None:
+    options = tiny_data.arguments("train with Hugging Face's Trainer")
+    train(options, MapDataset(tiny_data.make_dataset(options)), causal_lm_batch)
 
 
 if __name__ == "__main__":

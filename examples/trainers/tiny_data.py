@@ -11,7 +11,7 @@ import numpy as np
 import millrace
 from millrace.order import PackedOrder
 
-VOCABULARY, SEQUENCE_LENGTH, PACK_LENGTH, GLOBAL_BATCH = 50, 16, 64, 8
+VOCABULARY, SEQUENCE_LENGTH, PACK_LENGTH, GLOBAL_BATCH = 300, 16, 64, 8
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -58,9 +58,14 @@ def make_token_file(options: argparse.Namespace) -> millrace.IndexedDataset:
         with millrace.IndexedDatasetBuilder(prefix, np.uint16) as builder:
             for length in random.integers(5, 90, 60):
                 builder.add_document(random.integers(0, VOCABULARY, length))
-    while not index.exists():
-        time.sleep(0.05)
+    wait_for(index)
     return millrace.IndexedDataset(prefix)
+
+
+def wait_for(path: Path) -> None:
+    """Waits until rank 0 has written a file."""
+    while not path.exists():
+        time.sleep(0.05)
 
 
 def log(options: argparse.Namespace, step: int, loss: float) -> None:

@@ -68,12 +68,11 @@ class MillraceDataLoader(BaseDataLoader):
             self.state.load_state_dict(state)
 
 
-def main(kind=MillraceDataLoader, seq_len=tiny_data.SEQUENCE_LENGTH) -> None:
-    options = tiny_data.arguments("train with torchtitan's loader interface and checkpointer")
+def train(options, config, seq_len) -> None:
+    """Trains and saves, and resumes where a run has saved."""
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
     distributed.init_process_group("gloo")
-    tiny_data.make_token_file(options)
-    loader = kind.Config(dataset_path=str(options.folder / "text")).build(
+    loader = config.build(
         dp_world_size=options.ranks,
         dp_rank=options.rank,
         tokenizer=None,
@@ -104,6 +103,13 @@ def main(kind=MillraceDataLoader, seq_len=tiny_data.SEQUENCE_LENGTH) -> None:
             break
     checkpointer.close()
     distributed.destroy_process_group()
+
+
+def main() -> None:
+    options = tiny_data.arguments("train with torchtitan's loader interface and checkpointer")
+    tiny_data.make_token_file(options)
+    config = MillraceDataLoader.Config(dataset_path=str(options.folder / "text"))
+    train(options, config, tiny_data.SEQUENCE_LENGTH)
 
 
 if __name__ == "__main__":

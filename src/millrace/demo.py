@@ -25,6 +25,7 @@ from millrace.run import DatasetConfig, build_datasets
 SEQUENCE_LENGTH = 1024
 NUM_SAMPLES = 8192
 TRAINING_BYTES = 8_000_000  # text that the tokenizer is trained on
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # of documents, and of chats
 
 
 def run_demo(folder: str) -> None:
@@ -40,6 +41,7 @@ def run_demo(folder: str) -> None:
         list(texts.values()),
         home / "tokenizer.json",
         vocabulary_size=8192,
+        special_tokens=SPECIAL_TOKENS,
         max_bytes=TRAINING_BYTES,
     ).tokenizer
     print(f"   {tokenizer.vocabulary_size:,} tokens   {tokenizer.path}")

@@ -4,6 +4,8 @@ BIN = ".bin"
 IDX = ".idx"
 INFO = ".info.json"
 ORIGINS = ".origins.parquet"
+LOSS = ".loss.json"
+LOSS_ARRAY = ".loss-ranges.npy"
 DOLMA = ".csv.gz"
 QUARANTINE = ".quarantine.jsonl"
 JOURNAL = ".journal"
@@ -18,6 +20,7 @@ TEMPORARY = ".tmp"
 _BESIDE_DOCUMENTS = (
     INFO,
     ORIGINS,
+    LOSS,
     QUARANTINE,
     ".manifest.json",
     *(f"_{level}{end}" for level in ("document", "sentence") for end in (BIN, IDX, DOLMA)),

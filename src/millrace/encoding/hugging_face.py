@@ -109,22 +109,23 @@ def _whole(tokenizer: Any) -> Any:
 def load_folder(folder: str, path: str, options: Options) -> JsonVocabulary:
     """The tokenizer of a folder of transformers, which that package makes if the tokenizer.json at
     `path` lacks a token that other files name."""
-    settings, named = _read_object(folder, "tokenizer_config.json"), []
+    settings, named = read_object(folder, "tokenizer_config.json"), []
     if "added_tokens_decoder" not in settings:  # only then transformers reads the older files
-        settings.update(_read_object(folder, "special_tokens_map.json"))
-        named = list(_read_object(folder, "added_tokens.json"))
+        settings.update(read_object(folder, "special_tokens_map.json"))
+        named = list(read_object(folder, "added_tokens.json"))
     kinds = ("_token", "_tokens", "_tokens_decoder")
     named += [value for name, value in settings.items() if name.endswith(kinds)]
-    eod, bos = (next(_texts(settings.get(name)), None) for name in ("eos_token", "bos_token"))
+    eod, bos = (next(texts_in(settings.get(name)), None) for name in ("eos_token", "bos_token"))
     ends = {"eod_token": eod, "bos_token": bos}
     vocabulary = JsonVocabulary.load(path, read_file(path), options, **ends)
-    for token in filter(None, _texts(named)):
+    for token in filter(None, texts_in(named)):
         if vocabulary.id_of(token) is None:
             return JsonVocabulary.load(path, _made_by_transformers(folder, token), options, **ends)
     return vocabulary
 
 
-def _read_object(folder: str, name: str) -> dict[str, Any]:
+def read_object(folder: str, name: str) -> dict[str, Any]:
+    """The JSON object of a file; empty without the file."""
     path = os.path.join(folder, name)
     if not os.path.exists(path):
         return {}
@@ -134,12 +135,12 @@ def _read_object(folder: str, name: str) -> dict[str, Any]:
         raise TextError(f"{path} is no JSON object ({error}). Save the tokenizer again") from None
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> Iterator[str]:
     """The tokens in a value: texts, objects with "content", or lists of them."""
     if isinstance(value, dict):
         value = value.get("content", [*value.values()])
     if isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(_texts, value))
+        yield from itertools.chain.from_iterable(map(texts_in, value))
     elif isinstance(value, str):
         yield value
 

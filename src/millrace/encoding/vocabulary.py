@@ -138,7 +138,8 @@ def package(name: str) -> Any:
     try:
         return __import__(name)
     except ImportError:
-        extra = "encoders" if name in ("sentencepiece", "tiktoken") else "tokenizers"
+        extras = {"sentencepiece": "encoders", "tiktoken": "encoders", "transformers": "trainers"}
+        extra = extras.get(name, "tokenizers")
         raise TextError(f"this needs the {name} package: pip install 'millrace[{extra}]'") from None
 
 

@@ -93,17 +93,18 @@ class StreamDataset:
         start, state = before
         if state is None:
             state = self._state_at(start, sampler.block_size)
-        tokens, state = self._read(state, sampler.block_size)
+        numbers = sampler.sample_numbers(start)
+        tokens, state = self._read(state, sampler.block_size, numbers - start)
         size = len(tokens)
         if size == 0 or (sampler.drop_last and size < sampler.block_size):
             raise EndOfBatches
-        numbers = sampler.sample_numbers(start)
         numbers = numbers[numbers < start + size]
         own = tokens.select(numbers - start).with_field("sample_numbers", "sample", numbers)
         after = Position(start + size, plain(state, "the state of the stream"))
         return rows(own, self.options, form), after
 
-    def _read(self, state: Any, count: int) -> tuple[TokenBatch, Any]:
+    def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
+        """The next samples; `own` are the places of those that this rank needs, integers [n]."""
         tokens, state = self.stream.read(state, count)
         if not isinstance(tokens, TokenBatch) or len(tokens) > count:
             raise ConfigError(
@@ -116,7 +117,7 @@ class StreamDataset:
         """The state behind so many samples from the beginning."""
         state, consumed = None, 0
         while consumed < start:
-            tokens, state = self._read(state, min(block_size, start - consumed))
+            tokens, state = self._read(state, min(block_size, start - consumed), ())
             consumed += len(tokens)
             if len(tokens) == 0:
                 raise ConfigError(

@@ -1,5 +1,6 @@
 """Descriptions of files, for people and for programs."""
 
+from millrace.inspect.chats import format_chat, format_report
 from millrace.inspect.description import (
     Description,
     ShardsDescription,
@@ -18,8 +19,10 @@ __all__ = [
     "describe",
     "describe_packs",
     "describe_shards",
+    "format_chat",
     "format_description",
     "format_packs",
+    "format_report",
     "format_shards",
     "packs_svg",
     "shares_svg",

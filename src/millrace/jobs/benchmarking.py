@@ -168,6 +168,7 @@ def run_of(
         num_samples=(None, 0, 0),
         blend=([source], None),
         split="1,0,0",
+        loss_ranges="ignore",  # nothing is trained
     )
 
 

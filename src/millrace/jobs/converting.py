@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from millrace.cache.loss_files import has_ranges
 from millrace.checks import MAX_INT64, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.jobs.reshape import PairOptions, bounds_by_size, pair_builder
-from millrace.names import BIN, IDX
+from millrace.names import BIN, IDX, LOSS
 from millrace.option_class import StrPath, option
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 
@@ -67,10 +68,11 @@ def convert(source: StrPath, target: StrPath, **options: Any) -> None:
                 has tokens and does not end with it already.
             checksums: Whether to write the sidecar of an indexed dataset.
             origins: Whether to copy the origins of an indexed dataset's documents to another.
+            loss_ranges: Whether to copy the ranges of tokens that are not trained on.
 
     Raises:
         ConfigError: A token that does not fit the dtype; an option that is missing or not for these
-            formats.
+            formats; ranges of tokens that the target cannot have.
         DataError: A missing or damaged source, or one of another format.
     """
     own = ConvertOptions(source=source, target=target, **options)
@@ -88,6 +90,12 @@ def convert(source: StrPath, target: StrPath, **options: Any) -> None:
                 "document_end divides a stream of tokens; an indexed dataset already has documents"
             )
         dataset = IndexedDataset(source)
+        if own.loss_ranges and (is_array or own.append_eod is not None) and has_ranges(source):
+            what = "an array" if is_array else "append_eod, whose tokens would be trained on,"
+            raise ConfigError(
+                f"{source}{LOSS} says which tokens are not trained on, and {what} cannot keep it: "
+                "give --no-loss-ranges (loss_ranges=False) to leave it out"
+            )
         if not is_array:
             _convert_pair(dataset, target, own)
             return

@@ -26,6 +26,7 @@ from millrace.run import DatasetConfig, Datasets
 from millrace.run.build import build_blend, build_run
 from millrace.run.config import source_of
 from millrace.run.plan import DatasetPlan, RunPlan, SplitPlan, plan_run
+from millrace.samples.loss_ranges import LOSS_CHOICES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +128,10 @@ class IndexOptions:
     multiple_validation_sets: bool | None = _switch("")
     any_tokenizer: bool | None = _switch(
         "mix data of different tokenizers, too (millrace's own option)"
+    )
+    loss_ranges: str | None = _switch(
+        "ranges beside the token files that are not trained on (millrace's own option)",
+        choices=LOSS_CHOICES,
     )
     order: str | None = _order(
         "another order than Megatron-LM's, package.module:name (millrace's own option)",

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.cache.loss_files import joined_ranges, write_loss_ranges
 from millrace.errors import ConfigError
 from millrace.names import IDX
 from millrace.option_class import StrPath, check_options, option, parse_size
@@ -26,6 +27,9 @@ class PairOptions:
         "write no sidecar PREFIX.info.json; `verify` then checks the structure only", True
     )
     origins: bool = option("leave out the origins of the documents, PREFIX.origins.parquet", True)
+    loss_ranges: bool = option(
+        "leave out which tokens are not trained on, PREFIX.loss.json: train on all", True
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -80,12 +84,13 @@ def merge(prefixes: Sequence[StrPath], output_prefix: StrPath, **options: Any) -
         options: The other fields of `MergeOptions`:
             checksums: Whether to write the sidecar.
             origins: Whether to copy the origins of the documents.
+            loss_ranges: Whether to copy the ranges of tokens that are not trained on.
             any_tokenizer: Whether to merge pairs of different tokenizers, or splitters of
                 sentences.
 
     Raises:
         ConfigError: An empty list, or pairs that differ in dtype, modes, tokenizer or splitter.
-        DataError: A missing or damaged pair.
+        DataError: A missing or damaged pair, or ranges of tokens that do not fit it.
     """
     own = MergeOptions(prefixes=prefixes, output_prefix=output_prefix, **options)
     names = [os.fspath(prefix) for prefix in own.prefixes]
@@ -118,13 +123,14 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
             num_bytes: Maximum size of the tokens of a shard; a longer document gets its own shard.
             checksums: Whether to write the sidecars.
             origins: Whether to copy the origins of the documents.
+            loss_ranges: Whether to copy the ranges of tokens that are not trained on.
 
     Returns:
         The shards' path prefixes.
 
     Raises:
         ConfigError: Not exactly one of `documents` and `num_bytes`, or a value below 1.
-        DataError: A missing or damaged pair.
+        DataError: A missing or damaged pair, or ranges of tokens that do not fit it.
     """
     own = SplitOptions(prefix=prefix, output_prefix=output_prefix, **options)
     dataset = IndexedDataset(prefix)
@@ -162,7 +168,7 @@ def pair_builder(
 ) -> Iterator[IndexedDatasetBuilder]:
     """A builder for `documents` of `sources`; `dtype` is that of the first by default.
 
-    The origins of the documents are published after the pair.
+    The ranges that are not trained on, and the origins, are published after the pair.
     """
     tokenizer = common_tokenizer([read_tokenizer(source.prefix) for source in sources])
     if tokenizer is not None:
@@ -170,15 +176,20 @@ def pair_builder(
     parts = [(source, documents) for source in sources]
     # Read before the pair is replaced: one of the sources may be at its prefix.
     writer = copied_origins(os.fspath(prefix), parts) if options.origins else None
+    ranges = joined_ranges(parts) if options.loss_ranges else None
+    if ranges is not None:
+        provenance = {**provenance, "loss_ranges": len(ranges)}
     with IndexedDatasetBuilder(
         prefix,
         sources[0].dtype if dtype is None else dtype,
         # A dataset without sequences does not show whether it has modes.
         multimodal=any(source.sequence_modes is not None for source in sources),
         checksums=options.checksums,
-        provenance=provenance if options.checksums else None,
+        provenance=provenance if options.checksums or ranges is not None else None,
     ) as builder:
         yield builder
+    if ranges is not None:
+        write_loss_ranges(prefix, ranges)
     if writer is not None:
         writer.publish()
 

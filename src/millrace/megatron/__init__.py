@@ -18,6 +18,7 @@ from millrace.megatron.gpt import *  # noqa: F403
 from millrace.megatron.helpers import *  # noqa: F403
 from millrace.megatron.indexed import *  # noqa: F403
 from millrace.megatron.samplers import *  # noqa: F403
+from millrace.megatron.sft import *  # noqa: F403
 from millrace.megatron.utils import *  # noqa: F403
 from millrace.store.layout import MAGIC as _INDEX_HEADER  # noqa: F401
 

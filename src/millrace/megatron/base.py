@@ -54,6 +54,7 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
     num_samples: int | None
     index_split: Split
     config: BlendedMegatronDatasetConfig
+    _masks_pad: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         config = self.config
@@ -66,7 +67,8 @@ class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
         identifiers |= {name: getattr(config, name) for name in self._key_config_attributes()}
         self.unique_identifiers = OrderedDict(identifiers)
         self.unique_description, self.unique_description_hash = cache.describe(identifiers)
-        self._pad_token_id = _pad_token_id(config.tokenizer, config.allow_ambiguous_pad_tokens)
+        masks_pad = self._masks_pad or config.allow_ambiguous_pad_tokens
+        self._pad_token_id = _pad_token_id(config.tokenizer, masks_pad)
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:

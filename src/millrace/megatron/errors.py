@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from millrace.errors import ConfigError, DataError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError, TextError
 
 
 class ConfigAssertionError(ConfigError, AssertionError):
@@ -16,6 +16,10 @@ class DataAssertionError(DataError, AssertionError):
 
 class MissingFileError(DataAssertionError, FileNotFoundError):
     """A token file or cache file that does not exist."""
+
+
+class ConversationError(TextError, AssertionError):
+    """A conversation without tokens or masks, where Megatron-LM asserts or raises a ValueError."""
 
 
 class OversampledError(ConfigError, IndexError):

@@ -22,6 +22,7 @@ from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed, shuffle_index_dtype
 from millrace.samples.fields import SampleOptions
 from millrace.samples.stored import StoredTokens, gather
+from millrace.store.info import has_mask
 
 __all__ = [
     "GPTDataset",
@@ -77,6 +78,12 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        path = self.dataset_path
+        require(
+            self.config.loss_ranges == "ignore" or path is None or not has_mask(path),
+            f"{path}.info.json says which tokens are not trained on, which Megatron-LM's dataset "
+            'cannot do: use millrace.GPTDataset, or give loss_ranges="ignore" to train on all',
+        )
         self._source: tuple[tuple[Any, ...], StoredTokens] | None = None
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices

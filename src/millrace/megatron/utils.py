@@ -183,6 +183,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         token_dtype_code: Dtype code by the size of the vocabulary. Computed; cannot be passed.
         inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an
             attention mask. (In Megatron-LM's main, not in megatron-core 0.16.1.)
+        sft_release: Release of Megatron-LM whose samples an `SFTDataset` gives: "0.16", "0.17",
+            "0.18" or "0.19". (Not in Megatron-LM.)
+        loss_ranges: "refuse" a pair with a mask, or "ignore" the mask. (Not in Megatron-LM.)
 
     Raises:
         ConfigAssertionError: If a required option is None.
@@ -202,6 +205,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     token_dtype_code: int | None = field(init=False, default=None)
     context_parallel_size: int | None = None
     inter_document_masking: bool = False
+    sft_release: str = "0.19"
+    loss_ranges: str = "refuse"
 
     def __post_init__(self) -> None:
         super().__post_init__()

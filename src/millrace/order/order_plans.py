@@ -176,9 +176,11 @@ def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
     return arrays
 
 
-def build_order(order: PlanOf, inputs: OrderInputs, name: str) -> Order:
+def build_order(
+    order: PlanOf, inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
+) -> Order:
     """The order of a dataset of that name, with its arrays in memory."""
-    plan = plan_order(order, inputs, name)
+    plan = plan_order(order, inputs, name, options)
     return plan.load(inputs, Deferred.of(build_arrays(plan, inputs, name)))
 
 

@@ -139,7 +139,7 @@ _READERS: dict[str, Reader | None] = {
     "mid_level_dataset_surplus": functools.partial(_number, kind=float),
     "add_extra_token": check_bool,
     **dict.fromkeys(("order", "order_options", "sampler", "sampler_options", "boundaries")),
-    **dict.fromkeys(_UNKNOWN_COUNTS),  # taken as they are, like the line before
+    **dict.fromkeys(("loss_ranges", *_UNKNOWN_COUNTS)),  # taken as they are, like the line before
 }
 
 _FIELDS = {
@@ -149,14 +149,15 @@ _FIELDS = {
     "num_dataset_builder_threads": "num_threads",
     "mid_level_dataset_surplus": "surplus",
     **{name: name for name in ("seed", "order", "order_options", "add_extra_token", "boundaries")},
-    **{name: name for name in ("sampler", "sampler_options")},
+    **{name: name for name in ("sampler", "sampler_options", "loss_ranges")},
     **{name: name for name in ("any_tokenizer", "full_validation", "multiple_validation_sets")},
 }
 """The fields of a configuration by the argument of the same value."""
 
 NAMES = tuple(_READERS)
 """The arguments that concern data. Millrace's own are `num_samples` (train, valid, test),
-`any_tokenizer`, `order`, `sampler` and their options, `add_extra_token` and `boundaries`."""
+`any_tokenizer`, `loss_ranges`, `order`, `sampler` and their options, `add_extra_token` and
+`boundaries`."""
 
 
 def _read(name: str, value: Any) -> Any:

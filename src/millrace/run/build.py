@@ -90,9 +90,9 @@ def build_run(
 
 
 def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDataset:
-    options = plan.config.sample_options
+    look: Any = {"options": plan.config.sample_options, "loss_ranges": plan.config.loss_ranges}
     datasets = [
-        GPTDataset(part.file, order=part.order.load(part.inputs, indices), options=options)
+        GPTDataset(part.file, order=part.order.load(part.inputs, indices), **look)
         for part, indices in zip(split.datasets, arrays.datasets, strict=True)
     ]
     if arrays.blend is None:

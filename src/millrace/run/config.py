@@ -26,6 +26,7 @@ from millrace.order.order_plans import PlanOf
 from millrace.order.splits import VALID, Bookends
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import SampleOptions
+from millrace.samples.loss_ranges import LOSS_CHOICES
 from millrace.sampling import Sampler, SequentialSampler
 from millrace.storage import Access
 
@@ -43,6 +44,7 @@ NOT_IN_KEY = frozenset(
         "full_validation",  # says only that num_samples[1] must be None, which is in the key
         *("access", "cache", "trust_cache", "num_threads"),  # how, not what
         "any_tokenizer",  # which data are refused
+        "loss_ranges",  # which tokens are trained on
         *("sampler", "sampler_options"),  # who takes a sample
     }
 )
@@ -74,6 +76,7 @@ class DatasetConfig:
         num_threads: Number of threads that build indices; each needs the memory of one dataset's.
         any_tokenizer: Whether to take token files whose sidecars name different tokenizers. They
             are compared when a plan is made, not when one is found in the cache.
+        loss_ranges: See `GPTDataset`; with "apply", each token file needs ranges, perhaps none.
         order: Another order than Megatron-LM's: a class (see `OrderPlan`), a function that returns
             the plan of `OrderInputs`, or the name of one, "package.module:name".
         order_options: Keyword arguments for that order's plan, plain JSON values.
@@ -106,6 +109,7 @@ class DatasetConfig:
     trust_cache: bool = False
     num_threads: int = 1
     any_tokenizer: bool = False
+    loss_ranges: str = "refuse"
     order: PlanOf | str | None = None
     order_options: Mapping[str, Any] | None = None
     sampler: Callable[..., Any] | str | None = None
@@ -150,6 +154,7 @@ class DatasetConfig:
             seed=check_seed(self.seed),
             surplus=check_surplus(self.surplus),
             num_threads=check_int("num_threads", self.num_threads, 1),
+            loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
             access=check_choice("access", self.access, get_args(Access)),
         )
         for field in dataclasses.fields(self):

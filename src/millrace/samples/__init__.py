@@ -5,11 +5,12 @@
 Whatever makes samples by number is a `TokenSource`, and what has no numbers a `TokenStream`.
 """
 
+from millrace.cache.loss_files import write_loss_ranges
 from millrace.samples.blended import BlendedDataset
 from millrace.samples.dataset import Dataset, TokenDataset, TransformedDataset
 from millrace.samples.fields import BatchForm, SampleOptions
 from millrace.samples.gpt_dataset import GPTDataset, ShardedDataset
-from millrace.samples.loss_ranges import LossRanges, write_loss_ranges
+from millrace.samples.loss_ranges import LossRanges
 from millrace.samples.tokens import TokenBatch, TokenSource, TokenStream
 from millrace.samples.transforms import FillInMiddle, RepeatGuard, Transform
 

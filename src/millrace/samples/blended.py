@@ -76,7 +76,7 @@ class BlendedDataset(TokenDataset):
             if (form := _form(dataset)) != first:
                 name = f"dataset {number} ({name_of(dataset)})"
                 raise ConfigError(f"{name} has {form}, dataset 0 has {first}: make them equal")
-        # It has no source of tokens to hand to TokenDataset.
+        self.source = None  # of tokens, to hand to TokenDataset
         views = [getattr(dataset, "options", None) for dataset in self.datasets]
         self.options = views[0] if views.count(views[0]) == len(views) else None
         self.transforms = []

@@ -234,17 +234,17 @@ class TokenDataset:
 
     @property
     def is_remote(self) -> bool:
-        """Whether readers that prefetch bring bytes from elsewhere than local files."""
-        return any(store is not None and store.is_remote for store in self.stores)
+        """Whether `prefetch` helps: for files elsewhere, or samples that are made together."""
+        return any(getattr(one, "is_remote", False) for one in (*self.stores, self.source))
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        """Tells the storage that these samples are read soon, without waiting for it.
+        """Tells the storage, or the source, that these samples are read soon, without waiting.
 
         Raises:
             ConfigError, IndexError, DataError: As `batch`.
         """
         numbers = check_numbers(sample_numbers, len(self))
-        if isinstance(self.source, StoredTokens | TokenDataset):
+        if hasattr(self.source, "prefetch"):
             self.source.prefetch(numbers)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from millrace.order.gpt import check_seed
 from millrace.order.order_plans import build_order, check_range, check_token_dtype
 from millrace.samples.dataset import TokenDataset, check_numbers
 from millrace.samples.fields import SampleOptions, choose_options
+from millrace.samples.loss_ranges import own_ranges
 from millrace.samples.stored import StoredTokens, TokenStore
 from millrace.shards.metadata import ShardsMetadata
 from millrace.shards.shard_reader import Shards
@@ -41,14 +42,17 @@ class GPTDataset(TokenDataset):
         order: Another order than Megatron-LM's, in place of seed, num_samples, sequences and
             drop_last_partial_sequence.
         options: The options of samples as one object, in place of the single ones.
+        loss_ranges: "apply": the ranges beside the token file are not trained on (`LossRanges`).
+            "ignore": all tokens are. "refuse": all are; an error, if the sidecar names ranges.
 
     Attributes:
         source: The tokens, in their order.
         order, options: The order of the samples, and what a sample looks like.
 
     Raises:
-        ConfigError: No tokens, too few for a sample, or an option outside its limits.
-        DataError: Tokens that are not integers, or a damaged index.
+        ConfigError: No tokens, too few for a sample, an option outside its limits, or ranges of
+            which `loss_ranges` does not speak.
+        DataError: Tokens that are not integers, a damaged index, or ranges that do not fit.
     """
 
     source: StoredTokens
@@ -71,6 +75,7 @@ class GPTDataset(TokenDataset):
         boundaries: str = "eod",
         order: Order | None = None,
         options: SampleOptions | None = None,
+        loss_ranges: str = "refuse",
     ) -> None:
         single = (sequence_length, add_extra_token, eod_token, pad_token, reset_position_ids)
         options = choose_options(options, (*single, eod_mask_loss, boundaries))
@@ -97,7 +102,8 @@ class GPTDataset(TokenDataset):
                 "seed, num_samples, sequences and drop_last_partial_sequence belong to "
                 "Megatron-LM's order: leave them out where another order is given"
             )
-        super().__init__(StoredTokens(dataset, order), options)
+        source = StoredTokens(dataset, order)
+        super().__init__(source, options, own_ranges(source, loss_ranges))
         self.order = order
 
     @property

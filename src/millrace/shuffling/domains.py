@@ -21,10 +21,11 @@ from millrace import _native
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below, is_of_the_process
-from millrace.names import BIN, JOURNAL
+from millrace.names import BIN, INFO, JOURNAL, LOSS_ARRAY
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
+from millrace.store.info import has_mask
 from millrace.store.publish import paths_to_read
 from millrace.text import read_input_list as read_lines
 
@@ -98,6 +99,13 @@ class Input:
 
     def tokenizer(self) -> dict[str, Any] | None:
         """The tokenizer that all files name; a ConfigError if two files differ."""
+        for file in self.files:
+            if file.prefix is not None and has_mask(file.prefix):
+                raise ConfigError(
+                    f"{file.prefix}{INFO} says which tokens are not trained on, which a shuffle "
+                    "would lose: train on it as it is, or leave it out first with `millrace "
+                    "convert --no-loss-ranges`"
+                )
         records = [None if f.prefix is None else read_tokenizer(f.prefix) for f in self.files]
         if conflict := tokenizer_conflict(records):
             raise ConfigError(
@@ -236,6 +244,7 @@ def _token_paths(paths: Sequence[str]) -> list[str]:
                 f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
                 "remove the .idx"
             )
+    paths = [path for path in paths if not path.endswith(LOSS_ARRAY)]
     return [path for path in paths if path.endswith((".bin", ".npy"))]
 
 

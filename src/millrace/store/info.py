@@ -10,9 +10,9 @@ from typing import Any
 
 from millrace.errors import DataError
 from millrace.files import atomic_file, xxh3
-from millrace.names import INFO
+from millrace.names import INFO, LOSS
 from millrace.records import Count, record_from
-from millrace.storage import LOCAL, Storage, read_file
+from millrace.storage import LOCAL, Storage, exists, read_file
 from millrace.store.publish import paths_to_read
 
 BLOCK_SIZE = 4 << 20
@@ -99,6 +99,14 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
             f"{path} is damaged ({error}). The token files may be intact: remove it, or write the "
             "pair again"
         ) from None
+
+
+def has_mask(prefix: str, storage: Storage = LOCAL) -> bool:
+    """Whether the sidecar of a pair names ranges of tokens that are not trained on."""
+    try:
+        return "loss_ranges" in (read_info(prefix, storage) or Info()).provenance
+    except (OSError, DataError):
+        return exists(storage, prefix + LOSS)  # better than to train on all tokens
 
 
 def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:

@@ -6,7 +6,8 @@ one rename or unlink for each file.
     1. .bin's temporary -> PREFIX.bin.new     (all files were flushed before), and the same for
                                               the sidecar PREFIX.info.json, if there is one
     2. .idx's temporary -> PREFIX.idx.new     from here on the new pair is the one that counts
-    3. an old PREFIX.idx is removed, then old sidecars, PREFIX.origins.parquet among them
+    3. an old PREFIX.loss.json is removed (the new tokens may be the same, with another mask),
+       then an old PREFIX.idx, then other old sidecars
     4. PREFIX.bin.new -> PREFIX.bin, then the sidecar
     5. PREFIX.idx.new -> PREFIX.idx
 
@@ -29,7 +30,7 @@ from typing import NamedTuple
 from millrace.checks import shown
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import fsync_folder, temporary_name, writers_lock
-from millrace.names import BIN, IDX, INFO, NEW, ORIGINS
+from millrace.names import BIN, IDX, INFO, LOSS, NEW, ORIGINS
 from millrace.storage import LOCAL, Access, Storage, StoredFile, exists, storage_of
 
 LOCK = ".tmp.lock"
@@ -54,7 +55,7 @@ def _paths(prefix: str) -> Temporaries:
 def files_of(prefix: str) -> tuple[str, ...]:
     """The paths of a pair and its sidecars, the index first: without it the others are ignored."""
     data, *others = _paths(prefix)
-    return (*others, data)
+    return (*others, prefix + LOSS, data)
 
 
 class Pair(NamedTuple):
@@ -223,7 +224,7 @@ def _finish(prefixes: Sequence[str], durable: bool = True) -> None:
     # Once the tokens have their name, the old sidecars are gone, and new ones may be there.
     waiting = [prefix for prefix in prefixes if os.path.exists(prefix + BIN + NEW)]
     for prefix in waiting:
-        _remove(prefix + IDX, prefix + INFO, prefix + ORIGINS)
+        _remove(prefix + LOSS, prefix + IDX, prefix + INFO, prefix + ORIGINS)
     _flush_folders(waiting, durable)
     for prefix in waiting:
         os.rename(prefix + BIN + NEW, prefix + BIN)

@@ -10,6 +10,7 @@ from millrace.deferred import Deferred
 from millrace.errors import DataError
 from millrace.names import BIN, IDX
 from millrace.storage import Access, storage_of
+from millrace.store.info import has_mask
 from millrace.store.reader import IndexedDataset
 
 
@@ -21,6 +22,7 @@ class TokenFileRecord:
         sizes, times: Bytes, and modification times in nanoseconds, of the `.bin` and the `.idx`.
         content: Fingerprint (see `IndexedDataset.fingerprint`).
         lengths: Checksum of all sequence lengths, which decide the indices.
+        has_mask: Whether the sidecar names ranges of tokens that are not trained on.
     """
 
     prefix: str
@@ -31,6 +33,7 @@ class TokenFileRecord:
     num_sequences: int
     num_documents: int
     num_tokens: int
+    has_mask: bool = False
 
     def has_same_times(self) -> bool:
         """Whether the files have the sizes and times of the record."""
@@ -77,6 +80,7 @@ class TokenFile:
             num_sequences=len(dataset),
             num_documents=dataset.num_documents,
             num_tokens=dataset.num_tokens,
+            has_mask=has_mask(prefix, dataset.storage),
         )
         file = cls(record, access)
         file._dataset = Deferred.of(dataset)

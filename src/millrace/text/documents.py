@@ -1,7 +1,7 @@
 """What a reader asks of a part of a file, the records of its bytes, and documents in batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Query:
         reject: Function called for each line that cannot be used; it raises or takes note.
         id_key: Key of a document's id.
         skip_empty: Whether a document without text under all keys is rejected.
+        whole: Whether a document is a whole record, a dictionary, in place of its texts.
         max_size: Size of the longest line, record or text in bytes. A longer one is never in
             memory, but for Parquet and Arrow.
         block_size: Number of bytes to read at a time.
@@ -41,6 +42,7 @@ class Query:
     reject: Reject
     id_key: str = "id"
     skip_empty: bool = False
+    whole: bool = False
     max_size: int = MAX_DOCUMENT_SIZE
     block_size: int = BLOCK_SIZE
 
@@ -55,7 +57,8 @@ class Documents:
     """A batch of documents, about 256 KB: larger batches of short ones leave a core's cache.
 
     Attributes:
-        texts: For each key, the text (or the list of texts) of each document.
+        texts: For each key, the text (or the list of texts) of each document; or the records of
+            all documents.
         lines: Line or row of each document, counted from the part's first, from 0: int64 [n].
         byte_offsets: Position of each line in the decompressed source; -1 for rows: int64 [n].
         ids: Id of each document as text, or None.
@@ -69,6 +72,16 @@ class Documents:
     ids: list[str | None]
     num_lines: int
     num_bytes: int
+
+    def select(self, places: Sequence[int]) -> "Documents":
+        """The documents at these places, with all lines and bytes."""
+        return replace(
+            self,
+            texts=[[column[place] for place in places] for column in self.texts],
+            lines=self.lines[places],
+            byte_offsets=self.byte_offsets[places],
+            ids=[self.ids[place] for place in places],
+        )
 
 
 class Batch:
@@ -86,12 +99,12 @@ class Batch:
         self._columns: Any = None  # of documents that were added together
 
     def add(
-        self, texts: Sequence[Text], line: int, byte_offset: int = -1, id_: str | None = None
+        self, texts: Sequence[Any], line: int, byte_offset: int = -1, id_: str | None = None
     ) -> None:
         """Adds a document with its text under each key.
 
         Args:
-            texts: For each key, the text or the list of texts.
+            texts: For each key, the text or the list of texts; or the record alone.
             line: Line or row, counted from the part's first, from 0.
             byte_offset: Position of the line in the decompressed source; -1: not known.
             id_: The document's id as text, if any.

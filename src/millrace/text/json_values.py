@@ -55,11 +55,7 @@ def text_at(record: Any, key: str) -> Text:
     >>> text_at({"doc": {"text": "a"}}, "doc.text"), text_at({"doc.text": ["a", "b"]}, "doc.text")
     ('a', ['a', 'b'])
     """
-    if not isinstance(record, dict):
-        raise BadDocumentError(
-            f"a JSON {type(record).__name__}, not an object; each line must be an object such as "
-            '{"text": "..."}'
-        )
+    check_object(record)
     value = record.get(key)
     if isinstance(value, str):
         return value
@@ -70,6 +66,16 @@ def text_at(record: Any, key: str) -> Text:
             f'there is no key "{key}"; its keys are: {keys}. Name the text\'s key with --json-keys'
         )
     return _check_text(value, key)
+
+
+def check_object(record: Any) -> dict[str, Any]:
+    """A record, if it is an object; BadDocumentError if it is not."""
+    if isinstance(record, dict):
+        return record
+    raise BadDocumentError(
+        f"a JSON {type(record).__name__}, not an object; each line must be an object such as "
+        '{"text": "..."}'
+    )
 
 
 def _check_text(value: Any, key: str) -> Text:

@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import os
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -13,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.encoding import compare_encoders
-from millrace.encoding.flat_ids import starts_and_ends, with_tokens
+from millrace.encoding.row_encoders import EncodedTexts, encode_rows, encode_texts
 from millrace.engine import Task
 from millrace.errors import TextError
 from millrace.files import checksum
+from millrace.ragged import sizes_of, spread
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Documents, Part, Query, first_line_of, open_part, read_documents
 from millrace.tokenizing.tokenize_options import TokenizeOptions
@@ -27,6 +29,9 @@ Record = dict[str, Any]  # of a task; see `run_task`
 _READ_SIZE = 1 << 20
 _BLOCK_SIZE = 1 << 19  # 7 % faster than half of it: fewer calls for each byte
 _LONGEST_CHECK = 100_000  # characters of a document that are compared: the reference is slow
+
+UNTRAINED = "untrained"
+"""A task's file of what `write_loss_ranges` takes: int32 [ranges, 3]; empty without an encoder."""
 
 REJECTS = ("lines", "texts")
 """Starts of the names of a task's rejects: lines, and documents that are not encoded."""
@@ -91,8 +96,9 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
     """Reads and encodes the parts of a task; returns its record and its files.
 
     The record has `documents`, `tokens` (per key), `bytes` (of UTF-8 text), `lines` (per part),
-    `rejects` (of `REJECTS`), `empty` (documents without text), `inputs` (per part: path and range,
-    size and time of the file, checksum of the lines), and `on_error` and `checksum`.
+    `rejects` (of `REJECTS`), `empty` (documents without text), `report` (of a row encoder),
+    `inputs` (per part: path and range, size and time of the file, checksum of the lines), and
+    `on_error` and `checksum`.
     """
     work: Work = task.payload
     record: Record = {
@@ -101,6 +107,7 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
         "bytes": 0,
         "lines": [0] * len(work.parts),
         "empty": 0,
+        "report": Counter(),
         "inputs": [],
         "on_error": options.on_error,
         "checksum": work.checksum,
@@ -115,11 +122,16 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
         batches = _ahead(_read(options, work, lines, record))
         stack.callback(batches.close)
         random = np.random.default_rng(task.number)
-        options.tokenizer.load()  # 0.25 s, in which the first batch is read
+        if options.row_encoder is None:
+            options.tokenizer.load()  # 0.25 s, in which the first batch is read
         for part, documents in batches:
-            columns, mask = _encode(options, part, documents, texts)
-            _compare(options, documents, random)
-            writer.add(part, documents, columns, mask)
+            if options.row_encoder is not None:
+                documents, columns = _encode_rows(options, part, documents, texts, writer)
+            else:
+                documents, columns = _encode(options, part, documents, texts)
+                _compare(options, documents, random)
+                writer.count(documents)
+            writer.add(part, documents, columns)
         finalize_together(list(writer.builders.values()))
     record["rejects"] = [lines.count, texts.count]
     return record, [*writer.files, *lines.files, *texts.files]
@@ -138,7 +150,8 @@ def _read(
             reject=functools.partial(rejects.add, number),
             id_key=options.id_key,
             # Megatron-LM makes an empty document of an empty text.
-            skip_empty=options.on_error != "stop",
+            skip_empty=options.on_error != "stop" and options.row_encoder is None,
+            whole=options.row_encoder is not None,
             max_size=options.longest_document,
             block_size=_BLOCK_SIZE,
         )
@@ -197,85 +210,60 @@ class Rejects(contextlib.ExitStack):
         contents.write(data)
         self.count += 1
 
+    def add_document(
+        self, part: int, documents: Documents, place: int, reason: str, value: Any
+    ) -> None:
+        """The same for a document of a batch, with its texts or its row."""
+        line, byte_offset = int(documents.lines[place]), int(documents.byte_offsets[place])
+        self.add(part, line, byte_offset, reason, json.dumps(value, default=str).encode())
+
 
 # ---- encoding ----
 
 
-class Column(NamedTuple):
-    """The tokens of one key of a batch of documents."""
-
-    tokens: NDArray[Any]  # of all sequences, one after the other: [tokens]
-    lengths: NDArray[np.int64]  # of each sequence in tokens, at least 1: int64 [sequences]
-    counts: NDArray[np.int64]  # of the sequences of each document: int64 [documents]
-
-    def select(self, mask: NDArray[np.bool_]) -> "Column":
-        """The documents where `mask`, bool [documents], is True."""
-        if mask.all():
-            return self
-        sequences = np.repeat(mask, self.counts)
-        tokens = self.tokens[np.repeat(sequences, self.lengths)]
-        return Column(tokens, self.lengths[sequences], self.counts[mask])
-
-    def add_to(self, builder: IndexedDatasetBuilder) -> None:
-        if self.counts.max(initial=0) <= 1:  # all in one call, which is much faster
-            sizes = np.zeros(len(self.counts), np.int64)
-            sizes[self.counts > 0] = self.lengths
-            builder.add_documents(self.tokens, sizes)
-            return
-        ends = np.cumsum(self.counts)
-        token_ends = np.append(0, np.cumsum(self.lengths))[ends]
-        documents = np.split(self.tokens, token_ends[:-1]), np.split(self.lengths, ends[:-1])
-        for tokens, lengths in zip(*documents, strict=True):
-            builder.add_document(tokens, lengths)
-
-
-def encode_column(texts: Sequence[str | list[str]], options: TokenizeOptions) -> Column:
-    """The tokens of documents, as Megatron-LM's script makes them.
-
-    A text is one sequence, or one per sentence if there is a splitter; a list has one per text.
-    Sequences without tokens are dropped. In each document with tokens, the first sequence begins
-    with the first token of the options, and the last one ends with their last token.
-    """
-    tokenizer, splitter = options.tokenizer, options.splitter
-    first_token, last_token = options.first_token, options.last_token
-    parts = [
-        text if isinstance(text, list) else splitter.split(text) if splitter else [text]
-        for text in texts
-    ]
-    ids, lengths = tokenizer.encode_batch(list(itertools.chain.from_iterable(parts)))
-    sizes = np.fromiter(map(len, parts), np.int64, len(parts))
-    documents = np.repeat(np.arange(len(parts)), sizes)[lengths > 0]
-    lengths = lengths[lengths > 0]
-    counts = np.bincount(documents, minlength=len(parts))
-    starts, ends = starts_and_ends(lengths)
-    num_sequences = counts[counts > 0]
-    last = np.cumsum(num_sequences) - 1  # the last sequence of each document
-    first = last - num_sequences + 1
-    tokens = with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
-    lengths[first] += first_token is not None
-    lengths[last] += last_token is not None
-    return Column(tokens, lengths, counts)
-
-
 def _encode(
     options: TokenizeOptions, part: int, documents: Documents, rejects: Rejects
-) -> tuple[list[Column], NDArray[np.bool_]]:
-    """The tokens of each key, and which documents could be encoded; others are empty."""
-    mask = np.ones(len(documents.lines), np.bool_)
+) -> tuple[Documents, list[EncodedTexts]]:
+    """The documents that can be encoded, and the tokens of each key."""
+
+    def encode(texts: Sequence[str | list[str]]) -> EncodedTexts:
+        splitter = options.splitter
+        split = [
+            text if isinstance(text, list) else splitter.split(text) if splitter else [text]
+            for text in texts
+        ]
+        return encode_texts(options.tokenizer, split, options.first_token, options.last_token)
+
     with contextlib.suppress(TextError):
-        return [encode_column(texts, options) for texts in documents.texts], mask
+        return documents, [encode(texts) for texts in documents.texts]
+    whole = []
     for number, texts in enumerate(zip(*documents.texts, strict=True)):
         try:
             for text in texts:
-                encode_column([text], options)
+                encode([text])
+            whole.append(number)
         except TextError as error:
-            line, byte_offset = documents.lines[number], documents.byte_offsets[number]
-            data = json.dumps(texts).encode()
-            rejects.add(part, int(line), int(byte_offset), str(error), data)
-            mask[number] = False
-            for column in documents.texts:
-                column[number] = ""
-    return [encode_column(texts, options) for texts in documents.texts], mask
+            rejects.add_document(part, documents, number, str(error), texts)
+    documents = documents.select(whole)
+    return documents, [encode(texts) for texts in documents.texts]
+
+
+def _encode_rows(
+    options: TokenizeOptions, part: int, documents: Documents, rejects: Rejects, writer: "_Writer"
+) -> tuple[Documents, list[EncodedTexts]]:
+    """The documents of a batch of rows, each with its row's line and id, and their tokens."""
+    rows: Any = documents.texts[0]
+    writer.record["bytes"] += documents.num_bytes
+    encoded = encode_rows(options.row_encoder, rows)  # type: ignore[arg-type]
+    for place, reason in sorted(encoded.problems.items()):
+        rejects.add_document(part, documents, place, reason, rows[place])
+    writer.record["report"].update(encoded.report)
+    sizes = sizes_of(encoded.ends)
+    lengths = sizes[sizes > 0]
+    if encoded.trained is not None:
+        writer.add_mask(encoded.trained, lengths)
+    documents = documents.select(np.repeat(np.arange(len(rows)), encoded.counts).tolist())
+    return documents, [EncodedTexts(encoded.tokens, lengths, (sizes > 0).astype(np.int64))]
 
 
 def _compare(options: TokenizeOptions, documents: Documents, random: np.random.Generator) -> None:
@@ -305,49 +293,80 @@ def texts_of(texts: Iterable[str | list[str]]) -> Iterator[str]:
 # ---- what a task writes ----
 
 
+def _selected(encoded: EncodedTexts, mask: NDArray[np.bool_]) -> EncodedTexts:
+    """The documents where `mask`, bool [documents], is True."""
+    if mask.all():
+        return encoded
+    sequences = np.repeat(mask, encoded.counts)
+    tokens = encoded.tokens[np.repeat(sequences, encoded.lengths)]
+    return EncodedTexts(tokens, encoded.lengths[sequences], encoded.counts[mask])
+
+
+def _append(encoded: EncodedTexts, builder: IndexedDatasetBuilder) -> None:
+    tokens, lengths, counts = encoded
+    if counts.max(initial=0) <= 1:  # all in one call, which is much faster
+        sizes = np.zeros(len(counts), np.int64)
+        sizes[counts > 0] = lengths
+        builder.add_documents(tokens, sizes)
+        return
+    ends = np.cumsum(counts)
+    token_ends = np.append(0, np.cumsum(lengths))[ends]
+    documents = np.split(tokens, token_ends[:-1]), np.split(lengths, ends[:-1])
+    for one, sizes in zip(*documents, strict=True):
+        builder.add_document(one, sizes)
+
+
 class _Writer:
     """Writes the documents of a task and their origins, and counts them in its record."""
 
     def __init__(
         self, options: TokenizeOptions, folder: str, record: Record, stack: contextlib.ExitStack
     ) -> None:
-        self._record, self._num_partitions = record, options.num_partitions
-        paths = [os.path.join(folder, name) for name in ("origins", "ids")]
-        self._origins, self._ids = (
+        self.record, self._num_partitions = record, options.num_partitions
+        paths = [os.path.join(folder, name) for name in ("origins", "ids", UNTRAINED)]
+        self._origins, self._ids, self._untrained = (
             stack.enter_context(open(path, "wb"))  # noqa: SIM115
             for path in paths
         )
         self.builders: dict[tuple[int, int], IndexedDatasetBuilder] = {}
         for pair in itertools.product(range(len(options.json_keys)), range(self._num_partitions)):
             prefix = prefix_of(folder, *pair)
-            builder = IndexedDatasetBuilder(prefix, options.tokenizer.dtype, durable=False)
+            builder = IndexedDatasetBuilder(prefix, options.dtype, durable=False)
             self.builders[pair] = stack.enter_context(builder)
             paths += [prefix + ".bin", prefix + ".idx"]
         self.files = paths
 
-    def add(
-        self, part: int, documents: Documents, columns: Sequence[Column], mask: NDArray[np.bool_]
-    ) -> None:
-        """Appends the documents where `mask`, bool [documents], is True."""
-        record, rows = self._record, np.empty(np.count_nonzero(mask), ORIGIN)
-        partitions = np.full(len(mask), -1)
-        partitions[mask] = (record["documents"] + np.arange(len(rows))) % self._num_partitions
+    def add_mask(self, trained: NDArray[np.bool_], lengths: NDArray[np.int64]) -> None:
+        """Notes the ranges that are not trained on of the next sequences, of these lengths."""
+        sequences, places = spread(lengths)
+        is_off, is_first = ~trained, places == 0
+        is_start = is_off & (is_first | np.append(True, trained)[:-1])
+        is_last = is_off & np.append((is_first | trained)[1:], True)
+        sequences = sequences[is_start] + self.builders[0, 0].num_sequences
+        rows = np.stack((sequences, places[is_start], places[is_last] + 1), axis=1)
+        self._untrained.write(rows.astype(np.int32).tobytes())
+
+    def add(self, part: int, documents: Documents, columns: Sequence[EncodedTexts]) -> None:
+        record, rows = self.record, np.empty(len(documents.lines), ORIGIN)
+        partitions = (record["documents"] + np.arange(len(rows))) % self._num_partitions
         for (key, partition), builder in self.builders.items():
-            kept = columns[key].select(partitions == partition)
-            record["tokens"][key] += len(kept.tokens)
-            kept.add_to(builder)
-        kept_ids = itertools.compress(documents.ids, mask)
-        ids = [None if text is None else text.encode() for text in kept_ids]
-        rows["part"], rows["partition"] = part, partitions[mask]
-        rows["line"], rows["byte_offset"] = documents.lines[mask], documents.byte_offsets[mask]
+            own = _selected(columns[key], partitions == partition)
+            record["tokens"][key] += len(own.tokens)
+            _append(own, builder)
+        ids = [None if text is None else text.encode() for text in documents.ids]
+        rows["part"], rows["partition"] = part, partitions
+        rows["line"], rows["byte_offset"] = documents.lines, documents.byte_offsets
         rows["id_length"] = [-1 if name is None else len(name) for name in ids]
         self._origins.write(rows.tobytes())
         self._ids.write(b"".join(filter(None, ids)))
         record["documents"] += len(rows)
+
+    def count(self, documents: Documents) -> None:
+        """Counts the texts of documents."""
         texts = texts_of(itertools.chain(*documents.texts))
-        record["bytes"] += sum(len(text.encode()) for text in texts)
+        self.record["bytes"] += sum(len(text.encode()) for text in texts)
         # At least the number of documents whose texts are all empty.
-        record["empty"] += min(
+        self.record["empty"] += min(
             sum(not (any(text) if isinstance(text, list) else text) for text in column)
             for column in documents.texts
         )

@@ -8,18 +8,20 @@ import json
 import operator
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from millrace.cache.loss_files import write_loss_ranges
 from millrace.engine import Done
 from millrace.files import flush_to_disk
 from millrace.provenance import OriginsWriter
 from millrace.provenance.origins import has_pyarrow
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Part, first_line_of
-from millrace.tokenizing.chunk import ORIGIN, REJECTS, prefix_of
+from millrace.tokenizing.chunk import ORIGIN, REJECTS, UNTRAINED, prefix_of
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _SHOWN_REJECTS = 20
@@ -43,11 +45,12 @@ class Output:
 
     Tasks are appended in their order; with partitions, which change the order, at the end. The
     counts are of what was appended: `num_tokens` for each key, `num_bytes_done` of this run's
-    tasks. `rejects` are the first rejected lines: file, line, byte offset and reason.
+    tasks. `rejects` are the first rejected lines: file, line, byte offset and reason. `report` has
+    the counts of a row encoder, `loss_ranges` the tokens that it does not train on, of each task.
     """
 
     def __init__(self, options: TokenizeOptions, stack: contextlib.ExitStack, scratch: str) -> None:
-        self._options, dtype = options, options.tokenizer.dtype
+        self._options, dtype = options, options.dtype
         self.builders = [
             stack.enter_context(IndexedDatasetBuilder(prefix, dtype, checksums=options.checksums))
             for prefix in options.prefixes.values()
@@ -61,11 +64,13 @@ class Output:
         if options.on_error == "quarantine":
             path = os.path.join(scratch, "quarantine.jsonl")
             self._quarantine = stack.enter_context(open(path, "wb"))  # noqa: SIM115
+        self.loss_ranges = [np.empty((0, 3), np.int32)]
         self._next_line = "", 0  # source of the last part, and the line after it
         self._tasks: list[_Task] = []
         self.num_documents = self.num_bytes = self.num_bytes_done = self.num_rejects = 0
         self.num_tokens = [0] * len(self.builders)
         self.rejects: list[dict[str, Any]] = []
+        self.report: Counter[str] = Counter()
 
     def append(self, done: Done) -> None:
         record, parts = done.record, done.task.payload.parts
@@ -76,6 +81,7 @@ class Output:
         self.num_bytes_done += record["bytes"] * (not done.is_kept)
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
         self._append_rejects(task, record["rejects"])
+        self.report.update(record["report"])
         if self._options.num_partitions == 1:
             self._copy(task, 0)
         else:
@@ -98,6 +104,8 @@ class Output:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(quarantine_path(self._options))
         finalize_together(self.builders)
+        if self._options.row_encoder is not None:
+            write_loss_ranges(self.builders[0].prefix, np.concatenate(self.loss_ranges))
         for writer in self._origins:
             writer.publish()
 
@@ -111,6 +119,11 @@ class Output:
 
     def _copy(self, task: _Task, group: int) -> None:
         """Appends the documents whose number in the task is `group` modulo the partitions."""
+        if self._options.row_encoder is not None:
+            path = os.path.join(task.folder, UNTRAINED)
+            ranges = np.fromfile(path, np.int32).reshape(-1, 3)
+            ranges[:, 0] += self.builders[0].num_sequences
+            self.loss_ranges.append(ranges)
         for key, builder in enumerate(self.builders):
             builder.add_index(prefix_of(task.folder, key, group))
         if self._origins:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -15,7 +15,7 @@ from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
 from millrace.engine import ALREADY, Done, Run
 from millrace.errors import ConfigError, TextError
 from millrace.files import checksum
-from millrace.names import IDX
+from millrace.names import IDX, LOSS
 from millrace.option_class import StrPath, identity_of
 from millrace.store.publish import LOCK, files_of, remove_leftovers
 from millrace.text import InputFile, Query, find_inputs, parts_of
@@ -47,6 +47,7 @@ class TokenizeResult:
         num_bytes_done: Bytes of text of the tasks of this run.
         encoder: Name of the tokenizing library.
         notices: Sentences that the user should read, such as why another library was used.
+        report: Counts of a row encoder, such as the tokens that are trained on.
     """
 
     prefixes: dict[str, str]
@@ -61,6 +62,7 @@ class TokenizeResult:
     num_bytes_done: int
     encoder: str
     notices: list[str]
+    report: dict[str, int] = field(default_factory=dict)
 
 
 def tokenize(
@@ -103,15 +105,18 @@ def tokenize(
         checked.inputs, separator=checked.separator, format=checked.format, others=others
     )
     _check_outputs(checked, files)
-    tokenizer, notice = checked_tokenizer(checked.tokenizer, _first_texts(files, checked))
-    checked = replace(checked, tokenizer=tokenizer)
+    tokenizer, notice = checked.tokenizer, ""
+    if checked.row_encoder is None:
+        tokenizer, notice = checked_tokenizer(tokenizer, _first_texts(files, checked))
+        checked = replace(checked, tokenizer=tokenizer)
     workers = input_tasks.choose_workers(checked, files)
+    endings = (IDX,) if checked.row_encoder is None else (IDX, LOSS)
     notices = [*filter(None, [notice]), *_notices(tokenizer, others)]
     with Run(
         checked.output_prefix,
         _identity(checked, files),
         inputs=_details(checked, files),
-        outputs=[prefix + IDX for prefix in checked.prefixes.values()],
+        outputs=[prefix + ending for prefix in checked.prefixes.values() for ending in endings],
         engine=checked.engine,
         restart=checked.restart,
         show_progress=checked.show_progress,
@@ -156,6 +161,8 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
         "max_document_size": options.longest_document,
         "inputs": [input_tasks.absolute(file.path) for file in files],
     }
+    if options.row_encoder is not None:
+        entries["row_encoder"] = options.row_encoder.fingerprint()
     if options.format is not None:
         entries["format"] = f"{type(options.format).__module__} {options.format.name}"
     if options.shard is not None:  # sizes decide where the other shards begin
@@ -202,10 +209,14 @@ def _write(
             num_bytes_done=output.num_bytes_done,
             encoder=options.tokenizer.encoder_name,
             notices=tasks.notices,
+            report=dict(output.report),
         )
         if options.checksums:
             for builder, key in zip(output.builders, options.json_keys, strict=True):
                 builder.add_provenance(_provenance_of(options, files, key, output))
+        if options.row_encoder is not None:  # noted before there is a pair, even without checksums
+            mask = {"loss_ranges": sum(map(len, output.loss_ranges)), "report": result.report}
+            output.builders[0].add_provenance(mask)
         run.publish(output.publish, asdict(result))
     return result
 
@@ -261,6 +272,8 @@ def _provenance_of(
     }
     if len(files) > _LISTED_INPUTS:
         entries["num_inputs"] = len(files)
+    if options.row_encoder is not None:
+        entries["row_encoder"] = options.row_encoder.fingerprint()
     if options.first_token is not None:
         entries["bos_token"] = options.first_token
     if splitter is not None:

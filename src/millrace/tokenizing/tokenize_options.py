@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from millrace import checks
 from millrace.encoding import Tokenizer
+from millrace.encoding.row_encoders import RowEncoder, check_encoder
 from millrace.engine import ENGINES
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
@@ -73,6 +76,9 @@ class TokenizeOptions:
         "tokenizer.json, transformers folder, sentencepiece .model, .tiktoken, or `bytes`",
         check=partial(_instance, Tokenizer, "millrace.encoding"), parse=str, metavar="FILE",
         identity="never", group="tokenizer")
+    row_encoder: RowEncoder | None = option(
+        "encoder of whole rows, in place of the texts of a key", None,
+        check=check_encoder, flags=None, identity="never")
     append_eod: bool = _encoding("end documents with the tokenizer's end-of-document token", False)
     prepend_bos: bool = _encoding("start documents with the tokenizer's BOS token", False)
     check_rate: float = _encoding(
@@ -122,6 +128,10 @@ class TokenizeOptions:
             )
         _ = self.last_token  # raises an error if it is not known
         count, num_keys = self.num_partitions, len(self.json_keys)
+        others = [self.splitter, self.append_eod, self.prepend_bos, num_keys > 1, count > 1]
+        if self.row_encoder is not None and any(others):
+            what = "splitter, append_eod, prepend_bos, partitions, and keys but one"
+            raise ConfigError(f"a row_encoder decides the documents: leave out {what}")
         if self.shard is not None and count > 1:
             raise ConfigError(
                 f"partitions is {count}, which deals the documents of the whole input: shards "
@@ -142,6 +152,11 @@ class TokenizeOptions:
     def last_token(self) -> int | None:
         """The token after each document, or None."""
         return self.tokenizer.eod if self.append_eod else None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the tokens."""
+        return self.tokenizer.dtype if self.row_encoder is None else self.row_encoder.dtype
 
     @property
     def longest_document(self) -> int:

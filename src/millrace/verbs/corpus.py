@@ -10,15 +10,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from millrace.chats import ChatEncoder, ChatOptions
 from millrace.encoding import ENCODERS, Tokenizer
 from millrace.encoding.training import train_tokenizer
 from millrace.engine import ALREADY, ENVIRONMENT
 from millrace.errors import ConfigError
+from millrace.inspect import format_report
 from millrace.option_class import StrPath, option, parse_escapes, parse_size, take_options
 from millrace.shuffling import shuffle
 from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.text import SentenceSplitter, read_input_list
-from millrace.tokenizing import TokenizeOptions, tokenize
+from millrace.tokenizing import TokenizeOptions, TokenizeResult, tokenize
 from millrace.verbs import JsonOption, Verb
 
 _tokenizer = partial(option, group="tokenizer")
@@ -73,9 +75,15 @@ class SentenceOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputListOption:
+class InputOptions:
     input_list: str | None = option(
         "file with an input per line", None, group="input", metavar="FILE"
+    )
+    chat: bool = option(
+        "encode conversations by a chat template, and write which tokens are trained on; without "
+        "--json-keys, PREFIX_KEY is PREFIX_chat",
+        False,
+        group="input",
     )
 
 
@@ -128,10 +136,20 @@ def _tokenize(
     sentences = take_options(SentenceOptions, options)
     if "library" in sentences:
         options["splitter"] = SentenceSplitter(**sentences)
+    chats, is_chat = take_options(ChatOptions, options), options.pop("chat", False)
+    if chats and not is_chat:
+        raise ConfigError(f"{', '.join(chats)}: add --chat, or leave this out")
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
         options["tokenizer"] = Tokenizer(tokenizer, **settings)
+        if is_chat:
+            options["row_encoder"] = ChatEncoder(options["tokenizer"], **chats)
+            options.setdefault("json_keys", ("chat",))
         result = tokenize(inputs, show_progress=True, **options)
+    return _tokenize_report(result, as_json)
+
+
+def _tokenize_report(result: TokenizeResult, as_json: bool) -> str:
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
     if as_json:
         report = {
@@ -148,6 +166,7 @@ def _tokenize(
             "encoder": result.encoder,
             "notices": result.notices,
             "prefixes": result.prefixes,
+            "report": result.report,
         }
         return json.dumps(report)
     lines = [
@@ -164,6 +183,8 @@ def _tokenize(
         lines += ["  {file}, line {line}: {reason}".format_map(row) for row in result.skipped]
         if result.num_skipped > len(result.skipped):
             lines.append(f"  and {result.num_skipped - len(result.skipped):,} more")
+    if result.report:
+        lines.append(format_report({**result.report, "skipped rows": result.num_skipped}))
     return "\n".join(lines)
 
 
@@ -204,7 +225,7 @@ VERBS = (
     Verb(
         "tokenize",
         _tokenize,
-        (TokenizeOptions, InputListOption, TokenizerOptions, SentenceOptions, JsonOption),
+        (TokenizeOptions, InputOptions, TokenizerOptions, SentenceOptions, ChatOptions, JsonOption),
         "Converts text to token files. Reads JSONL, Parquet, Arrow, CSV and plain text, also "
         "compressed, and writes Megatron-LM's token files PREFIX_KEY_document.bin/.idx, one pair "
         "per key. A job that was killed continues when the same command runs again.",

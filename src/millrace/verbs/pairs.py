@@ -1,24 +1,31 @@
 """`inspect`, `verify`, `merge`, `split` and `convert`."""
 
+import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from millrace import inspect
+from millrace.cache.loss_files import joined_ranges
+from millrace.chats import ChatEncoder, ChatOptions
 from millrace.checks import printable_lines
 from millrace.encoding import Tokenizer
 from millrace.engine.progress import Progress
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
-from millrace.option_class import check_options, option
+from millrace.online import open_rows
+from millrace.option_class import check_options, option, take_options
 from millrace.run.arguments import config_from, read_arguments, unknown_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
 from millrace.store import IndexedDataset, verify
 from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
+
+_ROW_FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".csv")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +46,8 @@ class ShardOptions:
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(ShardOptions):
     prefix: str = option(
-        "path prefix of a token file, folder of a shuffle, or YAML or TOML file of a run that "
-        "packs documents",
+        "path prefix of a token file, folder of a shuffle, YAML or TOML file of a run that packs "
+        "documents, or file of conversations (JSONL, Parquet, Arrow, CSV)",
         flags="prefix",
         metavar="PREFIX",
     )
@@ -57,6 +64,7 @@ class InspectOptions(ShardOptions):
     )
     ranks: int = option("of a run: data-parallel ranks that share a global batch", 8, least=1)
     micro_batches: int = option("of a run: packs of a rank in a global batch", 4, least=1)
+    row: int = option("of conversations: number of the row, from 0", 0, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +76,23 @@ class VerifyOptions(ShardOptions):
 
 
 def _inspect(as_json: bool = False, **values: Any) -> str:
+    chats = take_options(ChatOptions, values)
     options = InspectOptions(**values)
     folder, decoder, number = options.prefix, None, options.document
     if options.tokenizer is not None:
         decoder = Tokenizer(options.tokenizer, tiktoken_pattern=options.tiktoken_pattern)
+    if folder.endswith(_ROW_FILES):
+        if decoder is None:
+            raise ConfigError("--tokenizer is missing: conversations are shown as its tokens")
+        try:
+            (row,) = open_rows(folder).rows([options.row])
+        except IndexError as error:
+            raise ConfigError(f"{folder}: {error}") from None
+        documents = ChatEncoder(decoder, **chats).explain(row)
+        if as_json:
+            return json_text(documents)
+        has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        return inspect.format_chat(documents, has_colour=has_colour)
     if folder.endswith((".yaml", ".yml", ".toml")):
         values = read_arguments(folder)
         unknown_arguments(values)
@@ -120,6 +141,13 @@ def _verify(as_json: bool = False, **values: Any) -> str:
         ]
     lines = []
     for report in reports:
+        if not report.problems and not is_shards_folder(report.prefix):
+            try:
+                ranges = joined_ranges([(IndexedDataset(report.prefix), None)])
+                if ranges is not None:
+                    report.notices.append(f"{len(ranges):,} ranges of tokens are not trained on")
+            except DataError as error:
+                report.problems.append(str(error))
         what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
         lines.append(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
         lines += [f"  {printable_lines(line)}" for line in [*report.problems, *report.notices]]
@@ -151,12 +179,13 @@ VERBS = (
     Verb(
         "inspect",
         _inspect,
-        (InspectOptions, JsonOption),
+        (InspectOptions, ChatOptions, JsonOption),
         "Describes a token file, or the output folder of a shuffle. Prints counts, dtype and "
         "lengths, and the head and tail of a document, and where it came from. With a tokenizer, "
         "the document is decoded. Of a shuffle, prints the shards, the domains and how evenly "
         "they are spread. Of a run that packs documents, prints how full the packs are, and how "
-        "even the work of the ranks is.",
+        "even the work of the ranks is. Of a file of conversations, prints the tokens of a "
+        "row, and marks those that are trained on.",
     ),
     Verb(
         "verify",

@@ -40,6 +40,14 @@ class _Table(Format):
         """Record batches of a part, with the share of it that ends with each."""
         raise NotImplementedError
 
+    def table(self, part: Part) -> Any:
+        """A part that has rows as Arrow's table, with all columns."""
+        query = Query(keys=(), reject=lambda *_: None, whole=True)
+        with _table_errors(part.source):
+            import pyarrow as pa
+
+            return pa.Table.from_batches([batch for batch, _ in self._groups(part, query)])
+
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
         with _table_errors(file.path):
             sizes, rows = self._sizes(file.path)
@@ -76,7 +84,10 @@ class _Table(Format):
                 step = _num_rows(group.num_rows, group.nbytes)
                 for start in range(0, group.num_rows, step):
                     rows = group.slice(start, step)
-                    columns = [_values(_column(rows, key)) for key in query.keys]
+                    if query.whole:
+                        columns = [records_of(rows, part.source)]
+                    else:
+                        columns = [_values(_column(rows, key)) for key in query.keys]
                     ids = [None] * rows.num_rows
                     if _type_of(rows.schema, query.id_key) is not None:
                         ids = _id_values(_column(rows, query.id_key))
@@ -89,6 +100,11 @@ class Parquet(_Table):
     name = "parquet"
     endings = (".parquet", ".pq")
     _magic = b"PAR1"
+
+    def group_counts(self, path: str) -> list[int] | None:
+        """The number of rows of each group; None if the file has no index of groups."""
+        with _table_errors(path), _parquet_file(path) as (_, groups):
+            return [group.num_rows for group in groups]
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
         with _parquet_file(path) as (_, groups):
@@ -128,11 +144,18 @@ class Arrow(_Table):
     _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
     def first_line_of(self, part: Part) -> int:
-        with _table_errors(part.path):
+        return sum((self.group_counts(part.path) or [])[: part.start])
+
+    def group_counts(self, path: str) -> list[int] | None:
+        """See `Parquet.group_counts`."""
+        with _table_errors(path):
+            with open(path, "rb") as start:
+                if not self.matches(start.read(len(self._magic))):
+                    return None
             import pyarrow as pa
 
-            file = pa.ipc.open_file(pa.memory_map(part.path))
-            return sum(file.get_batch(number).num_rows for number in range(part.start))
+            file = pa.ipc.open_file(pa.memory_map(path))  # reads no column
+            return [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
         with open(path, "rb") as file:
@@ -215,8 +238,8 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
 
 def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) -> None:
     try:
-        texts = list(map(check_cell, values, query.keys))
-        if [text for text in texts if _is_long(text, query.max_size)]:
+        texts = values if query.whole else list(map(check_cell, values, query.keys))
+        if not query.whole and [text for text in texts if _is_long(text, query.max_size)]:
             query.reject_long(row, -1, "text")
         else:
             batch.add(texts, row, id_=id_text(id_))
@@ -239,7 +262,9 @@ def _escaped(value: Any) -> str:
 
 
 def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
-    """The names and paths of the columns of texts and ids, each once."""
+    """The names and paths of the columns of texts and ids, each once; all columns of records."""
+    if query.whole:
+        return list(schema.names)
     for key in query.keys:
         type_ = _type_of(schema, key)
         if type_ is None or not _is_text(type_):
@@ -315,6 +340,15 @@ def _values(column: Any) -> list[Any]:
     return list(map(_as_text, column.to_pylist()))
 
 
+def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
+    """The rows of a record batch or table as dictionaries, with Python's values."""
+    names = batch.schema.names
+    if len({*names}) < len(names):
+        raise TextError(f"{source} has two columns of one name: give each its own name ({names})")
+    columns = map(_values, batch.columns)
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
 def _check_offsets(column: Any) -> None:
     """ArrowInvalid unless all offsets are valid: others would lead to any place in memory."""
     try:
@@ -335,6 +369,8 @@ def _plain(column: Any) -> Any:
 def _as_text(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(_as_text, value))
+    if isinstance(value, dict):
+        return {name: _as_text(part) for name, part in value.items()}
     if isinstance(value, bytes):
         with contextlib.suppress(UnicodeDecodeError):
             return value.decode()

@@ -3,7 +3,7 @@
 import csv
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from millrace.errors import TextError
 from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, no_column, read_size
@@ -44,10 +44,11 @@ class Csv(Format):
         with open_part(part) as stream:
             rows = self._rows(stream, part, query.max_size, query.block_size)
             columns, number, _ = _read_header(rows, part.source)
-            for key in query.keys if columns else ():  # an empty file needs none
+            keys = columns if query.whole else query.keys
+            for key in keys if columns else ():  # an empty file needs none
                 if columns.count(key) != 1:
                     raise no_column(part.source, key, columns)
-            places = [columns.index(key) for key in query.keys if columns]
+            places = [columns.index(key) for key in keys if columns]
             id_place = columns.index(query.id_key) if query.id_key in columns else -1
             for fields, data, problem in rows:
                 try:
@@ -58,7 +59,9 @@ class Csv(Format):
                             f"{len(columns)}. Quote fields with separators or line breaks in them"
                         )
                     if fields:
-                        texts = [decode_text(fields[place]) for place in places]
+                        texts: list[Any] = [decode_text(fields[place]) for place in places]
+                        if query.whole:
+                            texts = [dict(zip(columns, texts, strict=True))]
                         id_ = fields[id_place].decode(errors="replace")
                         batch.add(texts, number, id_=id_ if id_place >= 0 else None)
                 except BadDocumentError as error:
@@ -69,6 +72,12 @@ class Csv(Format):
                     yield batch.take(number, stream.position, stream.size)
                     size = 0
             yield batch.take(number, stream.position, stream.size)
+
+    def columns(self, part: Part, query: Query) -> list[str]:
+        """The names of the columns."""
+        with open_part(part) as stream:
+            rows = self._rows(stream, part, query.max_size, query.block_size)
+            return _read_header(rows, part.source)[0]
 
     def unpack(
         self, file: InputFile, size: int, *, max_size: int, block_size: int

@@ -12,6 +12,7 @@ from millrace.errors import ConfigError
 from millrace.text.documents import Batch, Documents, Query, read_records
 from millrace.text.json_values import (
     NOT_UNICODE,
+    check_object,
     check_unicode,
     decode_text,
     id_of,
@@ -22,7 +23,7 @@ from millrace.text.json_values import (
 from millrace.text.parts import Format, InputFile, Part, open_part
 
 try:
-    from orjson import loads
+    from orjson import loads as loads
 except ImportError:  # Python's own is used
 
     def loads(line: Any, /) -> Any:  # type: ignore[misc]
@@ -30,6 +31,14 @@ except ImportError:  # Python's own is used
 
 
 _READ_SIZE = 1 << 20
+
+
+def parse_line(line: bytes) -> Any:
+    """The value of a line of JSON; BadDocumentError if it is not JSON."""
+    try:
+        return loads(line)
+    except ValueError:
+        return parse_json(line)
 
 
 class JsonLines(Format):
@@ -71,12 +80,16 @@ class JsonLines(Format):
                 if not line.strip():
                     return
                 record = parse_json(line)
-                # orjson takes no half of a surrogate pair.
-                check_unicode([text_at(record, key) for key in keys])
-            texts = [text_at(record, key) for key in keys]
+                # orjson takes no half of a surrogate pair; an encoder of rows looks for itself.
+                check_unicode([] if query.whole else [text_at(record, key) for key in keys])
+            texts = (
+                [check_object(record)] if query.whole else [text_at(record, key) for key in keys]
+            )
             batch.add(texts, number, offset, id_of(record, query.id_key, line))
 
         def add_all(lines: list[bytes], first: int, offset: int) -> bool:
+            if query.whole:
+                return False
             try:
                 records = list(map(loads, lines))
                 texts = [[record[key] for record in records] for key in keys]
@@ -117,7 +130,7 @@ class PlainText(Format):
         return bool(self._separator)
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        if query.keys != ("text",):
+        if query.keys != ("text",) and not query.whole:
             raise ConfigError(
                 f'{part.source} is plain text, which has only the key "text"; the keys are: '
                 f"{', '.join(query.keys)}"
@@ -125,7 +138,8 @@ class PlainText(Format):
         batch = Batch(query, part.size)
 
         def add(record: bytes, line: int, offset: int) -> None:
-            batch.add([decode_text(record)], line, offset)
+            text = decode_text(record)
+            batch.add([{"text": text} if query.whole else text], line, offset)
 
         with open_part(part) as stream:
             offset = part.byte_offset + stream.first_byte

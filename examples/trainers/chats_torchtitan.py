@@ -1,0 +1,49 @@
+"""Packs of whole chats behind torchtitan's data loader interface.
+
+The model is trained on what the assistant says. Packs of a token file, as `tiny_data.make_packs`
+has them, go the same way.
+
+    torchrun --nproc-per-node 2 examples/trainers/chats_torchtitan.py FOLDER
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tiny_chats
+import tiny_data
+import torchtitan_loader
+
+from millrace.outputs import FinishedDataset, torchtitan
+from millrace.torch import to_tensors
+
+
+def inputs_and_labels(batch):
+    """The pair that torchtitan's trainer takes."""
+    tensors = to_tensors(batch)
+    labels = tensors.pop("labels")
+    return tensors, labels
+
+
+class ChatDataLoader(torchtitan_loader.MillraceDataLoader):
+    transform = staticmethod(inputs_and_labels)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan_loader.MillraceDataLoader.Config):
+        tokenizer_path: str
+
+    def dataset(self, config, seq_len):
+        chats, tokenizer = Path(config.dataset_path), Path(config.tokenizer_path)
+        packs = tiny_chats.pack_chats(chats, tokenizer, seq_len)
+        return FinishedDataset(packs, partial(torchtitan, sequence_length=seq_len))
+
+
+def main() -> None:
+    options = tiny_data.arguments("fine-tune on chats with torchtitan's loader interface")
+    chats, tokenizer = tiny_chats.make_chats(options)
+    config = ChatDataLoader.Config(dataset_path=str(chats), tokenizer_path=str(tokenizer))
+    torchtitan_loader.train(options, config, tiny_data.PACK_LENGTH)
+
+
+if __name__ == "__main__":
+    main()

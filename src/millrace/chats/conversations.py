@@ -1,0 +1,176 @@
+"""A row of a dataset into a conversation: messages, tools, and which turns to train on."""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from millrace.checks import shown
+from millrace.errors import TextError
+
+Message = dict[str, Any]
+
+ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool", "developer")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "model", "bot", "chatgpt"), "assistant"),
+    **dict.fromkeys(("observation", "function", "tool_response"), "tool"),
+}
+"""The roles that messages may name, and what templates call them."""
+
+FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+"""The columns that make a conversation: the first form of which a row has all."""
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names of a message's reasoning; templates read the first two."""
+
+
+class Conversation(NamedTuple):
+    """A conversation as templates read it.
+
+    Attributes:
+        messages: Messages of plain values, each with `role` and `content` (a text).
+        tools: Descriptions of tools, or None.
+        weights: Whether to train on each message: None where the row says nothing.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None
+    weights: list[bool | None]
+
+
+def conversation_of(row: Any) -> Conversation:
+    """The conversation of a row.
+
+    Args:
+        row: Dictionary with the columns of one of `FORMS`, and perhaps `input`, `system`, `tools`.
+
+    Raises:
+        TextError: What cannot be rendered; it names the message.
+
+    >>> row = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "?"}]}
+    >>> [message["role"] for message in conversation_of(row).messages]
+    ['user', 'assistant']
+    """
+    if not isinstance(row, Mapping):
+        raise TextError(f"a row is {shown(row)}; give a dictionary")
+    names = (*itertools.chain(*FORMS), "input", "system", "tools")
+    columns = {name: plain(row.get(name), name) for name in names}
+    form = next((one for one in FORMS if all(columns[name] is not None for name in one)), None)
+    if form is None:
+        forms = ", or ".join(" and ".join(one) for one in FORMS)
+        there = shown(sorted(map(str, row)))
+        raise TextError(f"the row has the columns {there}; it needs {forms}: rename them")
+    if form[0] == "instruction":
+        texts = [_text_of(name, columns[name]) for name in ("instruction", "input")]
+        columns["instruction"] = "\n\n".join(filter(None, texts))
+    messages = [_message(place, one) for place, one in _given_messages(form, columns)]
+    if columns["system"] and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, _message("system", {"role": "system", "content": columns["system"]}))
+    if not any(message["role"] == "assistant" for message in messages):
+        raise TextError(f"none of the {len(messages)} messages is an assistant's")
+    weights = [_weight_of(number, message) for number, message in enumerate(messages)]
+    return Conversation(messages, _tools_of(columns["tools"]), weights)
+
+
+def plain(value: Any, place: str) -> Any:
+    """A value in JSON's types, from Python's and NumPy's; TextError for another."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str(key): plain(one, f"{place}.{key}") for key, one in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist(), place)
+    if isinstance(value, (list, tuple)):
+        return [plain(one, f"{place}[{number}]") for number, one in enumerate(value)]
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, (np.bool_, np.integer, np.floating)):
+        return value.item()
+    raise TextError(f"{place} is {shown(value)}; give texts, numbers, lists or objects")
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in a plain value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value if isinstance(value, list) else (*value, *value.values()):
+            yield from texts_in(one)
+
+
+def _given_messages(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The messages of a row as they stand there, with their places for errors."""
+    for name, role in zip(form, ("user", "assistant"), strict=False):
+        value = columns[name]
+        if len(form) == 2 and isinstance(value, str):
+            yield name, {"role": role, "content": value}
+        elif isinstance(value, list):
+            yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
+        else:
+            raise TextError(f"{name} is {shown(value)}; give a list of messages")
+
+
+def _message(place: str, given: Any) -> Message:
+    if not isinstance(given, dict):
+        raise TextError(f"{place} is {shown(given)}; give an object with role and content")
+    # Arrow gives each message all keys of the file: a None stands for an absent one.
+    message = {key: value for key, value in given.items() if value is not None}
+    role, content = message.pop("from", None), message.pop("value", None)
+    role, content = message.get("role", role), message.get("content", content)
+    if not isinstance(role, str) or role not in ROLES:
+        what = f"{place} has the role {shown(role)}" if role is not None else f"{place} has no role"
+        raise TextError(f"{what}; the known ones are {', '.join(ROLES)}: rename it")
+    message |= {"role": ROLES[role], "content": _text_of(place, content)}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if not isinstance(reasoning, str | None):
+        raise TextError(f"the reasoning of {place} is {shown(reasoning)}; give a text")
+    if reasoning is not None:  # as transformers does, for the templates of both names
+        message |= {"reasoning_content": reasoning, "thinking": reasoning}
+    calls = message.get("tool_calls", [])
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            what = f"a tool call of {place} is {shown(call)}"
+            raise TextError(f'{what}; give {{"function": {{"name": ..., "arguments": ...}}}}')
+    if not calls:
+        message.pop("tool_calls", None)
+    is_spoken = message["role"] in ("user", "assistant")
+    if is_spoken and not (message["content"].strip() or reasoning or calls):
+        raise TextError(f"{place} ({message['role']}) is empty")
+    return message
+
+
+def _text_of(place: str, content: Any) -> str:
+    """A content as one text: the texts of its parts stand one after the other."""
+    if isinstance(content, str | None):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        is_text = isinstance(part, dict) and part.get("type", "text") == "text"
+        text = part.get("text") if is_text else part
+        if not isinstance(text, str):
+            raise TextError(f"the content of {place} has {shown(part)}; only texts can be encoded")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tools_of(value: Any) -> list[Any] | None:
+    if isinstance(value, str) and value.strip():  # tables hold them so, as their schemas differ
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise TextError(f"tools are {shown(value)}, which is not JSON") from None
+    if value and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        raise TextError(f"tools are {shown(value)}; give a list of objects")
+    return value or None
+
+
+def _weight_of(number: int, message: Message) -> bool | None:
+    """Takes `weight` and `train` out of a message."""
+    given = [message.pop(name) for name in ("weight", "train") if name in message]
+    if any(type(one) not in (int, float, bool) or one not in (0, 1) for one in given):
+        raise TextError(f"message {number} has the weight {shown(given)}; give 0 or 1")
+    return all(given) if given else None

@@ -1,0 +1,211 @@
+"""Chats into tokens with a proven mask."""
+
+import codecs
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from millrace.chats import conversations
+from millrace.chats.options import ChatOptions
+from millrace.chats.probes import LOOKS_SPECIAL, learn
+from millrace.chats.proof import Document, Rules, prove
+from millrace.chats.templates import find_template
+from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
+from millrace.checks import shown
+from millrace.encoding.row_encoders import EncodedRows
+from millrace.encoding.tokenizer import Tokenizer
+from millrace.errors import ConfigError, TextError
+from millrace.option_class import identity_of
+
+
+class ChatEncoder:
+    """Conversations into documents of tokens, with a mask that is proven.
+
+    Rows may have `messages`, ShareGPT's `conversations`, `prompt` and `completion`, or
+    `instruction`, `input` and `output`. The mask of each is found by independent routes, which must
+    agree on what the assistant says; a row for which they do not is a problem with a reason.
+
+    Args:
+        tokenizer: Tokenizer that tells where its tokens end: byte-level BPE, or a tokenizer.json.
+        template: Path or text of a chat template, or "chatml". None: the tokenizer's own, or
+            ChatML.
+        options: Fields of `ChatOptions`.
+
+    Attributes:
+        rules: What a probe conversation told of the template, `stops` above all.
+        dtype: Dtype of the tokens, the tokenizer's.
+
+    Raises:
+        ConfigError: A template that cannot be used or whose masks cannot be proven; a tokenizer
+            that does not fit it.
+
+    >>> encoder = ChatEncoder(Tokenizer("bytes"))
+    >>> chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    >>> rows = encoder.encode([{"messages": chat}, {"messages": []}])
+    >>> bytes(rows.tokens[rows.trained].tolist()).decode()
+    'Yes?<|im_end|>'
+    >>> rows.counts.tolist(), rows.problems
+    ([1, 0], {1: "none of the 0 messages is an assistant's"})
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: str | os.PathLike[str] | None = None, **options: Any
+    ) -> None:
+        if not isinstance(tokenizer, Tokenizer) or tokenizer.options.get("add_special_tokens"):
+            what = f"tokenizer is {shown(tokenizer)}"
+            raise ConfigError(f"{what}; give a Tokenizer, without add_special_tokens")
+        if not tokenizer.options.get("special_tokens_in_text", True):
+            raise ConfigError("special_tokens_in_text is False, but templates write special tokens")
+        self.tokenizer, self.dtype = tokenizer, tokenizer.dtype
+        self.options = ChatOptions(template=template, **options)
+        found = find_template(tokenizer, self.options)
+        self._borders = BorderEncoder(tokenizer)
+        texts = sorted(map(re.escape, tokenizer.special_tokens()), key=len, reverse=True)
+        self._special = re.compile("|".join(texts) or "(?!)")
+        special = re.compile("|".join([*texts, LOOKS_SPECIAL]))
+        rules = Rules(options=self.options, template=found, special=special)
+        self.rules, probes = learn(rules)
+        if problems := _Masks(self._borders, probes).problems:
+            raise ConfigError(
+                f"{tokenizer.path} does not fit {found.name}: {next(iter(problems.values()))}. "
+                "Give the tokenizer this special token, or another template"
+            )
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
+        """The documents of some rows; those that cannot be rendered or proven are problems.
+
+        Returns:
+            Arrays as `EncodedRows` says, with a `report`: "rows"; "bad rows", of which "rows
+            without a target" would train on no token; "documents", of which "documents of
+            rewritten history" are beyond the first of their row; "turns" that are trained on, of
+            which "turns without a stop token"; "tokens", of which "trained tokens"; "tokens across
+            a border" of trained and other characters, which are not trained on; and documents by
+            the routes that agree on their masks.
+        """
+        problems: dict[int, str] = {}
+        documents: list[tuple[int, Document]] = []
+        for number, row in enumerate(rows):
+            try:
+                documents += [(number, one) for one in self.documents(row)]
+            except TextError as error:
+                problems[number] = str(error)
+        masks = _Masks(self._borders, [one for _, one in documents])
+        for place, problem in masks.problems.items():
+            problems.setdefault(documents[place][0], problem)
+        is_kept = np.array([number not in problems for number, _ in documents], bool)
+        owners = np.array([number for number, _ in documents], np.int64)[is_kept]
+        counts = np.bincount(owners, minlength=len(rows)).astype(np.int64)
+        keep = np.repeat(is_kept, masks.tokens.lengths)
+        ids, trained = masks.tokens.ids[keep].astype(self.dtype, copy=False), masks.trained[keep]
+        kept = [one for number, one in documents if number not in problems]
+        turns = [turn for one in kept for turn in one.turns]
+        report = {
+            "rows": len(rows),
+            "bad rows": len(problems),
+            "rows without a target": sum("has no target" in one for one in problems.values()),
+            "documents": len(kept),
+            "documents of rewritten history": len(kept) - int((counts > 0).sum()),
+            "turns": len(turns),
+            "turns without a stop token": sum(turn.stop[0] == turn.stop[1] for turn in turns),
+            "tokens": len(ids),
+            "trained tokens": int(trained.sum()),
+            "tokens across a border": int(masks.is_border[keep].sum()),
+            **Counter(f"routes: {', '.join(one.routes)}" for one in kept),
+        }
+        ends = np.cumsum(masks.tokens.lengths[is_kept])
+        return EncodedRows(ids, ends, trained, counts, dict(sorted(problems.items())), report)
+
+    def documents(self, row: Mapping[str, Any]) -> list[Document]:
+        """The rendered documents of a row, and what is trained of them.
+
+        Raises:
+            TextError: A row that is a problem.
+        """
+        try:
+            chat = conversations.conversation_of(row)
+            for number, message in enumerate(chat.messages):
+                self._check_texts(f"message {number}", message)
+            self._check_texts("the tools", chat.tools)
+            return prove(chat, self.rules)
+        except RecursionError:
+            raise TextError("the row is nested too deeply: make it flat") from None
+
+    def explain(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What becomes of a row, for people; TextError for one that is a problem.
+
+        Returns:
+            For each document: `tokens` (ids), `texts` (of the tokens) and `trained`, lists of one
+            length; and `routes`. A character of several tokens stands in the text of the last.
+        """
+        explained = []
+        for document in self.documents(row):
+            masks = _Masks(self._borders, [document])
+            if masks.problems:
+                raise TextError(masks.problems[0])
+            text, decoder = document.text.encode(), codecs.getincrementaldecoder("utf-8")()
+            places = zip(masks.tokens.starts, masks.tokens.ends, strict=True)
+            texts = [decoder.decode(text[start:end]) for start, end in places]
+            of_tokens = {"tokens": masks.tokens.ids.tolist(), "trained": masks.trained.tolist()}
+            explained.append({"routes": document.routes, **of_tokens, "texts": texts})
+        return explained
+
+    def fingerprint(self) -> dict[str, Any]:
+        """All that decides the tokens and the mask, in plain values."""
+        return {
+            "kind": "chats",
+            "version": 1,
+            "tokenizer": self.tokenizer.fingerprint,
+            "tokenizer_options": self.tokenizer.options,
+            "tokenizer_versions": self.tokenizer.versions,
+            **self.rules.template.fingerprint(),
+            "stops": list(self.rules.stops),
+            "options": identity_of(self.options),
+        }
+
+    def _check_texts(self, name: str, value: Any) -> None:
+        """Raises TextError for texts that cannot be encoded, or hold special tokens."""
+        for text in conversations.texts_in(value):
+            if not text.isascii() and (lone := re.search(r"[\ud800-\udfff]", text)):
+                what = f"the lone surrogate U+{ord(lone[0]):04X}: repair the text"
+                raise TextError(f"{name} has {what}")
+            special = self._special.search(text)
+            if special and self.options.special_text == "refuse":
+                raise TextError(
+                    f"{name} holds the text of the special token {special[0]!r}: remove it, or "
+                    'give special_text="keep" to encode it as that token'
+                )
+
+
+class _Masks:
+    """The tokens of some documents, which of them are trained on or across a border, and the
+    problems that they show, by document."""
+
+    def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
+        self.tokens = borders.encode([one.text for one in documents])
+        spans: list[list[int]] = []
+        stops: list[tuple[int, int]] = []
+        for number, document in enumerate(documents):
+            of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
+            pairs = np.array([*document.spans, *of_turns], np.int64).reshape(-1, 2)
+            places = byte_places(document.text, pairs) + self.tokens.bases[number]
+            count = len(document.spans)
+            spans += places[:count].tolist()
+            stops += [(end - 1, number) for end in places[count:, 1].tolist()]
+        array = np.array(spans, np.int64).reshape(-1, 2)
+        self.trained, self.is_border = trained_tokens(self.tokens, array)
+        ends, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
+        empty = np.flatnonzero(sums[ends] == sums[ends - self.tokens.lengths]).tolist()
+        self.problems = dict.fromkeys(empty, "it has no target: no token of its turns is whole")
+        last, numbers = np.array(stops, np.int64).reshape(-1, 2).T
+        tokens = np.searchsorted(self.tokens.ends, last, "right")
+        for place in np.flatnonzero(~self.trained[tokens]).tolist():
+            number, token = int(numbers[place]), int(tokens[place])
+            base = self.tokens.bases[number]
+            part = slice(self.tokens.starts[token] - base, self.tokens.ends[token] - base)
+            text = documents[number].text.encode()[part].decode(errors="replace")
+            what = f"a stop token is part of the token {shown(text)}, which holds other text, too"
+            self.problems[number] = what

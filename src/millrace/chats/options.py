@@ -1,0 +1,77 @@
+"""The options of chats: how they become tokens, and which of these are trained on."""
+
+import datetime
+import json
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from millrace.checks import plain_json, shown
+from millrace.errors import ConfigError
+from millrace.option_class import StrPath, check_options, option
+
+CONTENT, THOUGHT, CALL = "content", "reasoning", "tool calls"
+"""The kinds of what a turn says."""
+
+
+def _check_arguments(name: str, value: Any) -> dict[str, Any]:
+    """Values by name, also as JSON, which the command line gives."""
+    try:
+        values = plain_json(json.loads(value) if isinstance(value, str) else value or {})
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        example = '{"enable_thinking": false}'
+        raise ConfigError(f"{name} is {shown(value)}; give a dictionary, such as {example}")
+    return values
+
+
+def _check_date(name: str, value: Any) -> str | None:
+    try:
+        return None if value is None else datetime.date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ConfigError(f"{name} is {shown(value)}; give a day, such as 2025-01-31") from None
+
+
+_chats = partial(option, group="chats")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """How chats become tokens, and which of these are trained on; the help of each field says how.
+    A ConfigError for one that cannot work."""
+
+    # fmt: off
+    template: StrPath | None = option(
+        "file of a chat template, or chatml", None, default_text="the tokenizer's own, else chatml",
+        flags="--chat-template", metavar="FILE", group="chats", identity="never")
+    template_arguments: Any = option(
+        'values that the template reads: {"enable_thinking": false}', None, check=_check_arguments,
+        metavar="JSON", group="chats")
+    date: Any = option(
+        "day that the template takes for today's, if it reads the clock", None, check=_check_date,
+        metavar="YYYY-MM-DD", group="chats")
+    turns: str = _chats(
+        "turns to train on; weight: those without a `weight` or `train` of 0", "all",
+        choices=("all", "last", "weight"))
+    reasoning: bool = _chats("do not train on reasoning", True)
+    tool_calls: bool = _chats("do not train on tool calls", True)
+    stop: str | None = _chats(
+        "text of the token that stops a turn", None, default_text="the one that the template shows")
+    history: str = _chats(
+        "what a turn becomes that is rendered in another way if more messages follow: a document "
+        "that ends with it, or a bad row", "documents", choices=("documents", "refuse"))
+    mask_routes: int = _chats("least number of routes that must agree", 2, least=1, most=2)
+    special_text: str = _chats(
+        "what a row with the text of a special token becomes: a bad row, or that token", "refuse",
+        choices=("refuse", "keep"))
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of what is trained on."""
+        kinds = {CONTENT: True, THOUGHT: self.reasoning, CALL: self.tool_calls}
+        return {kind for kind, is_asked in kinds.items() if is_asked}

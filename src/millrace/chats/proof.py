@@ -1,0 +1,290 @@
+"""Which characters of a rendered chat are trained on, by three routes that must agree.
+
+- "markers" (`millrace.chats.markers`) tells where the contents of each message are.
+- "prompt" renders the chat up to a turn with the generation prompt, which the model will be given,
+  and the chat that ends with the turn. Both must be the beginning of the whole.
+- "tags" are the template's own marks around what the model has written.
+
+Trained are the characters from the end of the generation prompt to the end of the stop token.
+"""
+
+import bisect
+import functools
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from millrace.chats.conversations import Conversation
+from millrace.chats.markers import Marker, Shown
+from millrace.chats.options import CALL, ChatOptions
+from millrace.chats.templates import Tags, Template
+from millrace.errors import TextError
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What to train on, and what is known of the template."""
+
+    options: ChatOptions
+    template: Template
+    special: re.Pattern[str]
+    stops: tuple[str, ...] = ()  # texts that stop turns; none: the token that begins the next does
+
+
+class Turn(NamedTuple):
+    """What is trained of one turn, in characters: spans, and the stop token, which is in them; it
+    is empty for a turn without one."""
+
+    spans: list[Span]
+    stop: Span
+
+
+class Document(NamedTuple):
+    """A rendered text, what is trained of it, and the names of the routes that agree."""
+
+    text: str
+    turns: list[Turn]
+    routes: tuple[str, ...]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Characters that are trained on."""
+        return [span for turn in self.turns for span in turn.spans]
+
+
+class _RewrittenError(Exception):
+    """A turn whose context is another one in the whole chat."""
+
+
+def prove(chat: Conversation, rules: Rules) -> list[Document]:
+    """The documents of a conversation: one, or more where a template rewrites its history.
+    TextError for a chat that the template refuses, a mask that is not proven, or no target."""
+    pending, template = _turns_to_train(chat, rules.options.turns), rules.template
+
+    @functools.cache
+    def text_of(length: int, has_prompt: bool) -> str:
+        return template.render(chat.messages[:length], chat.tools, has_prompt)
+
+    documents: list[Document] = []
+    length = len(chat.messages)
+    while pending:
+        if length < len(chat.messages) and rules.options.history == "refuse":
+            raise TextError(
+                f"message {pending[-1]}: {template.name} renders it in another way if more "
+                'messages follow: give history="documents" for a document that ends with it'
+            )
+        document, proven = _Proof(chat, rules, length, text_of).document(pending)
+        if document.turns:
+            documents.append(document)
+        pending = [message for message in pending if message not in proven]
+        length = pending[-1] + 1 if pending else 0
+    if not documents:
+        raise TextError("it has no target: its turns have nothing of the kinds to train on")
+    return documents[::-1]
+
+
+def _turns_to_train(chat: Conversation, which: str) -> list[int]:
+    turns = [number for number, one in enumerate(chat.messages) if one["role"] == "assistant"]
+    if which == "last":
+        return turns[-1:]
+    kept = [number for number in turns if chat.weights[number] is not False]
+    if which == "all" and kept != turns:
+        what = f"message {min({*turns} - {*kept})} has the weight 0"
+        raise TextError(f'{what}: give turns="weight" to heed weights, or remove them')
+    if not kept:
+        raise TextError("it has no target: all weights are 0")
+    return kept
+
+
+class _Proof:
+    """The proof of the turns of the first `length` messages."""
+
+    def __init__(
+        self, chat: Conversation, rules: Rules, length: int, text_of: Callable[[int, bool], str]
+    ) -> None:
+        template, self.rules, self.name = rules.template, rules, rules.template.name
+        self.messages = chat.messages[:length]
+        self.text_of = text_of  # renders the first messages, with a generation prompt or without
+        self.tags: Tags | None = [] if template.has_tags else None
+        if self.tags is None:
+            self.text = text_of(length, False)
+        else:
+            self.text = template.render(self.messages, chat.tools, tags=self.tags)
+        marker = Marker(self.text, template.literals)
+        marked = template.render(marker.marked(self.messages), chat.tools)
+        self.shown, self.lost = marker.find(marked)
+        self.without_prompt: list[int] = []
+        self._starts: dict[Any, int] = {}  # of turns that are rendered alike, from their content on
+        self._stops: dict[Any, Span] = {}
+
+    def document(self, pending: Sequence[int]) -> tuple[Document, set[int]]:
+        """The document, and the pending turns whose context it has. TextError for a last turn that
+        is not proven though nothing follows it."""
+        self._check_tags()
+        turns, proven = [], set()
+        for message in (one for one in pending if one < len(self.messages)):
+            try:
+                turns += self._turn(message)
+                proven.add(message)
+            except _RewrittenError as problem:
+                if message + 1 == len(self.messages):  # so what is generated tells another context
+                    try:
+                        return self._after_prompt(message), {message}
+                    except _RewrittenError:
+                        raise TextError(f"message {message}: {problem}") from None
+        others = {"prompt": not self.without_prompt, "tags": self.tags is not None}
+        routes = ["markers", *(name for name, is_there in others.items() if is_there)]
+        if turns and len(routes) < self.rules.options.mask_routes:
+            raise TextError(
+                f"message {self.without_prompt[0]}: {self.name} does not render the chat before "
+                "it, so that only markers tell the mask: give mask_routes=1 to trust them"
+            )
+        return Document(self.text, turns, tuple(routes)), proven
+
+    def _turn(self, message: int) -> list[Turn]:
+        """What is trained of a turn, if anything."""
+        shown, messages = self._shown(message), self.messages
+        begin, end = shown.begin, shown.end
+        # A template rewrites history by leaving pieces out, or by other text around a turn. So
+        # turns between the same texts, with no piece left out before, have been rendered alike,
+        # and the first of them stands for all: but a tag may be the prompt's, too.
+        key: Any = None
+        has_tag = self.rules.special.match(self.text, begin)
+        if message < min(self.lost, default=len(messages)) and not has_tag:
+            role, kinds = messages[message - 1]["role"], [piece.kind for piece in shown.pieces]
+            key = (role, *messages[message], *kinds, self.text[shown.before : begin])
+        if key is None or key not in self._starts:
+            self._starts[key] = self._start(message, shown) - begin
+        around = None if key is None else (key, self.text[end : shown.after])
+        if around is None or around not in self._stops:
+            first, last = self._stop(message, shown)
+            self._stops[around] = first - end, last - end
+        first, last = self._stops[around]
+        return self._trained(shown, begin + self._starts[key], (end + first, end + last))
+
+    def _shown(self, message: int) -> Shown:
+        if CALL in self.lost.get(message, ()):
+            raise _RewrittenError("the template leaves out a part of its tool calls")
+        if message not in self.shown:
+            raise _RewrittenError("route markers: nothing of its content is in the rendered text")
+        return self.shown[message]
+
+    def _rendered(self, message: int, length: int, has_prompt: bool = False) -> str | None:
+        """The text of the first messages; None if the template refuses them, which is noted."""
+        try:
+            return self.text_of(length, has_prompt)
+        except TextError:
+            self.without_prompt.append(message)
+            return None
+
+    def _start(self, message: int, shown: Shown) -> int:
+        """Where the generation prompt ends, or where the text says something else than it."""
+        prompt = self._rendered(message, message, True)
+        if prompt is None:
+            return shown.begin
+        start = shared_length(prompt, self.text)
+        if start == len(prompt):
+            return start
+        # It must agree with the text as far as the chat before the turn does.
+        chat = self._rendered(message, message) or ""
+        if start < max(shown.before, shared_length(prompt, chat.rstrip())):
+            raise _RewrittenError(
+                "route prompt: when the turn is generated, what is before it is rendered in "
+                "another way than when it is trained"
+            )
+        # The prompt ends with something else than the turn begins with, such as "<think>".
+        tags = self.rules.special.finditer(self.text, shown.before, max(start, shown.begin))
+        spans = [tag.span() for tag in tags]
+        if start > shown.begin:  # only tags of the content can be the prompt's, not its words
+            return max((end for _, end in spans if shown.begin < end <= start), default=shown.begin)
+        return min((first for first, end in spans if first < start < end), default=start)
+
+    def _stop(self, message: int, shown: Shown) -> Span:
+        """The stop token after the last piece, up to which the chat that ends with the turn must be
+        the beginning of this one."""
+        end, after, ended = shown.end, shown.after, self.text
+        if message + 1 < len(self.messages):
+            ended = self._rendered(message, message + 1) or ended
+        if self.rules.stops:
+            places = [
+                (place, place + len(stop))
+                for stop in self.rules.stops
+                if (place := self.text.find(stop, end, after)) >= 0
+            ]
+            if not places:
+                raise _RewrittenError(f"no stop token ({', '.join(self.rules.stops)}) follows it")
+            span = min(places)
+            is_alike = ended[: span[1]] == self.text[: span[1]]
+        else:  # the token that begins the next turn
+            limit = shared_length(ended, self.text)
+            own = max(end, len(self.text[:limit].rstrip()))
+            most = len(self.text) if after is None else after
+            special = self.rules.special.search(self.text, own, most)
+            span = special.span() if special else (own, own)
+            is_alike = limit >= end
+        if not is_alike:
+            raise _RewrittenError("route prompt: its text differs")
+        return span
+
+    def _after_prompt(self, message: int) -> Document:
+        """The last turn behind its generation prompt, for a template that renders what is before a
+        turn in one way to generate it, and in another once the turn is there."""
+        prompt, shown = self._rendered(message, message, True), self._shown(message)
+        if prompt is None or self.rules.options.history == "refuse":
+            raise _RewrittenError
+        for start in range(shown.begin, shown.before, -1):
+            if prompt.endswith(self.text[shown.before : start]):
+                stop, shift = self._stop(message, shown), len(prompt) - start
+                turns = self._trained(shown, start, stop, shift)
+                return Document(prompt + self.text[start:], turns, ("markers", "prompt"))
+        raise _RewrittenError
+
+    def _trained(self, shown: Shown, start: int, stop: Span, shift: int = 0) -> list[Turn]:
+        """The turn from start to stop, without pieces that are not asked for and what is around
+        these; moved by `shift`. Empty if no piece is asked for."""
+        kinds = self.rules.options.kinds
+        is_asked = [piece.kind in kinds for piece in shown.pieces]
+        if not any(is_asked):
+            return []
+        spans = []
+        for is_kept, run in itertools.groupby(shown.pieces, lambda piece: piece.kind in kinds):
+            pieces = [*run]
+            if is_kept:
+                spans.append((pieces[0].start, pieces[-1].end))
+        if is_asked[0]:
+            spans[0] = start, spans[0][1]
+        spans.append((spans.pop()[0] if is_asked[-1] else stop[0], stop[1]))
+        moved = [(first + shift, last + shift) for first, last in spans if first < last]
+        return [Turn(moved, (stop[0] + shift, stop[1] + shift))]
+
+    def _check_tags(self) -> None:
+        """Raises TextError if tags are around another message, or not around an assistant's."""
+        tags = sorted(self.tags or ())
+        for message, shown in self.shown.items() if self.tags is not None else ():
+            is_ours = self.messages[message]["role"] == "assistant"
+            for piece in shown.pieces:
+                place = bisect.bisect_right(tags, piece.start, key=lambda tag: tag[0]) - 1
+                is_tagged = place >= 0 and piece.end <= tags[place][1]
+                is_asked = not is_ours or piece.kind in self.rules.options.kinds
+                if is_tagged != is_ours and is_asked:
+                    what = "do not hold" if is_ours else "hold"
+                    raise TextError(
+                        f"message {message}: route tags: the generation tags of {self.name} "
+                        f"{what} its {piece.kind}"
+                    )
+
+
+def shared_length(first: str, second: str) -> int:
+    """Number of characters with which two texts begin alike."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # comparing halves costs less than a loop over the characters
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

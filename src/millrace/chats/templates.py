@@ -1,0 +1,218 @@
+"""Chat templates: Jinja as transformers sets it up, and our own ChatML, which needs no package."""
+
+import datetime
+import json
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version as version_of
+from typing import Any
+
+from millrace.chats.conversations import Message
+from millrace.chats.options import ChatOptions
+from millrace.checks import shown
+from millrace.deferred import cached_property
+from millrace.encoding.hugging_face import read_object, texts_in
+from millrace.encoding.tokenizer import Tokenizer
+from millrace.encoding.vocabulary import MUST_PASS, read_file, sha256
+from millrace.errors import ConfigError, TextError
+
+Tags = list[tuple[int, int]]
+Tools = list[Any] | None
+Messages = Sequence[Message]
+
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
+# A string that is searched for: `.split("</think>")`, or `"/no_think" in`.
+_SEARCHED = re.compile(r"""\.\w+\(\s*(['"])([^'"]*)\1|(['"])([^'"]*)\3\s+(?:not\s+)?in\b""")
+
+
+@dataclass(frozen=True)
+class JinjaTemplate:
+    """A chat template in Jinja, with what it reads beside the messages.
+
+    Args:
+        source: The template.
+        arguments: Plain values that it reads: `bos_token`, `enable_thinking` and the like.
+        date: Day that the template takes for today's, as "2025-01-31"; None: the template must not
+            read the clock.
+        name: Name for messages.
+        has_parts: Whether the template reads contents as lists of parts.
+
+    Attributes:
+        has_tags: Whether the template marks what the model has written.
+        literals: Texts like tags, such as "</think>", for which it searches contents.
+
+    Raises:
+        ConfigError: A template that reads the clock, and no date.
+    """
+
+    source: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    date: str | None = None
+    name: str = "the template"
+    has_parts: bool = False
+
+    def __post_init__(self) -> None:
+        clock = _CLOCK.search(_COMMENT.sub("", self.source))
+        if clock and self.date is None:
+            raise ConfigError(
+                f"{self.name} reads the clock ({clock[0]}), so that each day would give other "
+                'tokens: give date="2025-01-31", or the day that you mean'
+            )
+
+    @cached_property
+    def has_tags(self) -> bool:
+        return re.search(r"\{%[-+]?\s*generation\b", self.source) is not None
+
+    @cached_property
+    def literals(self) -> frozenset[str]:
+        texts = {match[2] or match[4] or "" for match in _SEARCHED.finditer(self.source)}
+        return frozenset(text for text in texts if re.search(r"[<\[/]\S", text))
+
+    def render(
+        self, messages: Messages, tools: Tools, has_prompt: bool = False, tags: Tags | None = None
+    ) -> str:
+        """The text of some messages, with the generation prompt if `has_prompt`; TextError for
+        messages that the template refuses. Where its generation tags are goes to `tags`."""
+        if self.has_parts:
+            messages = [
+                {**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages
+            ]
+        values = {"documents": None, **self.arguments, "messages": messages, "tools": tools}
+        values["add_generation_prompt"] = has_prompt
+        if self.date is not None:
+            values["strftime_now"] = datetime.datetime.fromisoformat(self.date).strftime
+        try:
+            template = _compiled(self.source)
+            if tags is None:
+                return str(template.render(**values))
+            blocks: list[str] = []
+            with template.environment.activate_tracker(blocks, tags):
+                for block in template.generate(**values):
+                    blocks.append(block)
+                    if len(blocks) > 99:  # transformers joins all of them at each tag
+                        blocks[:] = ["".join(blocks)]
+            return "".join(blocks)
+        except (*MUST_PASS, ConfigError):
+            raise
+        except BaseException as error:
+            reason = f"{error}" or type(error).__name__
+            raise TextError(f"{self.name} refuses the chat: {reason}") from None
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain values: all that decides the text."""
+        return {
+            "template": sha256(self.source.encode()),
+            "template_arguments": dict(self.arguments),
+            "date": self.date,
+            "jinja2": version_of("jinja2"),
+        }
+
+
+_LOCAL = threading.local()
+
+
+def _compiled(source: str) -> Any:
+    """The compiled template. Each thread has its own: a template tracks one rendering's tags."""
+    templates = vars(_LOCAL).setdefault("templates", {})
+    if source not in templates:
+        try:
+            from transformers.utils.chat_template_utils import _compile_jinja_template as compiling
+
+            # without transformers' cache, which all threads share
+            template = getattr(compiling, "__wrapped__", compiling)(source)
+            template.globals = {**template.globals}  # a chain of maps, copied at each rendering
+            templates[source] = template
+        except ImportError as error:
+            raise ConfigError(
+                f"chat templates need transformers and jinja2 ({error}): pip install "
+                "'millrace[chats]', or give template=\"chatml\""
+            ) from None
+    return templates[source]
+
+
+class ChatML:
+    """Our own ChatML, for tokenizers without a template: `<|im_start|>role`, the content,
+    `<|im_end|>`. Reasoning stands in `<think>`, tool calls in `<tool_call>`.
+
+    >>> ChatML().render([{"role": "user", "content": "Hi"}], None, has_prompt=True)
+    '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
+    """
+
+    name = "ChatML"
+    arguments: Mapping[str, Any] = {}
+    has_tags = True
+    literals: frozenset[str] = frozenset()
+
+    def render(
+        self, messages: Messages, tools: Tools, has_prompt: bool = False, tags: Tags | None = None
+    ) -> str:
+        """As `JinjaTemplate.render`."""
+        if tools:
+            raise TextError("our ChatML does not describe tools: give a template that does")
+        text, header = "", "<|im_start|>assistant\n"
+        for message in messages:
+            start = len(text)
+            text += f"<|im_start|>{message['role']}\n{_chatml_body(message)}<|im_end|>\n"
+            if message["role"] == "assistant" and tags is not None:
+                tags.append((start + len(header), len(text) - 1))
+        return text + header if has_prompt else text
+
+    def fingerprint(self) -> dict[str, Any]:
+        """As `JinjaTemplate.fingerprint`."""
+        return {"template": "millrace ChatML 1"}
+
+
+Template = JinjaTemplate | ChatML
+
+
+def _chatml_body(message: Message) -> str:
+    body = str(message["content"])
+    if message.get("reasoning_content"):
+        body = f"<think>\n{message['reasoning_content']}\n</think>\n\n{body}"
+    for call in message.get("tool_calls", ()):
+        function = call.get("function", call)
+        call = {"name": function["name"], "arguments": function.get("arguments", {})}
+        body += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+    return body
+
+
+def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
+    """The template of the options, or that of the tokenizer's folder, or else ChatML."""
+    path, place = tokenizer.path, "the template"
+    given = None if options.template is None else os.fspath(options.template)
+    folder = path if os.path.isdir(path) else os.path.dirname(path)
+    settings = {} if path == "bytes" else read_object(folder, "tokenizer_config.json")
+    source: str | None = None
+    if given is None and path != "bytes":
+        source, place = _template_of_folder(folder, settings), folder
+    elif given is not None and re.search(r"\{[{%]", given):
+        source = given
+    elif given is not None and os.path.isfile(given):
+        source, place = read_file(given).decode(), given
+    elif given not in (None, "chatml"):
+        raise ConfigError(f"template is {given!r}; give a file, Jinja, or chatml")
+    if source is None:
+        if options.template_arguments:
+            raise ConfigError("ChatML takes no template_arguments: leave them out")
+        return ChatML()
+    tokens = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.eod_token}
+    tokens |= {name: next(texts_in(one), None) for name, one in settings.items()}
+    # As transformers does; a None would be printed.
+    arguments = {name: text for name, text in tokens.items() if name[-6:] == "_token" and text}
+    return JinjaTemplate(source, arguments | options.template_arguments, options.date, place)
+
+
+def _template_of_folder(folder: str, settings: dict[str, Any]) -> str | None:
+    file = os.path.join(folder, "chat_template.jinja")
+    if os.path.isfile(file):  # it wins, as in transformers
+        return read_file(file).decode()
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = {one["name"]: one["template"] for one in template}.get("default")
+    if not isinstance(template, str | None):
+        raise ConfigError(f"the chat_template of {folder} is {shown(template)}; give a text")
+    return template

@@ -1,0 +1,141 @@
+"""From characters to tokens: where tokens end in their texts, and which of them are trained on.
+
+A token that holds characters of both is not trained on, and counted.
+"""
+
+import json
+import unicodedata
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.encoding.flat_ids import flat_ids, starts_and_ends
+from millrace.encoding.hugging_face import JsonVocabulary
+from millrace.encoding.tiktoken_file import TiktokenVocabulary
+from millrace.encoding.tokenizer import Tokenizer
+from millrace.encoding.tokenizer_files import ByteVocabulary
+from millrace.encoding.vocabulary import Vocabulary
+from millrace.errors import ConfigError
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_NFC = {"type": "NFC"}  # changes no text that is in this form already
+
+
+class EncodedTexts(NamedTuple):
+    """Tokens of some texts that stand one after the other."""
+
+    ids: NDArray[Any]  # [n] of all texts
+    lengths: Ints  # [texts] number of tokens of each
+    starts: Ints  # [n] where a token begins in all texts, in bytes of UTF-8
+    ends: Ints  # [n] where it ends
+    bases: Ints  # [texts] where each text begins
+
+
+class BorderEncoder:
+    """Encodes texts, and finds the borders of their tokens; ConfigError for a tokenizer without."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self._sizes = tokenizer, _sizes(tokenizer.vocabulary)
+        vocabulary = tokenizer.vocabulary
+        settings = json.loads(vocabulary.content) if isinstance(vocabulary, JsonVocabulary) else {}
+        self._is_nfc = settings.get("normalizer") == _NFC
+        if self._sizes is None and not isinstance(tokenizer.vocabulary, JsonVocabulary):
+            raise ConfigError(
+                f"{tokenizer.path} does not tell where its tokens end: give a tokenizer.json, a "
+                'folder with one, a .tiktoken file, or "bytes"'
+            )
+
+    def encode(self, texts: list[str]) -> EncodedTexts:
+        """The tokens of some texts, in one call of the encoder."""
+        counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
+        bases, totals = starts_and_ends(np.array(counts, np.int64))
+        if self._sizes is None:
+            encodings = self._reference(texts)
+            ids, lengths = flat_ids([one.ids for one in encodings])
+            sizes, others = np.zeros(len(ids), np.int64), [*range(len(texts))]
+        else:
+            ids, lengths = self.tokenizer.encode_batch(texts)
+            sizes = self._sizes[ids].astype(np.int64)
+        firsts, lasts = starts_and_ends(lengths)
+        sums = np.append(0, np.cumsum(sizes, dtype=np.int64))
+        ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
+        if self._sizes is not None:
+            # Such as tokens that swallow white space around them.
+            is_other = sums[lasts] - sums[firsts] != totals - bases
+            if self._is_nfc:
+                is_other |= [not unicodedata.is_normalized("NFC", text) for text in texts]
+            others = np.flatnonzero(is_other).tolist()
+            encodings = self._reference([texts[number] for number in others])
+        for number, one in zip(others, encodings, strict=True):
+            places = byte_places(texts[number], np.array([end for _, end in one.offsets], np.int64))
+            # Offsets may leave out the space before a word: a token begins where the last ended.
+            ends[firsts[number] : lasts[number]] = bases[number] + np.maximum.accumulate(places)
+        starts = np.append(0, ends)[:-1]
+        starts[firsts[lengths > 0]] = bases[lengths > 0]
+        return EncodedTexts(ids, lengths, starts, ends, bases)
+
+    def _reference(self, texts: list[str]) -> Any:
+        """The reference library's encodings of some texts, which have offsets."""
+        vocabulary = self.tokenizer.vocabulary
+        if not texts:
+            return []
+        if not isinstance(vocabulary, JsonVocabulary):
+            raise ConfigError(f"the tokens of {self.tokenizer.path} are not the bytes of the texts")
+        return vocabulary.library.encode_batch(texts, add_special_tokens=False)
+
+
+def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
+    """Which tokens are in one of the spans, [spans, 2] in order, and which are across a border.
+
+    >>> starts, ends = np.array([0, 2, 4]), np.array([2, 4, 6])
+    >>> tokens = EncodedTexts(starts, np.array([3]), starts, ends, np.array([0]))
+    >>> [mask.tolist() for mask in trained_tokens(tokens, np.array([[1, 4]]))]
+    [[False, True, False], [True, False, False]]
+    """
+    first, last = np.append(-1, spans[:, 0]), np.append(-1, spans[:, 1])
+    is_whole = tokens.starts < tokens.ends
+    place = np.searchsorted(first, tokens.starts, "right") - 1
+    is_inside = (tokens.ends <= last[place]) & is_whole
+    place = np.searchsorted(first, tokens.ends, "left") - 1
+    is_touched = (last[place] > tokens.starts) & is_whole
+    # The bytes of one character may be several tokens, of which only the first has an offset.
+    before = np.maximum.accumulate(np.where(is_whole, np.arange(len(is_whole)), 0))
+    return is_inside[before], (is_touched & ~is_inside)[before]
+
+
+def byte_places(text: str, places: Ints) -> Ints:
+    """Places of characters as places of bytes."""
+    if text.isascii():
+        return places
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    sizes = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
+    return np.append(0, np.cumsum(sizes, dtype=np.int64))[places]
+
+
+def _sizes(vocabulary: Vocabulary) -> NDArray[np.int32] | None:
+    """The bytes of each id: int32 [ids]; None if tokens are not the bytes of the text."""
+    sizes = np.ones(vocabulary.largest_id + 1, np.int32)
+    if isinstance(vocabulary, TiktokenVocabulary):
+        of_tokens = {number: len(token) for token, number in vocabulary.ranks.items()}
+        added = {number: text for text, number in vocabulary.special_ids.items()}
+    elif isinstance(vocabulary, JsonVocabulary) and _is_byte_level(vocabulary.content):
+        tokens = vocabulary.library.get_vocab(with_added_tokens=False)
+        of_tokens = {number: len(text) for text, number in tokens.items()}  # a character a byte
+        tokens = vocabulary.library.get_added_tokens_decoder()
+        added = {number: token.content for number, token in tokens.items()}
+    else:
+        return sizes if isinstance(vocabulary, ByteVocabulary) else None
+    of_tokens |= {number: len(text.encode()) for number, text in added.items()}
+    sizes[[*of_tokens]] = [*of_tokens.values()]
+    return sizes
+
+
+def _is_byte_level(content: str) -> bool:
+    settings = json.loads(content)
+    first = settings.get("pre_tokenizer") or {}
+    kinds = [first.get("type"), *(one.get("type") for one in first.get("pretokenizers", ()))]
+    is_bpe = settings["model"].get("type", "BPE") == "BPE"
+    return is_bpe and settings.get("normalizer") in (None, _NFC) and "ByteLevel" in kinds

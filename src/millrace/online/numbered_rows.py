@@ -1,0 +1,242 @@
+"""Rows by number: of files, of a sequence of dictionaries, of a `datasets.Dataset`."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from millrace.checks import check_int, check_ints, check_path, shown
+from millrace.deferred import cached_property
+from millrace.errors import ConfigError, TextError
+from millrace.files import xxh3
+from millrace.online.row_files import JsonLinesFile, Row, TableFile
+from millrace.order import split_ranges
+from millrace.order.splits import Bookends
+from millrace.ragged import starts_of
+from millrace.samples.tokens import Numbers
+from millrace.text import BadDocumentError, InputFile, find_inputs
+
+_LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
+_BLOCK = 256  # rows that are read at a time from the first to the last
+
+
+def folder_of(cache: str | os.PathLike[str] | None) -> str:
+    """The cache folder; for None, a new one that is removed when the process ends."""
+    if cache is not None:
+        return check_path("cache", cache)
+    folder, owner = tempfile.mkdtemp(prefix="millrace-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not a forked child
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
+class MemoryPart:
+    """The rows of a sequence of dictionaries, or of a `datasets.Dataset`."""
+
+    def __init__(self, source: Any) -> None:
+        self._source, self._is_dataset = source, _is_dataset(source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def read(self, numbers: Numbers) -> list[Row]:
+        if self._is_dataset:
+            columns = self._source[numbers.tolist()]  # one call, which reads few pages
+            values = zip(*columns.values(), strict=True)
+            return [dict(zip(columns, row, strict=True)) for row in values]
+        return [_checked(self._source[number]) for number in numbers.tolist()]
+
+    def place(self, number: int) -> str:
+        return f"row {number} of the {type(self._source).__name__}"
+
+    @cached_property
+    def identity(self) -> list[Any]:
+        if self._is_dataset:
+            return ["memory", len(self), str(self._source._fingerprint)]
+        digest = xxh3()
+        for start in range(0, len(self), _BLOCK):
+            rows = self.read(np.arange(start, min(start + _BLOCK, len(self))))
+            digest.update(json.dumps(rows, default=str).encode())
+        return ["memory", len(self), str(digest.hexdigest())]
+
+
+class Rows:
+    """Rows, which are dictionaries, by their number. `open_rows` makes them.
+
+    Attributes:
+        folder: Folder of what is made of the rows.
+        parts: What holds the rows, one after the other.
+        start, stop: The range of the rows of all parts.
+    """
+
+    def __init__(
+        self, parts: Sequence[Any], folder: str, max_size: int, start: int = 0, stop: int = -1
+    ) -> None:
+        self.parts, self.folder, self.max_size = parts, folder, max_size
+        self._starts = starts_of(map(len, parts))
+        self.start, self.stop = start, int(self._starts[-1]) if stop < 0 else stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def read(self, numbers: Numbers) -> list[Row]:
+        """The rows of some numbers, int64 [n] in [0, len); in place of a bad one, its reason."""
+        numbers = numbers + self.start
+        if len(self.parts) == 1:
+            found: list[Row] = self.parts[0].read(numbers)
+            return found
+        rows: list[Any] = [None] * len(numbers)
+        parts = np.searchsorted(self._starts, numbers, side="right") - 1
+        for part in np.unique(parts).tolist():
+            places = np.flatnonzero(parts == part)
+            found = self.parts[part].read(numbers[places] - self._starts[part])
+            for place, row in zip(places.tolist(), found, strict=True):
+                rows[place] = row
+        return rows
+
+    def place(self, number: int) -> str:
+        """Where a row stands, for messages: "web.jsonl, line 7"."""
+        number += self.start
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return str(self.parts[part].place(int(number - self._starts[part])))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What decides the rows, as plain values: their content, not where it stands."""
+        return {
+            "parts": [part.identity for part in self.parts],
+            "max_document_size": self.max_size,
+            "range": [self.start, self.stop],
+        }
+
+    def rows(self, numbers: ArrayLike) -> list[dict[str, Any]]:
+        """The rows of some numbers.
+
+        Args:
+            numbers: Integers [n], each in [0, len).
+
+        Raises:
+            IndexError: No such row.
+            TextError: A row that cannot be used, with its place; a file that has changed.
+        """
+        checked = check_ints("the row numbers", numbers)
+        if checked.size > 0 and not 0 <= checked.min() <= checked.max() < len(self):
+            raise IndexError(
+                f"row numbers {shown(checked.tolist())} are not in 0 to {len(self) - 1}"
+            )
+        rows = self.read(checked)
+        for number, row in zip(checked.tolist(), rows, strict=True):
+            if isinstance(row, BadDocumentError):
+                raise TextError(f"{self.place(number)}: {row}")
+        return rows  # type: ignore[return-value]
+
+    def blocks(self) -> Iterator[list[dict[str, Any]]]:
+        """All rows, some at a time. Of a part of the rows, whose whole has been read before, bad
+        ones are left out; else they are a TextError."""
+        is_part = len(self) < len(self.range())
+        for start in range(0, len(self), _BLOCK):
+            numbers = np.arange(start, min(start + _BLOCK, len(self)))
+            rows = self.read(numbers) if is_part else self.rows(numbers)
+            yield [row for row in rows if isinstance(row, dict)]
+
+    def split(self, split: str | Sequence[Bookends | None]) -> list[Rows | None]:
+        """The rows of train, valid and test; None for a split without a share.
+
+        Args:
+            split: Shares such as "969,30,1", by the arithmetic of token files (`split_ranges`).
+        """
+        return [
+            None if share is None else self.range(self.start + share[0], self.start + share[1])
+            for share in split_ranges(len(self), split)
+        ]
+
+    def range(self, start: int = 0, stop: int = -1) -> Rows:
+        """The rows from `start` up to `stop` of all parts; without ends, all."""
+        return Rows(self.parts, self.folder, self.max_size, start, stop)
+
+
+def _checked(row: Any) -> Row:
+    if isinstance(row, Mapping):
+        return dict(row)
+    return BadDocumentError(f"the row is {shown(row, 60)}; a dictionary is needed")
+
+
+def _is_dataset(source: Any) -> bool:
+    return all(hasattr(source, name) for name in ("column_names", "_fingerprint", "__getitem__"))
+
+
+def open_rows(
+    source: Any,
+    *,
+    cache: str | os.PathLike[str] | None = None,
+    max_document_size: int = _LONGEST_DOCUMENT,
+) -> Rows:
+    """Rows by number.
+
+    A JSONL file is read once, from start to end, which gives its checksum and the positions of its
+    lines; later starts find both in the cache folder. Of Parquet and Arrow files one group of rows
+    is read at a time, so small groups are best where rows are shuffled. CSV is converted to Arrow
+    in the cache folder.
+
+    Args:
+        source: Files, folders or patterns (one, or a list), which `millrace.text.find_inputs` puts
+            in order; a `datasets.Dataset`; or a sequence of dictionaries.
+        cache: Folder for what is made of the rows. None: a temporary one that is removed with the
+            process, so that each process of a run makes its own.
+        max_document_size: Largest line of JSON or CSV in bytes.
+
+    Raises:
+        TextError: A file that cannot be read, or not by number: a compressed one, a pipe, an Arrow
+            stream, plain text.
+        ConfigError: A source of another type.
+
+    Example:
+        >>> rows = open_rows([{"text": "mill"}, {"text": "race"}])
+        >>> len(rows), rows.rows([1]), rows.place(1)
+        (2, [{'text': 'race'}], 'row 1 of the list')
+    """
+    folder = folder_of(cache)
+    max_size = check_int("max_document_size", max_document_size, 1)
+    names: Any = [source] if isinstance(source, (str, bytes, os.PathLike)) else source
+    is_list = isinstance(names, (list, tuple)) and len(names) > 0
+    if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in names):
+        files = [_numbered(file) for file in find_inputs(names)]
+        kinds = [TableFile if file.format.unit == "row" else JsonLinesFile for file in files]
+        pairs = zip(kinds, files, strict=True)
+        return Rows([kind(file, folder, max_size) for kind, file in pairs], folder, max_size)
+    if _is_dataset(source) or (isinstance(source, Sequence) and not isinstance(source, bytearray)):
+        return Rows([MemoryPart(source)], folder, max_size)
+    remedy = "give files, a datasets.Dataset or a sequence of dictionaries"
+    if hasattr(source, "__iter__"):
+        remedy = "what can only be read in turn belongs in a StreamDataset; else " + remedy
+    raise ConfigError(f"rows cannot be read by number from a {type(source).__name__}: {remedy}")
+
+
+_NUMBERED = ("jsonl", "parquet", "arrow", "csv", "tsv")
+
+
+def _numbered(file: InputFile) -> InputFile:
+    """A file whose rows can be read by number; else a TextError with the remedy."""
+    if file.is_pipe:
+        problem, remedy = "a pipe", "write it to a file"
+    elif file.compression:
+        problem, remedy = f"compressed ({file.compression})", "decompress it"
+    elif file.format.name not in _NUMBERED:
+        problem, remedy = f"of the format {file.format.name}", "write it as lines of JSON"
+    else:
+        return file
+    raise TextError(
+        f"{file.path} is {problem}, so its rows have no numbers: {remedy}, tokenise it once "
+        "(`millrace tokenize`), or read it in turn with StreamDataset"
+    )

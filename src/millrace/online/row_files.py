@@ -1,0 +1,252 @@
+"""Files of rows by number: lines of JSON, and groups of rows of tables.
+
+What is learnt of a file in one pass stands in the cache folder, under the file's path, size and
+time: the XXH3-64 of its content, and where its rows are.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.cache import arrays
+from millrace.errors import TextError
+from millrace.files import atomic_file, file_lock, sum_of, xxh3
+from millrace.samples.tokens import Numbers
+from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
+from millrace.text.documents import UTF8_BOM
+from millrace.text.formats.arrow_tables import records_of
+from millrace.text.formats.separated_records import loads, parse_line
+from millrace.text.json_values import check_object
+from millrace.text.parts import unchanged
+from millrace.text.streams import readable
+
+Row = dict[str, Any] | BadDocumentError
+"""A row, or why it cannot be used."""
+
+_BLOCK = 1 << 20  # bytes of lines that are read at a time
+_LONGEST_BLANK = 100_000_000  # bytes of white space that are read to tell a blank line
+_GROUP_MEMORY = 1 << 28  # bytes of decoded groups of rows of a file that are kept
+_IS_SPACE = np.isin(np.arange(256), list(b" \t\n\r\v\f"))  # what `bytes.strip` takes away
+_NUMBER, _PROBLEM = "\0number", "\0problem"  # columns of a converted file
+
+
+class JsonLinesFile:
+    """The lines of a JSONL file that are not blank, read by position."""
+
+    def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
+        self.file, self._max_size = file, max_size
+        self._notes = _notes_of(file, folder, "lines", partial(_read_lines, file))
+        self.identity = [file.format.name, file.size, f"{self._notes['xxh3'][0]:016x}"]
+
+    def __len__(self) -> int:
+        return len(self._notes["starts"])
+
+    def read(self, numbers: Numbers) -> list[Row]:
+        starts = self._notes["starts"]
+        firsts, is_last = starts[numbers], numbers == len(starts) - 1
+        stops = np.where(is_last, self.file.size or 0, starts[numbers + ~is_last])
+        # Blank lines may follow; two bytes more than the limit tell a line that is too long.
+        sizes = np.minimum(stops - firsts, self._max_size + 2).tolist()
+        with _opened(self.file) as descriptor:
+            lines = list(map(os.pread, [descriptor] * len(sizes), sizes, firsts.tolist()))
+        return list(map(self._parsed, lines))
+
+    def _parsed(self, data: bytes) -> Row:
+        try:
+            # The line break and blank lines behind a row are white space of JSON, too.
+            if len(data) <= self._max_size and type(row := loads(data)) is dict:
+                return row
+        except ValueError:
+            pass  # not JSON, or such as orjson does not read
+        line = data.partition(b"\n")[0]
+        try:
+            if len(line) > self._max_size:
+                limit = f"{self._max_size} bytes. Raise max_document_size, or remove it"
+                raise BadDocumentError(f"the line is longer than {limit}")
+            return check_object(parse_line(line))
+        except BadDocumentError as error:
+            return error
+
+    def place(self, number: int) -> str:
+        lines = self._notes["lines"]
+        return f"{self.file.path}, line {lines[number] if len(lines) else number + 1}"
+
+
+class TableFile:
+    """The rows of a Parquet, Arrow or CSV file, a group at a time; the last groups are kept."""
+
+    def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
+        self.file = self._table = file
+        if file.format.needs_file:
+            self._notes = _notes_of(file, folder, "groups", partial(_count_groups, file))
+        else:
+            kind = f"csv{max_size}"  # rows that are longer are bad ones
+            path = os.path.join(folder, _name(kind, file.path) + ".arrow")
+            self._notes = _notes_of(
+                file, folder, kind, partial(_convert, file, max_size, path), path
+            )
+            [self._table] = find_inputs([path])
+        self.identity = [file.format.name, file.size, f"{self._notes['xxh3'][0]:016x}"]
+        self._ends = np.cumsum(self._notes["counts"])
+        self._groups: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_groups": {}}
+
+    def __len__(self) -> int:
+        return int(self._notes["counts"].sum())
+
+    def read(self, numbers: Numbers) -> list[Row]:
+        rows: list[Any] = [None] * len(numbers)
+        with _opened(self.file):
+            for place in np.argsort(numbers, kind="stable").tolist():
+                # Arrow's `take` does not know all types; a slice does.
+                group, offset = self._find(int(numbers[place]))
+                [row] = records_of(group.slice(offset, 1), self.file.path)
+                row.pop(_NUMBER, None)
+                problem = row.pop(_PROBLEM, None)
+                rows[place] = BadDocumentError(problem) if problem else row
+        return rows
+
+    def _find(self, number: int) -> tuple[Any, int]:
+        """The group of a row, and its place in it."""
+        place = int(np.searchsorted(self._ends, number, side="right"))
+        offset = number - int(self._ends[place] - self._notes["counts"][place])
+        # Threads may read a group twice, and no harm is done: there is no lock that a fork keeps.
+        group = self._groups.get(place)
+        if group is None:
+            format_: Any = self._table.format
+            group = format_.table(self._table.part(place, place + 1))
+            if sum(table.nbytes for table in [group, *self._groups.values()]) > _GROUP_MEMORY:
+                self._groups = {}
+            self._groups[place] = group
+        return group, offset
+
+    def place(self, number: int) -> str:
+        if self._table is not self.file:
+            group, offset = self._find(number)
+            number = group.column(_NUMBER)[offset]
+        return f"{self.file.path}, row {number}"
+
+
+@contextlib.contextmanager
+def _opened(file: InputFile) -> Iterator[int]:
+    """The descriptor of a file; TextError if it is not, or does not stay, what was indexed."""
+    with readable(file.path):
+        source = open(file.path, "rb", buffering=0)  # noqa: SIM115
+    with source, unchanged(file.part(), lambda: os.fstat(source.fileno())):
+        yield source.fileno()
+
+
+# ---- what is learnt in one pass ----
+
+Notes = dict[str, NDArray[Any]]
+"""Arrays by name; `xxh3` is the checksum of the file, uint64 [1]."""
+
+
+def _notes_of(
+    file: InputFile, folder: str, kind: str, make: Callable[[], Notes], table: str = ""
+) -> arrays.ArraySet:
+    """What `make` has noted of the file as it is, in this process or an earlier one.
+
+    `table`: path of a file that `make` writes, too.
+    """
+    name = _name(kind, file.path)
+    key = {"path": os.path.realpath(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
+
+    def find() -> arrays.ArraySet | None:
+        notes = arrays.load(folder, name)
+        is_ours = notes is not None and notes.key == key and not notes.damage()
+        return notes if is_ours and os.path.exists(table or file.path) else None
+
+    if (notes := find()) is None:
+        os.makedirs(folder, exist_ok=True)
+        with file_lock(os.path.join(folder, f"{name}.pass.lock")):
+            if (notes := find()) is None:
+                with _opened(file):
+                    made = make()
+                layout = {one: (array.dtype, array.shape) for one, array in made.items()}
+                notes, _ = arrays.load_or_build(folder, name, key, layout, partial(_write, made))
+    return notes
+
+
+def _write(made: Notes, writers: Any) -> None:
+    for name, array in made.items():
+        writers[name].write(0, array)
+
+
+def _sum(digest: str) -> NDArray[np.uint64]:
+    return np.array([int(digest, 16)], np.uint64)
+
+
+def _name(kind: str, path: str) -> str:
+    return f"{kind}-{arrays.fingerprint(os.path.realpath(path))[:16]}"
+
+
+def _read_lines(file: InputFile) -> Notes:
+    """Where the lines that are not blank start; their numbers, if others are blank."""
+    digest = xxh3()
+    starts, suspects = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
+    offset, before, mark = 0, b"\n", 0
+    with open_part(file.part()) as stream, open(file.path, "rb") as lines:
+        while data := stream.read(_BLOCK):
+            digest.update(data)
+            if offset == 0 and data.startswith(UTF8_BOM):
+                mark = len(UTF8_BOM)
+            block = np.frombuffer(before + data, np.uint8)
+            places = np.flatnonzero(block[:-1] == ord("\n"))  # a line begins after each
+            starts.append(places + offset)
+            suspects.append(_IS_SPACE[block[places + 1]])
+            offset, before = offset + len(data), data[-1:]
+        flat, is_blank = np.concatenate(starts), np.concatenate(suspects)
+        flat[:1] += mark
+        is_blank[:1] |= mark > 0
+        for place in np.flatnonzero(is_blank).tolist():
+            lines.seek(int(flat[place]))
+            line = lines.readline(_LONGEST_BLANK)
+            is_blank[place] = not line.strip() and len(line) < _LONGEST_BLANK
+    rows = np.flatnonzero(~is_blank)
+    numbers = rows + 1 if is_blank.any() else rows[:0]
+    return {"xxh3": _sum(digest.hexdigest()), "starts": flat[rows], "lines": numbers}
+
+
+def _count_groups(file: InputFile) -> Notes:
+    format_: Any = file.format
+    counts = format_.group_counts(file.path)
+    if counts is None:
+        raise TextError(
+            f"{file.path} is an Arrow stream, which has no index of its rows. Write an Arrow file "
+            "(pyarrow.ipc.new_file), or give the `datasets.Dataset` that it belongs to"
+        )
+    return {"xxh3": _sum(sum_of(file.path)[1]), "counts": np.array(counts, np.int64)}
+
+
+def _convert(file: InputFile, max_size: int, path: str) -> Notes:
+    """Writes the rows of a CSV file as an Arrow file, with their numbers and problems."""
+    import pyarrow as pa
+
+    problems: list[dict[str, Any]] = []
+
+    def reject(row: int, _: int, reason: str, data: bytes) -> None:
+        problems.append({_NUMBER: first + row, _PROBLEM: reason})
+
+    format_: Any = file.format
+    first, counts = format_.first_line, []
+    query = Query(keys=("text",), reject=reject, whole=True, max_size=max_size)
+    fields = dict.fromkeys([*format_.columns(file.part(), query), _PROBLEM], pa.string())
+    schema = pa.schema([*fields.items(), (_NUMBER, pa.int64())])
+    with atomic_file(path) as target, pa.ipc.new_file(target, schema) as writer:
+        for documents in format_.read(file.part(), query):
+            pairs = zip(documents.texts[0], documents.lines.tolist(), strict=True)
+            rows = [*({**record, _NUMBER: first + row} for record, row in pairs), *problems]
+            problems.clear()
+            rows.sort(key=itemgetter(_NUMBER))
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+            counts.append(len(rows))
+    return {"xxh3": _sum(sum_of(file.path)[1]), "counts": np.array(counts, np.int64)}

@@ -1,0 +1,227 @@
+"""Samples of rows that can only be read in turn: a shuffle buffer, a packer, and a small state."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from millrace.checks import MAX_INT32, check_choice, check_int, shown
+from millrace.encoding.row_encoders import RowEncoder, check_encoder
+from millrace.errors import ConfigError, ResumeError, TextError
+from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
+from millrace.forks import Renewed
+from millrace.online.row_documents import BLOCK, Piece, encoded_documents, token_batch
+from millrace.online.text_dataset import epoch_order
+from millrace.samples.fields import SampleOptions
+from millrace.samples.tokens import TokenBatch
+
+_PACKINGS = ("documents", "joined", "packs")
+_REMEDY = (
+    "give a function from a row number to the rows from there on, or an object with state_dict and "
+    "load_state_dict"
+)
+
+_Entry = tuple[int, Any, dict[str, Any]]
+"""The number of a row, the row, and the state behind it."""
+
+
+class RowStream(Renewed):
+    """A `TokenStream` of rows: see `StreamDataset`."""
+
+    _renewed = ("_reading", "_after")
+
+    def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
+        if not (callable(source) or isinstance(source, Iterable)):
+            raise ConfigError(
+                f"source is a {type(source).__name__}; give an iterable of rows, or a function "
+                "from a row number to the rows from there on"
+            )
+        self._source, self._encoder = source, check_encoder("encoder", encoder)
+        self._capacity = samples.sequence_length + samples.add_extra_token
+        self._extra = int(samples.add_extra_token)
+        check_choice("packing", options["packing"], _PACKINGS)
+        for name, least in (("rows_per_sample", 1), ("seed", 0), ("shuffle_buffer", 0)):
+            limit = None if name == "seed" else MAX_INT32
+            options[name] = check_int(name, options[name], least, limit)
+        self._options, self._has_begun = options, False
+        self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._can_resume = not isinstance(source, Iterator) or self._has_state
+        self._first = {"window": 0, "source": source.state_dict() if self._has_state else 0}
+        kind = "own" if options["packing"] == "documents" else "all"
+        self._first |= {"row": 0, "token": 0, "tokenised": kind}
+        self.renew()
+
+    def after_fork(self) -> None:
+        self._reading: Iterator[Any] = iter(())  # of entries, or of samples
+        self._after: Any = None  # the state behind what was read
+
+    def read(self, state: Any, count: int, own: Any = None) -> tuple[TokenBatch, Any]:
+        """See `TokenStream.read`; with documents, samples at other places than `own` are empty."""
+        state, is_packed = state or self._first, self._options["packing"] != "documents"
+        if state != self._after:
+            self._reading = self._packed(state) if is_packed else self._entries(state)
+        self._after = None  # after an error, the place is read again
+        size = 1 if is_packed else self._options["rows_per_sample"]
+        found: list[Any] = list(itertools.islice(self._reading, count * size))
+        samples = [one for one, _ in found] if is_packed else self._samples_of(found, size, own)
+        self._after = found[-1][-1] if found else state
+        return token_batch(samples), self._after
+
+    def _entries(self, state: Any) -> Iterator[_Entry]:
+        """The rows from a state on, in the shuffled order."""
+        buffer, source, skipped = self._options["shuffle_buffer"], state["source"], state["row"]
+        size, rows = buffer if buffer > 1 else BLOCK, self._rows_from(source)
+        for window in itertools.count(state["window"]):
+            read = list(itertools.islice(rows, size))
+            order = np.arange(len(read))
+            if buffer > 1:
+                order = epoch_order(len(read), self._options["seed"], window).sources(order)
+            before = {**state, "window": window, "source": source, "token": 0}
+            for place, entry in enumerate(order.tolist()[skipped:], skipped + 1):
+                number, row = window * size + entry, read[entry]
+                if not isinstance(row, Mapping):
+                    what = f"row {number} of the stream is {shown(row, 60)}"
+                    raise TextError(f"{what}; a dictionary is needed")
+                yield number, row, {**before, "row": place}
+            if not read:
+                return
+            source = self._source.state_dict() if self._has_state else source + len(read)
+            skipped = 0
+
+    def _rows_from(self, state: Any) -> Iterator[Any]:
+        source = self._source
+        if not self._can_resume and (self._has_begun or state != 0):
+            raise ResumeError(f"an iterator cannot begin again: {_REMEDY}")
+        self._has_begun = True
+        if self._has_state:
+            source.load_state_dict(state)
+            return iter(source)
+        return iter(source(state)) if callable(source) else itertools.islice(source, state, None)
+
+    def _encoded(self, entries: Sequence[_Entry]) -> Iterator[list[Piece]]:
+        """The documents of each row that are not empty; TextError when a bad one is reached."""
+        numbers = [number for number, *_ in entries]
+        rows = [row for _, row, _ in entries]
+        encoded, documents = encoded_documents(self._encoder, numbers, rows)
+        for place, pieces in enumerate(documents):
+            if place in encoded.problems:
+                raise TextError(f"row {numbers[place]} of the stream: {encoded.problems[place]}")
+            yield [piece for piece in pieces if piece.size > 0]
+
+    def _samples_of(self, entries: list[_Entry], size: int, own: Any) -> list[list[Piece]]:
+        """Samples of `size` rows each; those at other places than `own` (None: all) are empty."""
+        groups = [entries[start : start + size] for start in range(0, len(entries), size)]
+        samples: list[list[Piece]] = [[] for _ in groups]
+        places = [n for n in range(len(groups)) if own is None or n in own]
+        homes = [place for place in places for _ in groups[place]]
+        documents = self._encoded([entry for place in places for entry in groups[place]])
+        for home, pieces in zip(homes, documents, strict=True):
+            for piece in pieces:
+                room = self._capacity - sum(one.size for one in samples[home])
+                samples[home] += [piece.cut(0, room)] if room > 0 else []
+        return samples
+
+    def _documents(self, state: Any) -> Iterator[tuple[Piece, dict[str, Any]]]:
+        """The documents from a state on, each with the state before its row."""
+        entries, token = self._entries(state), state["token"]
+        while some := list(itertools.islice(entries, BLOCK)):
+            for (_, _, after), pieces in zip(some, self._encoded(some), strict=True):
+                before = {**after, "row": after["row"] - 1}
+                for piece in pieces:
+                    if (start := max(token - piece.offset, 0)) < piece.size:
+                        yield piece.cut(start, piece.size), before
+                token = 0
+
+    def _packed(self, state: Any) -> Iterator[tuple[list[Piece], dict[str, Any]]]:
+        """Samples of documents one after the other, or of whole ones, with the states behind."""
+        is_joined, capacity = self._options["packing"] == "joined", self._capacity
+        extra = self._extra if is_joined else 0  # tokens that the next sample has, too
+        pieces: list[Piece] = []
+        room, end = capacity, state
+        for document, before in self._documents(state):
+            place = 0
+            while place < document.size:
+                piece = document.cut(place, place + (room if is_joined else capacity))
+                if piece.size > room:  # never where documents are joined
+                    yield pieces, {**before, "token": piece.offset}
+                    pieces, room = [], capacity
+                pieces.append(piece)
+                room, place = room - piece.size, place + piece.size
+                if room == 0:
+                    place -= extra
+                    yield pieces, {**before, "token": document.offset + place}
+                    pieces, room = [], capacity
+            end = {**before, "token": document.offset + document.size}
+        if capacity - room > extra:
+            yield pieces, end
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """What decides the samples, but for the rows; ConfigError if they cannot be read again."""
+        if consumed_samples and not self._can_resume:
+            raise ConfigError(f"an iterator has no state, so this run cannot resume: {_REMEDY}")
+        sizes = [self._capacity, self._extra]
+        entries = {"kind": "row stream", "sizes": sizes, "encoder": self._encoder.fingerprint()}
+        return {**entries, **self._options}
+
+
+class StreamDataset(TokenStreamDataset):
+    """Samples of rows that can only be read in turn, for a `Loader`.
+
+    The source is read in windows of `shuffle_buffer` rows, each of which is shuffled. The loader's
+    state says where a window began in the source, and what of it was handed out: after a resume it
+    is read again, and no row is lost or repeated. Every rank reads all rows. With "documents" it
+    tokenises its own; the others need the lengths of all, so every rank tokenises all.
+
+    Args:
+        source: A function from a row number to an iterable of the rows from there on; an object
+            with `state_dict` and `load_state_dict`, such as a Hugging Face streaming dataset; or
+            another iterable, of which the first rows are read again after a resume. Rows are
+            dictionaries. An iterator cannot resume: a loader's `state_dict` says so.
+        encoder: What makes documents of rows: `TextRows`, or another `RowEncoder`.
+        packing: "documents": `rows_per_sample` rows a sample, cut or padded; "joined": documents
+            one after the other, cut into samples; "packs": whole documents, until the next one
+            does not fit; one that is longer than a sample goes on in the next.
+        rows_per_sample: Number of rows of a sample, with "documents".
+        shuffle_buffer: Number of rows that are shuffled at a time; 0: none.
+        seed: Seed of the shuffles.
+        fingerprint: Plain values that tell these rows from others, for the loader's state.
+        sample_options: What a sample looks like: the fields of `SampleOptions`.
+
+    Raises:
+        ConfigError: An argument of a wrong type, or outside its limits.
+
+    Example:
+        >>> from millrace import Loader
+        >>> from millrace.encoding import Tokenizer
+        >>> from millrace.encoding.row_encoders import TextRows
+        >>> rows, encoder = [{"text": "aaa"}, {"text": "bbb"}], TextRows(Tokenizer("bytes"))
+        >>> dataset = StreamDataset(rows, encoder, packing="joined", sequence_length=7)
+        >>> loader = Loader(dataset, micro_batch_size=1)
+        >>> bytes(next(loader)["tokens"][0].astype(np.uint8))
+        b'aaa\\x00bbb'
+        >>> loader.state_dict()["stream"]["state"]
+        {'window': 0, 'source': 0, 'row': 1, 'token': 3, 'tokenised': 'all'}
+    """
+
+    stream: RowStream
+
+    def __init__(
+        self,
+        source: Any,
+        encoder: RowEncoder,
+        *,
+        packing: str = "documents",
+        rows_per_sample: int = 1,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        fingerprint: Mapping[str, Any] | None = None,
+        **sample_options: Any,
+    ) -> None:
+        options = SampleOptions(**sample_options)
+        packer = {"packing": packing, "rows_per_sample": rows_per_sample}
+        packer |= {"shuffle_buffer": shuffle_buffer, "seed": seed, "rows": dict(fingerprint or {})}
+        super().__init__(RowStream(source, encoder, options, packer), options)
+
+    def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
+        return self.stream.read(state, count, own)

@@ -1,0 +1,296 @@
+"""Samples of rows: tokenised when they are asked for, or once for all."""
+
+import os
+from collections import Counter
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+
+from millrace.cache import arrays
+from millrace.checks import MAX_INT64, check_choice, check_int
+from millrace.deferred import Deferred
+from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
+from millrace.errors import ConfigError
+from millrace.online.cached_rows import tokenized
+from millrace.online.numbered_rows import Rows, folder_of, open_rows
+from millrace.online.row_documents import BLOCK, RowDocuments
+from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
+from millrace.order.order_plans import (
+    Arrays,
+    OrderPlan,
+    PlanOf,
+    build_arrays,
+    build_order,
+    entries_of,
+    plan_order,
+)
+from millrace.order.permutation import KeyedPermutation
+from millrace.ragged import spread
+from millrace.samples.dataset import TokenDataset
+from millrace.samples.fields import SampleOptions
+from millrace.samples.loss_ranges import LossRanges
+from millrace.samples.stored import StoredTokens
+from millrace.samples.tokens import Numbers, TokenBatch
+from millrace.store import IndexedDataset
+
+_PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
+
+
+@lru_cache(maxsize=64)
+def epoch_order(count: int, seed: int, epoch: int) -> KeyedPermutation:
+    """The order of so many documents in an epoch, or of rows in a window of a stream."""
+    return KeyedPermutation(count, seed << 64 | epoch)
+
+
+class DocumentTokens:
+    """A document for each sample: a source of tokens.
+
+    Each epoch takes the documents in a new order; without a seed, as they stand.
+
+    Args:
+        documents: What gives the tokens of documents by number.
+        count: Number of documents.
+        identity: What decides the documents, as plain values.
+    """
+
+    def __init__(
+        self,
+        documents: "RowDocuments | StoredDocuments",
+        count: int,
+        identity: dict[str, Any],
+        seed: int | None,
+        num_samples: int | None,
+    ) -> None:
+        self.documents, self._count, self._seed = documents, count, seed
+        self._identity = {**identity, "num_documents": count, "seed": seed}
+        num_samples = count if num_samples is None else num_samples
+        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64 if count else 0)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def numbers(self, sample_numbers: Numbers) -> Numbers:
+        """The documents of some samples."""
+        epochs, numbers = np.divmod(sample_numbers, max(self._count, 1))
+        for epoch in {*epochs.tolist()} if self._seed is not None else ():
+            here = epochs == epoch
+            numbers[here] = epoch_order(self._count, self._seed, epoch).sources(numbers[here])
+        return numbers
+
+    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
+        """See `TokenSource`; a part for each sample that has tokens: a document, by its number."""
+        return self.documents.tokens(self.numbers(sample_numbers))
+
+    @property
+    def is_remote(self) -> bool:
+        """See `TokenDataset.is_remote`: documents are encoded several at a time."""
+        return isinstance(self.documents, RowDocuments)
+
+    def prefetch(self, sample_numbers: Numbers) -> None:
+        if isinstance(self.documents, RowDocuments) and len(sample_numbers) < BLOCK:
+            self.documents.prefetch(self.numbers(sample_numbers))
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """The same with and without token files: a run may go on with the one or the other."""
+        return self._identity
+
+
+class StoredDocuments(Order):
+    """Documents of token files, cut to a number of tokens, counted from document `first` on."""
+
+    def __init__(self, store: IndexedDataset, first: int, capacity: int, has_mask: bool) -> None:
+        self._first, self._capacity = first, capacity
+        self._stored = StoredTokens(store, self)
+        self._ranges = LossRanges(self._stored) if has_mask else None
+
+    def __len__(self) -> int:
+        store: Any = self._stored.store
+        return int(store.num_documents) - self._first
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        return {"kind": "documents", "first": self._first, "capacity": self._capacity}
+
+    def spans(self, numbers: Numbers) -> Spans:
+        """Documents by number: their sequences, as far as the capacity goes."""
+        store: Any = self._stored.store
+        firsts, stops = store.document_indices[self._first + np.stack((numbers, numbers + 1))]
+        samples, places = spread(stops - firsts)
+        sequences = firsts[samples] + places
+        bounds = np.append(0, np.cumsum(stops - firsts))
+        lengths = store.sequence_lengths[sequences].astype(np.int64)
+        ends = np.append(0, np.cumsum(lengths))
+        before = ends[:-1] - ends[bounds[:-1]][samples]
+        counts = np.clip(self._capacity - before, 0, lengths)
+        return Spans(sequences, np.zeros_like(counts), counts, bounds)
+
+    def tokens(self, numbers: Numbers) -> TokenBatch:
+        batch = self._stored.tokens(numbers)
+        if self._ranges is not None:
+            _, batch = self._ranges(batch, numbers)
+        has_tokens = batch.sizes > 0
+        starts = (batch.ends - batch.sizes)[has_tokens]
+        return batch.with_arrays(
+            part_starts=starts, part_sequence=numbers[has_tokens], part_offset=np.zeros_like(starts)
+        )
+
+
+def kept_order(
+    order: Any, order_options: Any, store: IndexedDataset, samples: SampleOptions, **draw: Any
+) -> Order:
+    """The order of token files, whose plan and arrays are kept beside these, for other processes.
+
+    An order of your own is made anew at each start: nothing says whether its code has changed.
+
+    Args:
+        draw: `sequences`, `num_samples` and `seed` of `OrderInputs`.
+    """
+    inputs = OrderInputs(
+        num_sequences=len(store),
+        num_tokens=store.num_tokens,
+        sequence_length=samples.sequence_length,
+        add_extra_token=samples.add_extra_token,
+        drop_last_partial_sequence=True,
+        load_lengths=partial(getattr, store, "sequence_lengths"),
+        **draw,
+    )
+    if not isinstance(order, type) or not order.__module__.startswith("millrace."):
+        return build_order(order, inputs, store.prefix, order_options)
+    folder, file = os.path.split(store.prefix)
+    content = store.fingerprint, store.lengths_checksum
+    key = [order.__module__, order.__qualname__, *content, repr(inputs), repr(order_options)]
+    name = f"{file}.order-{arrays.fingerprint(key)[:16]}"
+    kept = arrays.load(folder, name)
+    if kept is not None and kept.key["inputs"] == key and not kept.damage():
+        plan = order(**kept.key["plan"])
+    else:
+        plan = plan_order(order, inputs, store.prefix, order_options)
+        whole = {"inputs": key, "plan": entries_of(plan)}
+        build = partial(_write_arrays, plan, inputs, store.prefix)
+        kept, _ = arrays.load_or_build(folder, name, whole, plan.arrays(inputs), build)
+    loaded: Order = plan.load(inputs, Deferred(partial(_mapped, kept)))
+    return loaded
+
+
+def _write_arrays(plan: OrderPlan, inputs: OrderInputs, name: str, writers: Any) -> None:
+    for array, values in build_arrays(plan, inputs, name).items():
+        writers[array].write(0, values)
+
+
+def _mapped(kept: arrays.ArraySet) -> Arrays:
+    return {name: kept[name] for name in kept.arrays}
+
+
+class TextDataset(TokenDataset):
+    """Samples of raw rows.
+
+    Without an order and a cache, a sample is a document, cut or padded, which is tokenised when it
+    is asked for, in the loader's threads: there is nothing to wait for, and a bad row stops the
+    run. With a cache all rows are tokenised once, by a job that continues after any kill; the
+    samples are the same. Orders of documents that are cut or packed need the lengths of all, so
+    they always tokenise all rows once.
+
+    Args:
+        rows: Rows of `open_rows`, or a source for it.
+        encoder: What makes documents of rows: `TextRows`, or another `RowEncoder`.
+        seed: Seed of the order; None: a document per sample, in the order of the rows.
+        num_samples: Number of samples, through as many epochs as needed; None: one epoch.
+        order: None for a document per sample; "gpt" for documents that are joined and cut, in
+            Megatron-LM's order; "packs" for whole documents in rows (see `PackPlan`); or another
+            `OrderPlan`.
+        order_options: Options of the order's plan, such as those of `PackPlan`.
+        cache: Folder for token files, where other runs find them by rows and encoder. None: that
+            of the rows, where an order needs token files.
+        on_error: What becomes of bad rows with a cache: "stop", "skip" or "quarantine".
+        workers: Number of processes that tokenise; None: one per core, fewer for a small input.
+        show_progress: Whether to show progress of tokenising on stderr.
+        sample_options: What a sample looks like: the fields of `SampleOptions`.
+
+    Attributes:
+        rows: The rows.
+
+    Raises:
+        ConfigError: An argument of a wrong type, or options that do not go together.
+        TextError: A source that cannot be read; with a cache, also a bad row.
+
+    Example:
+        >>> from millrace.encoding import Tokenizer
+        >>> rows = [{"text": "mill"}, {"text": "race"}]
+        >>> dataset = TextDataset(rows, TextRows(Tokenizer("bytes")), sequence_length=5)
+        >>> dataset[0]["labels"].tolist(), dataset[0]["loss_mask"].tolist()
+        ([105, 108, 108, 256, 0], [1.0, 1.0, 1.0, 1.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        rows: Any,
+        encoder: RowEncoder,
+        *,
+        seed: int | None = None,
+        num_samples: int | None = None,
+        order: str | PlanOf | None = None,
+        order_options: dict[str, Any] | None = None,
+        cache: str | os.PathLike[str] | None = None,
+        on_error: str = "stop",
+        workers: int | None = None,
+        show_progress: bool = False,
+        **sample_options: Any,
+    ) -> None:
+        encoder, options = check_encoder("encoder", encoder), SampleOptions(**sample_options)
+        check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
+        if isinstance(order, str):
+            order = _PLANS[check_choice("order", order, (*_PLANS,))]
+        if order is not None or seed is not None:
+            seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
+        is_online = cache is None and order is None
+        if is_online and on_error != "stop":
+            raise ConfigError(f'on_error="{on_error}" needs all rows before the first: give cache')
+        self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
+        has_mask = not isinstance(encoder, TextRows)
+        if isinstance(encoder, TextRows):
+            first = rows.range().read(np.arange(min(len(rows.range()), BLOCK)))
+            encoder = encoder.checked([row for row in first if isinstance(row, dict)])
+        capacity = options.sequence_length + options.add_extra_token
+        identity = {
+            "kind": "rows",
+            "rules": RULES_VERSION,
+            "rows": rows.fingerprint(),
+            "encoder": encoder.fingerprint(),
+            "capacity": capacity,
+            **({} if on_error == "stop" else {"on_error": on_error}),
+        }
+        self._job_report: dict[str, int] | None = None
+        if is_online:
+            documents: Any = RowDocuments(rows, encoder, capacity)
+            source: Any = DocumentTokens(documents, len(rows), identity, seed, num_samples)
+        else:
+            folder = rows.folder if cache is None else folder_of(cache)
+            job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
+            store, self._job_report = tokenized(rows.range(), encoder, folder, **job)
+            start, stop = rows.start, rows.stop
+            is_certain = on_error == "stop" or not has_mask  # one document at most, or at least
+            if store.num_documents != len(rows.range()) or not is_certain:
+                # Rows may have several documents or none: those of a part are made alone.
+                store, self._job_report = tokenized(rows, encoder, folder, **job)
+                start, stop = 0, store.num_documents
+            documents = StoredDocuments(store, start, capacity, has_mask)
+            source = DocumentTokens(documents, stop - start, identity, seed, num_samples)
+        if order is None:
+            super().__init__(source, options)
+            return
+        sequences = tuple(store.document_indices[[start, stop]].tolist())
+        draw = {"sequences": sequences, "num_samples": num_samples, "seed": seed}
+        source = StoredTokens(store, kept_order(order, order_options, store, options, **draw))
+        source = TokenDataset(source, options) if has_mask else source
+        super().__init__(source, options, [LossRanges(source)] if has_mask else [])
+
+    @property
+    def report(self) -> Counter[str]:
+        """Counts of the rows: with token files those of their job.
+
+        On the fly, of the rows that this process has tokenised, some of them ahead of their use.
+        """
+        if self._job_report is not None:
+            return Counter(self._job_report)
+        documents: Any = self.source
+        return Counter(documents.documents.report)

@@ -1,0 +1,200 @@
+"""The encoder of chats: its arrays, templates of folders, special tokens, reports and pickles."""
+
+import json
+import pickle
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.chats import ChatEncoder
+from millrace.encoding import Tokenizer
+from millrace.errors import ConfigError
+from millrace.inspect import format_chat, format_report
+from tests.chats.test_masks import PLAIN, TAGGED, THINKING
+from tests.conftest import results_of_processes, train_tokenizer
+
+SPECIAL = ("<|im_end|>", "<|end|>", "<s>", "</s>")
+CHAT = [{"role": "user", "content": "the mill"}, {"role": "assistant", "content": "the race"}]
+ROW = {"messages": CHAT}
+BAD = {"messages": CHAT[:1]}
+UNTRAINED = {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(folder / "tokenizer.json", SPECIAL)
+    return folder
+
+
+def config(folder: Path, tmp_path: Path, **values: Any) -> Tokenizer:
+    """A tokenizer's folder with a tokenizer_config.json."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    return Tokenizer(tmp_path)
+
+
+def test_arrays_of_rows(folder: Path) -> None:
+    encoder = ChatEncoder(Tokenizer(folder), THINKING, turns="weight")
+    longer = {"messages": [*CHAT, *CHAT]}
+    rows = encoder.encode([ROW, BAD, longer, UNTRAINED, ROW])
+    assert rows.counts.tolist() == [1, 0, 2, 0, 1]
+    assert list(rows.problems) == [1, 3]
+    assert rows.tokens.dtype == encoder.dtype == np.uint16
+    assert rows.counts.dtype == rows.ends.dtype == np.int64
+    assert rows.trained is not None
+    assert rows.trained.dtype == bool
+    assert rows.ends[-1] == len(rows.tokens) == len(rows.trained)
+    documents = np.split(rows.tokens, rows.ends[:-1])
+    assert np.array_equal(documents[0], documents[1])
+    alone = [encoder.encode([row]) for row in (ROW, longer, ROW)]
+    assert np.array_equal(np.concatenate([one.tokens for one in alone]), rows.tokens)
+    expected = {"rows": 5, "bad rows": 2, "rows without a target": 1, "documents": 4}
+    expected |= {"routes: markers, prompt": 4, "tokens": len(rows.tokens)}
+    expected |= {"trained tokens": int(rows.trained.sum())}
+    assert expected.items() <= rows.report.items()
+    parts = [Counter(encoder.encode([row]).report) for row in (ROW, BAD, longer, UNTRAINED, ROW)]
+    assert sum(parts, Counter()) == Counter(rows.report) - Counter()
+    table = format_report(rows.report).splitlines()
+    assert table[0].split() == ["rows", "5"]
+    assert table[-1].split() == ["trained", "share", f"{rows.trained.mean():.1%}"]
+    for batch in ([], [BAD, {}]):
+        rows = encoder.encode(batch)
+        assert len(rows.tokens) == len(rows.ends) == 0
+        assert rows.counts.tolist() == [0] * len(rows.problems) == [0] * len(batch)
+
+
+def test_special_tokens_in_contents(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    call = {"function": {"name": "f", "arguments": {"</s>": 1}}}
+    rows = [
+        {"messages": [CHAT[0], {"role": "assistant", "content": "a</s>b"}]},
+        {"messages": [{**CHAT[0], "content": "<|end|>"}, CHAT[1]]},
+        {"messages": [CHAT[0], {**CHAT[1], "tool_calls": [call]}]},
+        {"messages": CHAT, "tools": [{"name": "<s>"}]},
+        {"messages": [CHAT[0], {"role": "assistant", "content": "a\ud800"}]},
+    ]
+    problems = ChatEncoder(tokenizer).encode(rows).problems
+    starts = ["message 1 holds", "message 0 holds", "message 1 holds", "the tools holds"]
+    starts.append("message 1 has the lone surrogate U+D800")
+    assert all(problems[number].startswith(start) for number, start in enumerate(starts))
+    kept = ChatEncoder(tokenizer, special_text="keep").encode(rows)
+    assert list(kept.problems) == [3, 4]  # our ChatML does not describe tools
+    assert kept.trained is not None
+    first = kept.tokens[: kept.ends[0]][kept.trained[: kept.ends[0]]]
+    assert tokenizer.decode(first) == "a</s>b<|im_end|>"
+    assert tokenizer.special_tokens()["</s>"] in first
+
+
+def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
+    def text(tokenizer: Tokenizer, *template: Any, **options: Any) -> str:
+        return ChatEncoder(tokenizer, *template, **options).documents(ROW)[0].text
+
+    assert text(Tokenizer(folder)).startswith("<|im_start|>user\n")
+    named = PLAIN + "{{ bos_token }}{{ word }}"
+    token = {"content": "<s>", "special": True}
+    tokenizer = config(folder, tmp_path, chat_template=named, bos_token=token)
+    assert text(tokenizer, template_arguments={"word": "w"}).endswith("<|end|>\n<s>w")
+    listed = [{"name": "default", "template": PLAIN}, {"name": "b", "template": PLAIN + "b"}]
+    tokenizer = config(folder, tmp_path, chat_template=listed)
+    assert text(tokenizer) == text(tokenizer, PLAIN)
+    (tmp_path / "chat_template.jinja").write_text(PLAIN + "file")
+    assert text(tokenizer) == text(tokenizer, tmp_path / "chat_template.jinja")
+    assert text(tokenizer).endswith("file")
+    assert text(tokenizer, PLAIN + "text").endswith("text")
+    assert text(tokenizer, "chatml").startswith("<|im_start|>user\n")
+    for template in (str(tmp_path / "none.jinja"), 3):
+        with pytest.raises(ConfigError, match=r"give a file, Jinja, or chatml|must be a path"):
+            ChatEncoder(tokenizer, template)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="ChatML takes no template_arguments"):
+        ChatEncoder(Tokenizer(folder), template_arguments={"a": 1})
+
+
+def test_our_chatml() -> None:
+    encoder = ChatEncoder(Tokenizer("bytes"))
+    messages = [{"role": "system", "content": "s"}, *CHAT]
+    (document,) = encoder.explain({"messages": messages})
+    assert document["routes"] == ("markers", "prompt", "tags")
+    start = "<|im_start|>"
+    assert "".join(document["texts"]) == (
+        f"{start}system\ns<|im_end|>\n{start}user\nthe mill<|im_end|>\n"
+        f"{start}assistant\nthe race<|im_end|>\n"
+    )
+    rows = encoder.encode([{"messages": messages, "tools": [{"name": "f"}]}])
+    assert "does not describe tools" in rows.problems[0]
+
+
+def test_characters_of_several_tokens_are_shown_whole(folder: Path) -> None:
+    said = {"messages": [CHAT[0], {**CHAT[1], "content": "水🌊é"}]}
+    for tokenizer in (Tokenizer("bytes"), Tokenizer(folder)):
+        (document,) = ChatEncoder(tokenizer, "chatml").explain(said)
+        shown = format_chat([document])
+        assert "⟦水🌊é<|im_end|>⟧" in shown
+        assert "\ufffd" not in shown
+
+
+def test_templates_render_as_transformers_does(folder: Path) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    template = TAGGED + "{% for n in range(9) %}{% if n > 1 %}{% break %}{% endif %}<{% endfor %}"
+    encoder = ChatEncoder(Tokenizer(folder), template)
+    messages = [{"role": "system", "content": "<é> & 'q'"}, *CHAT, *CHAT]
+    (text,), (tags,) = render_jinja_template(
+        [messages], chat_template=template, return_assistant_tokens_mask=True
+    )
+    (document,) = encoder.documents({"messages": messages})
+    assert (document.text, document.spans) == (text, tags)
+    assert document.routes == ("markers", "prompt", "tags")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"turns": "some"}, "turns must be one of all, last, weight"),
+        ({"mask_routes": 3}, "mask_routes must be between 1 and 2"),
+        ({"date": "today"}, "give a day"),
+        ({"template_arguments": [1]}, "give a dictionary"),
+        ({"template_arguments": {"a": object()}}, "give a dictionary, such as"),
+        ({"reasoning": 1}, "reasoning must be True or False"),
+        ({"stop": "never"}, "cannot be proven.* no stop token"),
+    ],
+)
+def test_options_that_cannot_work(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ChatEncoder(Tokenizer(folder), PLAIN, **options)
+
+
+def test_tokenizers_that_cannot_work(folder: Path) -> None:
+    function = Tokenizer.from_function(len, vocabulary_size=9, version="1")
+    added = Tokenizer(folder, add_special_tokens=True)
+    for tokenizer in (function, added, "gpt2"):
+        with pytest.raises(ConfigError, match=r"token"):
+            ChatEncoder(tokenizer)  # type: ignore[arg-type]
+    plain = Tokenizer(folder, special_tokens_in_text=False)
+    with pytest.raises(ConfigError, match="special_tokens_in_text is False"):
+        ChatEncoder(plain, PLAIN)
+
+
+def encode_in_process(encoder: ChatEncoder, out: Any) -> None:
+    out.put([array.tolist() for array in encoder.encode([ROW, BAD])[:3]])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_have_the_same_encoder(folder: Path, method: str) -> None:
+    encoder = ChatEncoder(Tokenizer(folder), TAGGED)
+    expected = [array.tolist() for array in encoder.encode([ROW, BAD])[:3]]  # type: ignore[union-attr]
+    copy = pickle.loads(pickle.dumps(encoder))
+    assert copy.fingerprint() == encoder.fingerprint()
+    json.dumps(encoder.fingerprint())
+    assert results_of_processes(method, encode_in_process, [(encoder,)]) == [expected]
+
+
+def test_threads_do_not_mix_their_tags(folder: Path) -> None:
+    encoder = ChatEncoder(Tokenizer(folder), TAGGED)
+    with ThreadPoolExecutor(4) as pool:
+        results = [*pool.map(encoder.encode, [[ROW] * 100] * 4)]
+    assert [one.problems for one in results] == [{}] * 4

@@ -1,0 +1,238 @@
+"""Masks of chats: what is trained on, and what is refused. For templates, see test_templates."""
+
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from millrace.chats import ChatEncoder
+from millrace.encoding import Tokenizer
+from millrace.errors import ConfigError
+from tests.conftest import train_tokenizer
+
+CHAT = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+PROMPT = "{% if add_generation_prompt %}[|assistant|]{% endif %}"
+PLAIN = (
+    "{% for m in messages %}[|{{ m.role }}|]{{ m.content }}<|end|>\n{% endfor %}" + PROMPT
+)  # fmt: skip
+TAGGED = (
+    "{% for m in messages %}[|{{ m.role }}|]{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}"
+    "{{ '\\n' }}{% endfor %}" + PROMPT
+)
+THINKING = (  # the reasoning of all but the last turn is left out
+    "{% for m in messages %}[|{{ m.role }}|]{% if m.role == 'assistant' and loop.last %}<think>"
+    "{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}<|end|>\n{% endfor %}"
+) + PROMPT
+WITHOUT_PROMPT = (
+    "{% if messages[-1].role != 'assistant' %}{{ raise_exception('no') }}{% endif %}" + PLAIN
+)
+SPECIAL = ("<|end|>", "[|user|]", "[|assistant|]")
+TEXTS = st.one_of(
+    st.sampled_from(["assistant", "90001000001", "<|end|", "</think>", " both ", "été 水車 🌊"]),
+    st.text(min_size=1, max_size=8),
+    st.text("<|>[]/ \nendthk9 01", min_size=1, max_size=12),
+).filter(lambda text: text.strip() and not any(token in text for token in SPECIAL))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(train_tokenizer(tmp_path_factory.mktemp("chats") / "t.json", SPECIAL))
+
+
+@pytest.fixture(scope="module")
+def encoders(tokenizer: Tokenizer) -> list[ChatEncoder]:
+    return [ChatEncoder(tokenizer, template) for template in (PLAIN, TAGGED)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(texts=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4), data=st.data())
+def test_tokens_within_what_the_assistant_says(
+    encoders: list[ChatEncoder], texts: list[tuple[str, str]], data: st.DataObject
+) -> None:
+    encoder = encoders[data.draw(st.booleans())]
+    turns = [text for pair in texts for text in pair]
+    messages = [{**CHAT[at % 2], "content": text} for at, text in enumerate(turns)]
+    (document,) = encoder.documents({"messages": messages})
+    whole, characters = "", set[int]()
+    for message in messages:
+        start = len(whole) + len(f"[|{message['role']}|]")
+        whole += f"[|{message['role']}|]{message['content']}<|end|>\n"
+        if message["role"] == "assistant":
+            characters |= set(range(start, len(whole) - 1))
+    assert document.text == whole
+    assert {at for start, end in document.spans for at in range(start, end)} == characters
+    # The offsets of the reference library, which the encoder does not look at.
+    encoded = encoder.tokenizer.vocabulary.library.encode(whole, add_special_tokens=False)
+    (explained,) = encoder.explain({"messages": messages})
+    assert encoded.ids == explained["tokens"]
+    assert "".join(explained["texts"]) == whole
+    assert [set(range(*one)) <= characters for one in encoded.offsets] == explained["trained"]
+
+
+def trained_text(encoder: ChatEncoder, messages: list[dict[str, Any]]) -> list[str]:
+    return [
+        document.text[start:end]
+        for document in encoder.documents({"messages": messages})
+        for start, end in document.spans
+    ]
+
+
+def test_a_rewriting_template_gives_a_document_for_each_context(tokenizer: Tokenizer) -> None:
+    row = {"messages": CHAT * 3}
+    encoded = ChatEncoder(tokenizer, THINKING).encode([row])
+    assert encoded.counts.tolist() == [3]
+    assert encoded.report["documents of rewritten history"] == 2
+    refusing = ChatEncoder(tokenizer, THINKING, history="refuse")
+    assert "message 3: " in refusing.encode([row]).problems[0]
+    assert ChatEncoder(tokenizer, PLAIN, history="refuse").encode([row]).problems == {}
+
+
+def test_turns_that_only_look_like_others(tokenizer: Tokenizer) -> None:
+    """Turns between the same texts are proven once for all, if nothing else differs."""
+    user = CHAT[0]
+    hiding = (  # shows in the last turn alone that there was a tag
+        "{% for m in messages %}[|{{ m.role }}|]{% if loop.last and m.content[:8] == '</think>' %}"
+        "<think></think>{% endif %}{{ m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}"
+    )
+    said = ["y", "</think>x", "z"]
+    messages = [one for text in said for one in (user, {**CHAT[1], "content": text})]
+    texts = ["<think></think>x<|end|>", "y<|end|>", "z<|end|>"]
+    assert trained_text(ChatEncoder(tokenizer, hiding + PROMPT), messages) == texts
+    moving = (  # writes what is said beside a call behind the answer of the tool
+        "{% for m in messages %}[|{{ m.role }}|]{% if m.tool_calls %}<call>"
+        "{{ m.tool_calls[0].function.arguments.a }}</call>{{ m.content if loop.last }}{% else %}"
+        "{{ m.content }}{% endif %}<|end|>\n{% if m.role == 'tool' %}"
+        "{{ messages[loop.index0 - 1].content }}{% endif %}{% endfor %}"
+    )
+    calls = [{"function": {"name": "f", "arguments": {"a": "b"}}}]
+    call, answer = {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "t"}
+    messages = [user, {**call, "content": ""}, answer, CHAT[1], user, {**call, "content": "s"}]
+    texts = ["<call>b</call>s<|end|>", "<call>b</call><|end|>", "a<|end|>", "a<|end|>"]
+    messages += [answer, CHAT[1]]
+    assert trained_text(ChatEncoder(tokenizer, moving + PROMPT), messages) == texts
+
+
+def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
+    call = {"function": {"name": "f", "arguments": {"a": "b"}}}
+    messages: list[dict[str, Any]] = [
+        CHAT[0],
+        {"role": "assistant", "content": "x", "reasoning_content": "r", "tool_calls": [call]},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": "y", "weight": 1},
+    ]
+    calls = '\n<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
+    think, stop = "<think>\nr\n</think>\n\n", "<|im_end|>"
+    bytes_ = Tokenizer("bytes")
+    cases: list[tuple[dict[str, Any], list[str]]] = [
+        ({}, [f"{think}x{calls}{stop}", f"y{stop}"]),
+        ({"turns": "last"}, [f"y{stop}"]),
+        ({"reasoning": False}, [f"x{calls}{stop}", f"y{stop}"]),
+        ({"tool_calls": False}, [f"{think}x", stop, f"y{stop}"]),
+        ({"reasoning": False, "tool_calls": False}, ["x", stop, f"y{stop}"]),
+    ]
+    for options, texts in cases:
+        assert trained_text(ChatEncoder(bytes_, **options), messages) == texts, options
+    messages[1]["weight"] = 0
+    assert trained_text(ChatEncoder(bytes_, turns="weight"), messages) == [f"y{stop}"]
+    row = {"messages": messages}
+    assert "message 1 has the weight 0" in ChatEncoder(bytes_).encode([row]).problems[0]
+    embedded = [messages[0], {"role": "assistant", "content": "<think>r</think>z"}]
+    encoder = ChatEncoder(tokenizer, PLAIN + "{{ '</think>' in '' }}", reasoning=False)
+    assert trained_text(encoder, embedded) == ["z<|end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        # without a stop token, the model would never learn to stop
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}.\n{% endfor %}", "a special token"),
+        (PLAIN.replace("m.content", "m.content[::-1]"), "leaves out what the assistant says"),
+        (PLAIN.replace("m.content }}", "m.content }}{{ m.content | length }}"), "route markers"),
+        (TAGGED.replace("{% else %}", "{% else %}{% generation %}").replace(
+            "<|end|>{% endif", "{% endgeneration %}<|end|>{% endif"), "route tags.* hold its"),
+        (PLAIN.replace("{{ m.content }}", "{{ m.content if m.role == 'user' }}"), "leaves out"),
+        ("{{ raise_exception('never') }}", "never"),
+        ("{% for", "the template refuses the chat"),
+        (PLAIN + "{{ strftime_now('%d') }}", "reads the clock"),
+        (WITHOUT_PROMPT, "mask_routes=1"),
+    ],
+)  # fmt: skip
+def test_templates_that_are_refused(tokenizer: Tokenizer, template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ChatEncoder(tokenizer, template)
+
+
+def test_never_all_and_never_nothing(tokenizer: Tokenizer) -> None:
+    """Rows that would train on no token are bad, and one route alone must be asked for."""
+    encoder = ChatEncoder(tokenizer, WITHOUT_PROMPT, mask_routes=1)
+    (document,) = encoder.documents({"messages": CHAT})
+    assert document.routes == ("markers",)
+    assert trained_text(encoder, CHAT) == ["a<|end|>"]
+    weightless = {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}
+    thought = {"messages": [CHAT[0], {**CHAT[1], "content": "", "reasoning_content": "r"}]}
+    weighing = ChatEncoder(tokenizer, THINKING, turns="weight", reasoning=False)
+    rows = weighing.encode([weightless, thought, {"messages": CHAT}])
+    assert rows.counts.tolist() == [0, 0, 1]
+    assert all("it has no target" in rows.problems[number] for number in (0, 1))
+    assert rows.report["rows without a target"] == 2
+    assert rows.trained is not None
+    assert 0 < rows.trained.sum() < len(rows.trained)
+
+
+def test_tokens_across_a_border(tmp_path: Path) -> None:
+    """Without special tokens, "|>" and what follows can be one token."""
+    path = train_tokenizer(tmp_path / "t.json", ("<|endoftext|>", ">\n[", "]a"))
+    with pytest.raises(ConfigError, match=r"part of the token '>\\n\['"):  # a stop never trained
+        ChatEncoder(Tokenizer(path), PLAIN)
+    path = train_tokenizer(tmp_path / "u.json", ("<|endoftext|>", "]a", ">\nx"))
+    encoder = ChatEncoder(Tokenizer(path), PLAIN.replace("<|end|>\n", "<|end|>\n{{ m.end }}"))
+    rows = encoder.encode([{"messages": CHAT}, {"messages": [CHAT[0], {**CHAT[1], "end": "x"}]}])
+    assert "a stop token is part of the token '>\\nx'" in rows.problems[1]
+    assert rows.report["tokens across a border"] == 1
+    assert rows.trained is not None
+    assert encoder.tokenizer.decode(rows.tokens[rows.trained]) == "<|end|>"
+
+
+@pytest.mark.parametrize("kind", ["NFC", "NFKC", "swallowing"])
+def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) -> None:
+    import tokenizers
+
+    model = tokenizers.Tokenizer.from_file(str(train_tokenizer(tmp_path / "t.json", SPECIAL)))
+    if kind != "swallowing":
+        model.normalizer = getattr(tokenizers.normalizers, kind)()
+    else:
+        model.add_special_tokens([tokenizers.AddedToken("<x>", lstrip=True, rstrip=True)])
+    model.save(str(tmp_path / "other.json"))
+    encoder = ChatEncoder(Tokenizer(tmp_path / "other.json"), PLAIN, special_text="keep")
+    # Normalized, three bytes move from the question to the answer.
+    asked, said = "e\u0301" * 3 + " \u6c34 <x> ", "\U0001f30a \u0958"
+    chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    batch = [{"messages": CHAT}, {"messages": chat}] * 2
+    rows = encoder.encode(batch)
+    assert rows.trained is not None
+    masks = np.split(rows.trained, rows.ends[:-1])
+    tokens = np.split(rows.tokens, rows.ends[:-1])
+    expected = said if kind == "swallowing" else unicodedata.normalize(kind, said)  # type: ignore
+    assert encoder.tokenizer.decode(tokens[1][masks[1]]) == f"{expected}<|end|>"
+    alone = encoder.encode(batch[:1]).trained
+    assert all(np.array_equal(masks[number], alone) for number in (0, 2))
+
+
+def test_long_chats_are_rendered_a_fixed_number_of_times(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, counts = ChatEncoder(tokenizer, PLAIN), list[int]()
+    render = type(encoder.rules.template).render
+
+    def counting(self: Any, messages: Any, *rest: Any) -> Any:
+        counts.append(len(messages))
+        return render(self, messages, *rest)
+
+    monkeypatch.setattr(type(encoder.rules.template), "render", counting)
+    (document,) = encoder.documents({"messages": CHAT * 150})
+    assert len(document.turns) == 150
+    assert sum(counts) < 800  # the whole and the marked chat, and the first turn

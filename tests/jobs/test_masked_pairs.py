@@ -1,0 +1,329 @@
+"""Pairs with a mask: who writes them, and that nobody loses the mask silently."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from millrace import (
+    ConfigError,
+    DataError,
+    DatasetConfig,
+    GPTDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    build_datasets,
+    write_loss_ranges,
+)
+from millrace.cache.loss_files import joined_ranges
+from millrace.cli import main
+from millrace.encoding import Tokenizer
+from millrace.encoding.row_encoders import EncodedRows
+from millrace.jobs import convert, merge, shuffle, split
+from millrace.online import open_rows
+from millrace.online.cached_rows import tokenized
+from millrace.run.arguments import config_from
+from millrace.tokenizing import TokenizeResult, tokenize
+from tests.jobs.kills import deaths_of, finished_tasks
+from tests.online.encoders import Marked, write_rows
+from tests.store.test_faults import size_limit
+
+TEXTS = [f"mill race {n}" for n in range(9)]
+
+
+class Below(Marked):
+    """Trains on letters below another one, and counts."""
+
+    def __init__(self, letter: str = "m") -> None:
+        self.letter = letter
+
+    def encode(self, rows: Any) -> EncodedRows:
+        encoded = super().encode(rows)
+        trained = encoded.tokens < ord(self.letter)
+        report = {"rows": len(rows), "trained tokens": int(trained.sum())}
+        return encoded._replace(trained=trained, report=report)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"letter": self.letter}
+
+
+def run_job(path: Path, letter: str = "m", **options: Any) -> TokenizeResult:
+    """Tokenizes beside the file of rows, to `out_text_document`."""
+    encoder = Below(letter)
+    prefix = path.parent / "out"
+    return tokenize([path], prefix, Tokenizer("bytes"), row_encoder=encoder, workers=1, **options)
+
+
+def samples(prefix: Path, loss_ranges: str = "refuse") -> GPTDataset:
+    options: Any = {"sequence_length": 6, "seed": 1, "add_extra_token": False}
+    return GPTDataset(IndexedDataset(prefix), loss_ranges=loss_ranges, **options)
+
+
+def assert_mask_is(prefix: Path, letter: str) -> None:
+    batch = samples(prefix, "apply").batch(range(5))
+    expected = batch["labels"] < ord(letter)
+    expected[:, -1] = False  # there is no label
+    assert (batch["loss_mask"] == expected).all()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    return Path(run_job(path).prefixes["text"])
+
+
+# ---- who trains on such a pair ----
+
+
+def test_a_pair_with_a_mask_is_refused_until_something_is_said_of_it(pair: Path) -> None:
+    with pytest.raises(ConfigError, match=r'info\.json says .* loss_ranges="apply".*"ignore"'):
+        samples(pair)
+    assert_mask_is(pair, "m")
+    ignored = samples(pair, "ignore").batch(range(5))
+    assert ignored["loss_mask"][:, :-1].all()
+    with pytest.raises(
+        ConfigError, match="loss_ranges must be one of refuse, apply, ignore, not True"
+    ):
+        samples(pair, True)  # type: ignore[arg-type]
+    sidecar = Path(f"{pair}.info.json")
+    sidecar.write_text(sidecar.read_text()[:-9])  # what is damaged cannot say that there is none
+    with pytest.raises(ConfigError, match="which tokens are not trained on"):
+        samples(pair)
+    Path(f"{pair}.loss.json").unlink()
+    with pytest.raises(DataError, match="write it again"):
+        samples(pair, "apply")
+
+
+@pytest.mark.parametrize("order", [{}, {"order": "millrace.order:PackPlan"}])
+def test_a_run_says_what_becomes_of_masks(pair: Path, order: Any) -> None:
+    def build(loss_ranges: str) -> np.ndarray[Any, Any]:
+        arguments = {"train_data_path": str(pair), "seq_length": 32, "num_samples": [4, 0, 0]}
+        arguments |= {"data_cache_path": str(pair.parent / "cache"), "loss_ranges": loss_ranges}
+        train = build_datasets(config_from({**arguments, **order})).train
+        assert train is not None
+        batch = train.batch(range(4))
+        if loss_ranges == "apply":
+            assert not batch["loss_mask"][batch["labels"] >= ord("m")].any()
+        return batch["loss_mask"]
+
+    # The second time, the plan is found in the cache folder, whatever was said when it was made.
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="which tokens are not trained on"):
+            build("refuse")
+        assert build("apply").sum() < build("ignore").sum()
+    with pytest.raises(ConfigError, match="loss_ranges must be one of"):
+        build("all")
+
+
+def test_a_plan_notices_that_a_mask_has_come(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    prefix = f"{tmp_path}/out_text_document"
+    config = DatasetConfig(
+        sequence_length=8, seed=1, num_samples=(4, 0, 0), cache=tmp_path / "cache",
+        blend_per_split=[([prefix], None), None, None],
+    )  # fmt: skip
+    tokenize([path], tmp_path / "out", Tokenizer("bytes"), append_eod=True, workers=1)
+    content = Path(prefix + ".bin").read_bytes()
+    build_datasets(config)
+    run_job(path, restart=True)
+    assert Path(prefix + ".bin").read_bytes() == content
+    with pytest.raises(ConfigError, match="which tokens are not trained on"):
+        build_datasets(config)
+
+
+def test_megatrons_dataset_cannot_mask(pair: Path) -> None:
+    from millrace import megatron
+
+    tokenizer = SimpleNamespace(eod=256, pad=1, vocab_size=999, unique_identifiers={})
+    names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+    def build(loss_ranges: str) -> Any:
+        config = megatron.GPTDatasetConfig(
+            blend=([str(pair)], None), split="1,0,0", random_seed=1, sequence_length=8,
+            tokenizer=tokenizer, loss_ranges=loss_ranges, **dict.fromkeys(names, False),
+        )  # fmt: skip
+        arguments = megatron.GPTDataset, [4, 0, 0], lambda: True, config
+        return megatron.BlendedMegatronDatasetBuilder(*arguments).build()[0]
+
+    with pytest.raises(AssertionError, match=r"use millrace\.GPTDataset, or give"):
+        build("refuse")
+    assert build("ignore")[0]["loss_mask"].all()
+
+
+# ---- the job ----
+
+
+def test_death_at_every_step_leaves_no_pair_without_its_mask(pair: Path) -> None:
+    """The new pair has the tokens of the old one, and another mask."""
+    path, old = pair.parent / "a.jsonl", pair.with_suffix(".bin").read_bytes()
+    for _ in deaths_of(lambda: run_job(path, "f", restart=True), 1):
+        data = IndexedDataset(pair)
+        info = data.info()
+        assert info is not None
+        with pytest.raises(ConfigError, match="which tokens are not trained on"):
+            samples(pair)
+        if Path(f"{pair}.loss.json").exists():
+            assert_mask_is(pair, info.provenance["row_encoder"]["letter"])
+        else:
+            with pytest.raises(DataError, match=r"loss\.json is missing"):
+                samples(pair, "apply")
+    assert pair.with_suffix(".bin").read_bytes() == old
+    assert_mask_is(pair, "f")
+
+
+def test_a_full_disk_that_has_room_for_all_but_the_mask(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "az" * 400}] * 3)
+    pair = Path(run_job(path).prefixes["text"])
+    size = Path(f"{pair}.loss-ranges.npy").stat().st_size
+    with size_limit(size - 64), pytest.raises(OSError, match="loss"):
+        run_job(path, restart=True)
+    with pytest.raises(ConfigError, match="which tokens are not trained on"):
+        samples(pair)
+    with pytest.raises(DataError, match=r"loss\.json is missing"):
+        samples(pair, "apply")
+    assert run_job(path).num_chunks_kept == 1
+    assert_mask_is(pair, "m")
+    with size_limit(400), pytest.raises(OSError, match="large"):  # not even a chunk: the pair stays
+        run_job(path, "f", restart=True)
+    assert_mask_is(pair, "m")
+
+
+def test_the_report_survives_kills(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n} " * 40} for n in range(16_000)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    if (child := os.fork()) == 0:
+        run_job(path, chunk_size=1_000_000)
+        os._exit(0)
+    end = time.monotonic() + 60
+    while not finished_tasks(tmp_path / "out") and time.monotonic() < end:
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    result = run_job(path, chunk_size=1_000_000)
+    assert result.num_chunks_kept > 0
+    letters = np.frombuffer("".join(row["text"] for row in rows).encode(), np.uint8)
+    expected = {"rows": 16_000, "trained tokens": int((letters < ord("m")).sum())}
+    assert result.report == expected
+    info = IndexedDataset(result.prefixes["text"]).info()
+    assert info is not None
+    assert info.provenance["report"] == expected
+    assert run_job(path, chunk_size=1_000_000).report == expected  # it is there already
+
+
+def test_a_cache_keeps_the_report(tmp_path: Path) -> None:
+    rows = open_rows([{"text": text} for text in TEXTS])
+    options: Any = {"show_progress": False, "on_error": "stop", "workers": 1}
+    found = [tokenized(rows, Below(), str(tmp_path), **options) for _ in range(2)]
+    assert found[0][1] == found[1][1] == {"rows": 9, "trained tokens": 81}
+    assert found[0][0].fingerprint == found[1][0].fingerprint
+
+
+def test_without_checksums_the_sidecar_still_names_the_mask(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    prefix = Path(run_job(path, checksums=False).prefixes["text"])
+    assert_mask_is(prefix, "m")
+    with pytest.raises(ConfigError, match="which tokens are not trained on"):
+        samples(prefix)
+    Path(f"{prefix}.loss.json").unlink()  # the job is not whole any more
+    with pytest.raises(ConfigError, match="--restart"):
+        run_job(path, checksums=False)
+    run_job(path, checksums=False, restart=True)
+    assert_mask_is(prefix, "m")
+
+
+# ---- other jobs ----
+
+
+def write_masked(prefix: Path, documents: list[list[int]], has_mask: bool) -> Path:
+    """Documents, each of several sequences, of which the first token is not trained on."""
+    with IndexedDatasetBuilder(prefix, np.uint16, checksums=True) as builder:
+        for lengths in documents:
+            builder.add_document(np.arange(sum(lengths)), lengths)
+    if has_mask:
+        count = sum(map(len, documents))
+        write_loss_ranges(prefix, [(sequence, 0, 1) for sequence in range(0, count, 2)])
+    return prefix
+
+
+def ranges_of(*prefixes: Path | str) -> list[list[int]] | None:
+    ranges = joined_ranges((IndexedDataset(prefix), None) for prefix in prefixes)
+    return None if ranges is None else ranges.tolist()
+
+
+DOCUMENTS = st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    inputs=st.lists(st.tuples(DOCUMENTS, st.booleans()), min_size=1, max_size=3),
+    size=st.integers(1, 4),
+)
+def test_merge_split_and_convert_carry_the_mask(
+    inputs: Any, size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("case")
+    prefixes = [write_masked(folder / f"{n}", *one) for n, one in enumerate(inputs)]
+    expected, before = [], 0
+    for documents, has_mask in inputs:
+        count = sum(map(len, documents))
+        expected += [[before + n, 0, 1] for n in range(0, count if has_mask else 0, 2)]
+        before += count
+    merge(prefixes, folder / "all")
+    shards = split(folder / "all", folder / "part", documents=size)
+    convert(folder / "all", folder / "wide", dtype=np.int32, checksums=False)
+    merge(shards, folder / "part_00000")  # over one of its inputs
+    for result in ("all", "wide", "part_00000"):
+        has_mask = any(one[1] for one in inputs)
+        assert ranges_of(folder / result) == (expected if has_mask else None), result
+        info = IndexedDataset(folder / result).info()
+        assert ("loss_ranges" in getattr(info, "provenance", {})) == has_mask
+
+
+def test_what_cannot_keep_a_mask_refuses_it(pair: Path, capsys: Any) -> None:
+    to = pair.parent / "to"
+    cases: list[tuple[Callable[[], Any], str]] = [
+        (lambda: convert(pair, f"{to}.npy"), "an array cannot keep it: give --no-loss-ranges"),
+        (lambda: convert(pair, to, append_eod=256), "append_eod, .* --no-loss-ranges"),
+        (
+            lambda: shuffle(None, input_list=[(1, pair)], output_dir=to, seq_len=4),
+            "millrace convert --no-loss-ranges",
+        ),
+    ]
+    for refused, message in cases:
+        with pytest.raises(ConfigError, match=message):
+            refused()
+    domain = pair.parent / "input" / "web"
+    domain.mkdir(parents=True)
+    write_masked(pair.parent / "a", [[4]] * 3, has_mask=True)
+    convert(pair.parent / "a", domain / "a")  # notes the mask
+    with pytest.raises(ConfigError, match="millrace convert --no-loss-ranges"):
+        shuffle(domain.parent, to, seq_len=4)
+    convert(pair, f"{to}.npy", loss_ranges=False)
+    assert main(["merge", str(pair), "--output-prefix", str(to), "--no-loss-ranges"]) == 0
+    assert ranges_of(to) is None
+    assert samples(to).batch([0])["loss_mask"][:, :-1].all()
+    # A pair that replaces another takes its mask away.
+    convert(to, pair)
+    assert ranges_of(pair) is None
+
+
+def test_verify_and_inspect_know_the_mask(pair: Path, capsys: Any) -> None:
+    assert main(["verify", str(pair)]) == 0
+    assert "27 ranges of tokens are not trained on" in capsys.readouterr().out
+    assert main(["inspect", str(pair), "--json"]) == 0
+    provenance = json.loads(capsys.readouterr().out)["provenance"]
+    assert provenance["report"]["rows"] == len(TEXTS)
+    array = Path(f"{pair}.loss-ranges.npy")
+    array.write_bytes(array.read_bytes()[:-1] + b"\1")
+    assert main(["verify", str(pair)]) == 1
+    assert "loss-ranges.npy" in capsys.readouterr().out
+    with pytest.raises(DataError, match=r"loss-ranges\.npy"):
+        merge([pair], pair.parent / "all")

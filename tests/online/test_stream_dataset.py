@@ -1,0 +1,235 @@
+"""Samples of rows in turn: what they hold, and that no row is lost or repeated by a resume."""
+
+import itertools
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from millrace import ConfigError, Loader, ResumeError, TextError
+from millrace.online import StreamDataset, TextRows
+from millrace.online.text_dataset import epoch_order
+from millrace.testing import assert_resumes
+from tests.online.encoders import BYTES, CASES, EOD, Marked
+
+PACKINGS = ["documents", "joined", "packs"]
+KINDS = ["function", "state", "iterable"]
+
+
+class Stateful:
+    """A source with a state of its own, which is taken from a copy after each row."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.start, self.now = rows, 0, {"at": [0]}
+
+    def state_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(self.now))  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"][0]  # `now` changes with the first row, as with many libraries
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.start, len(self.rows)):
+            self.now["at"] = [number + 1]
+            yield self.rows[number]
+
+
+def source_of(kind: str, rows: list[Any]) -> Any:
+    functions = {"function": lambda first: iter(rows[first:]), "iterable": rows}
+    return functions.get(kind) or Stateful(rows)
+
+
+def joined(lists: Any) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def pieces_of(tokens: Any, ends: Any, trained: Any) -> list[list[tuple[int, bool]]]:
+    """The tokens between ends, each with whether it is trained on."""
+    trained = np.ones(len(tokens), np.bool_) if trained is None else trained
+    pairs, bounds = list(zip(tokens.tolist(), trained.tolist(), strict=True)), [0, *ends.tolist()]
+    return [pairs[start:stop] for start, stop in itertools.pairwise(bounds)]
+
+
+def expected_samples(rows: list[Any], encoder: Any, case: Any) -> list[list[tuple[int, bool]]]:
+    """The samples, token by token."""
+    length, extra, count = case["length"], case["extra"], case["per_sample"]
+    size = case["buffer"] if case["buffer"] > 1 else 64
+    documents = []  # of each row
+    for number, start in enumerate(range(0, len(rows), size)):
+        window = rows[start : start + size]
+        places = np.arange(len(window))
+        if case["buffer"] > 1:
+            places = epoch_order(len(window), case["seed"], number).sources(places)
+        documents += [pieces_of(*encoder.encode([window[place]])[:3]) for place in places.tolist()]
+    capacity, flat = length + extra, joined(documents)
+    if case["packing"] == "documents":
+        groups = [documents[n : n + count] for n in range(0, len(documents), count)]
+        return [joined(joined(group))[:capacity] for group in groups]
+    if case["packing"] == "joined":
+        tokens: list[tuple[int, bool]] = joined(flat)
+        return [tokens[n : n + capacity] for n in range(0, max(len(tokens) - extra, 0), length)]
+    pieces = [one[n : n + capacity] for one in flat for n in range(0, len(one), capacity)]
+    samples: list[list[tuple[int, bool]]] = []
+    for piece in filter(None, pieces):
+        if not samples or len(samples[-1]) + len(piece) > capacity:
+            samples.append([])
+        samples[-1] = samples[-1] + piece
+    return samples
+
+
+LAW = {
+    "texts": st.lists(st.text(alphabet="amz", max_size=9), max_size=25),
+    "again": st.booleans(),
+    "kind": st.sampled_from(KINDS),
+    "packing": st.sampled_from(PACKINGS),
+    "buffer": st.integers(0, 9),
+    "per_sample": st.integers(1, 3),
+    "length": st.integers(1, 12),
+    "extra": st.booleans(),
+    "seed": st.integers(0, 99),
+    "sizes": st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+    "stop": st.integers(0, 5),
+}
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_no_row_is_lost_or_repeated(cases: int) -> None:
+    settings(max_examples=cases, deadline=None)(given(case=st.fixed_dictionaries(LAW))(law))()
+
+
+def law(case: dict[str, Any]) -> None:
+    again = case["again"]
+    rows = [{"text": text, "again": again and n % 3 == 0} for n, text in enumerate(case["texts"])]
+    encoder: Any = Marked() if case["again"] else BYTES
+
+    def loader(rank: int, size: int, micro: int) -> Loader:
+        options = {"packing": case["packing"], "rows_per_sample": case["per_sample"]}
+        options |= {"shuffle_buffer": case["buffer"], "seed": case["seed"]}
+        options |= {"sequence_length": case["length"], "add_extra_token": case["extra"]}
+        dataset = StreamDataset(source_of(case["kind"], rows), encoder, **options)
+        share = {"data_parallel_rank": rank, "data_parallel_size": size}
+        return Loader(dataset, micro_batch_size=micro, drop_last=False, prefetch=0, **share)
+
+    expected = expected_samples(rows, encoder, case)
+    stream = loader(0, 1, 1).dataset.stream
+    whole, state = [], None
+    while len(batch := stream.read(state, 2)[0]):
+        state = stream.read(state, 2)[1]  # the same state again: read again from the source
+        whole += pieces_of(batch.tokens, batch.ends, batch.trained)
+        assert len(json.dumps(state)) < 150  # never tokens
+    assert whole == expected
+    first, micro, second = case["sizes"]
+    ranks = [loader(rank, first, micro) for rank in range(first)]
+    rows_seen: list[Any] = []
+    for _ in range(case["stop"]):
+        rows_seen += [row for one in ranks for row in next(one, {"tokens": []})["tokens"]]
+    states = [json.loads(json.dumps(one.state_dict())) for one in ranks]
+    if len({state["consumed_samples"] for state in states}) > 1:
+        return  # the last, partial step has samples for some ranks alone
+    assert states == [states[0]] * first
+    others = [loader(rank, second, 1) for rank in range(second)]
+    for one in others:
+        one.load_state_dict(states[0])
+    iterators = list(others)
+    while len(got := [row for one in iterators for row in next(one, {"tokens": []})["tokens"]]):
+        rows_seen += got
+    length = case["length"]
+    assert [row.tolist() for row in rows_seen] == [
+        ([token for token, _ in sample] + [0] * length)[:length] for sample in expected
+    ]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_resumes_from_every_step_with_threads(packing: str, kind: str) -> None:
+    rows = [{"text": "mill race "[: n % 11]} for n in range(50)]
+
+    def loader() -> Loader:
+        source = source_of(kind, rows)
+        options: Any = {"packing": packing, "shuffle_buffer": 7}
+        dataset = StreamDataset(source, Marked(), sequence_length=12, **options)
+        return Loader(dataset, micro_batch_size=2, prefetch=4)
+
+    assert assert_resumes(loader) >= 10
+    one = loader()
+    batches = [batch["tokens"].tolist() for batch in one]
+    assert one.batch(3)["tokens"].tolist() == batches[3]
+    if kind in ("state", "iterable"):  # functions of a test cannot be pickled
+        copy = pickle.loads(pickle.dumps(loader()))
+        assert [batch["tokens"].tolist() for batch in copy] == batches
+
+
+def test_each_rank_tokenises_its_own() -> None:
+    class Counting(TextRows):
+        seen: list[str]
+
+        def encode(self, rows: Any) -> Any:
+            self.seen += [row["text"] for row in rows]
+            return super().encode(rows)
+
+    rows = [{"text": str(n)} for n in range(24)]
+    for packing, expected in (("documents", 12), ("joined", 24)):
+        encoder = Counting(BYTES.tokenizer)
+        encoder.seen = []
+        dataset = StreamDataset(rows, encoder, packing=packing, sequence_length=3)
+        loader = Loader(dataset, micro_batch_size=2, data_parallel_rank=1, data_parallel_size=2)
+        list(loader)
+        assert len({*encoder.seen}) == len(encoder.seen) == expected
+        kind = loader.state_dict()["stream"]["state"]["tokenised"]
+        assert kind == ("own" if packing == "documents" else "all")
+
+
+def test_an_iterator_is_refused_when_a_state_is_saved() -> None:
+    rows = ({"text": str(n)} for n in range(9))
+    loader = Loader(StreamDataset(rows, BYTES, sequence_length=4), micro_batch_size=3, prefetch=0)
+    assert loader.state_dict()["consumed_samples"] == 0
+    assert next(loader)["tokens"][:, 0].tolist() == [*b"012"]
+    with pytest.raises(ConfigError, match=r"an iterator has no state.*give a function"):
+        loader.state_dict()
+    assert next(loader)["tokens"][:, 0].tolist() == [*b"345"]  # it goes on
+    with pytest.raises(ResumeError, match="cannot begin again"):
+        loader.batch(0)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_bad_rows_stop_at_their_sample(packing: str) -> None:
+    rows: list[Any] = [{"text": "abc"}, {"text": "def"}, {"no": 1}, {"text": "ghi"}]
+    dataset = StreamDataset(
+        lambda n: rows[n:], BYTES, packing=packing, sequence_length=4, add_extra_token=False
+    )
+    loader = Loader(dataset, micro_batch_size=1, prefetch=0)
+    for text in (b"abc", b"def"):
+        assert next(loader)["tokens"][0].tolist() == [*text, EOD]
+    for _ in range(2):
+        with pytest.raises(TextError, match="row 2 of the stream: there is no key"):
+            next(loader)
+    assert loader.consumed_samples == 2
+    rows[2] = {"text": "xyz"}
+    assert next(loader)["tokens"][0].tolist() == [*b"xyz", EOD]
+    rows[3] = 5
+    with pytest.raises(TextError, match="row 3 of the stream is 5; a dictionary"):
+        list(Loader(dataset, micro_batch_size=1, prefetch=0))
+
+
+def test_wrong_arguments() -> None:
+    rows = [{"text": "a"}]
+    for options, problem in (
+        ({"source": 5}, "source is a int; give"),
+        ({"encoder": BYTES.tokenizer}, "encoder is a Tokenizer"),
+        ({"packing": "gpt"}, "packing must be one of"),
+        ({"rows_per_sample": 0}, "rows_per_sample"),
+        ({"shuffle_buffer": -1}, "shuffle_buffer"),
+        ({"shuffle_buffer": True}, "shuffle_buffer"),
+        ({"seed": -1}, "seed"),
+        ({"sequence_length": 0}, "sequence_length"),
+    ):
+        values: Any = {"source": rows, "encoder": BYTES, "sequence_length": 4, **options}
+        with pytest.raises(ConfigError, match=problem):
+            StreamDataset(values.pop("source"), values.pop("encoder"), **values)
+    integers: Any = {"sequence_length": 3, "seed": 1, "shuffle_buffer": 4}
+    dataset = StreamDataset(rows, BYTES, **{key: np.int64(n) for key, n in integers.items()})
+    assert next(Loader(dataset, micro_batch_size=1))["tokens"].tolist() == [[ord("a"), EOD, 0]]

@@ -1,0 +1,350 @@
+"""Samples of raw rows: on the fly, from the cache and from token files they are the same."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from millrace import ConfigError, GPTDataset, IndexedDataset, Loader, ResumeError, TextError
+from millrace.online import TextDataset, open_rows
+from millrace.order import PackedOrder
+from millrace.testing import assert_resumes
+from millrace.tokenizing import tokenize
+from tests.jobs.kills import deaths_of, finished_tasks
+from tests.online.encoders import BYTES, CASES, EOD, Marked, assert_same_tokens, write_rows
+
+TEXTS = st.one_of(
+    st.text(alphabet="maz é\n", max_size=14),
+    st.lists(st.text(alphabet="az", max_size=5), max_size=3),
+)
+ROWS = st.lists(TEXTS, min_size=1, max_size=12).map(lambda texts: [{"text": t} for t in texts])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
+    """A new folder for each random case."""
+    return lambda: tmp_path_factory.mktemp("case")
+
+
+LAW = {
+    "rows": ROWS,
+    "seed": st.none() | st.integers(0, 2**70),
+    "length": st.integers(1, 20),
+    "extra": st.booleans(),
+    "is_marked": st.booleans(),
+    "in_memory": st.booleans(),
+    "boundaries": st.sampled_from(["eod", "documents"]),
+    "named": st.lists(st.integers(0, 29), max_size=12),
+    "start": st.integers(0, 20),
+    "micro": st.integers(1, 5),
+    "numbers": st.lists(st.integers(0, 29), max_size=12),
+}
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
+    cases: int, folder: Callable[[], Path]
+) -> None:
+    @settings(max_examples=cases, deadline=None)
+    @given(case=st.fixed_dictionaries(LAW))
+    def law(case: dict[str, Any]) -> None:
+        place, rows, numbers = folder(), case["rows"], case["numbers"]
+        source = rows if case["in_memory"] else write_rows(place / "a.jsonl", rows)
+        options: Any = {"sequence_length": case["length"], "add_extra_token": case["extra"]}
+        options |= {"pad_token": 999, "boundaries": case["boundaries"]}
+        options |= {"seed": case["seed"], "num_samples": 30}
+        encoder: Any = Marked() if case["is_marked"] else BYTES
+        online = TextDataset(source, encoder, **options)
+        cached = TextDataset(source, encoder, cache=place / "cache", workers=1, **options)
+        online.prefetch(case["named"])  # which decides nothing
+        assert_same_tokens(online.tokens(numbers), cached.tokens(numbers))
+        for name, array in online.batch(numbers).items():
+            assert array.tolist() == cached.batch(numbers)[name].tolist(), name
+        # A run from token files goes on with the rows, at any sample.
+        start, micro = case["start"], case["micro"]
+        state = Loader(cached, micro_batch_size=3).state_dict(start)
+        with Loader(online, micro_batch_size=micro) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            for first in (start, start + micro):
+                tokens = cached.batch(range(first, first + micro))["tokens"]
+                assert next(loader)["tokens"].tolist() == tokens.tolist()
+        # Every epoch has every document once: by the encoder alone.
+        drawn = online.tokens(range(len(rows)))
+        pieces = [piece.tolist() for piece in np.split(drawn.tokens, drawn.ends[:-1])]
+        size = case["length"] + case["extra"]
+        expected = [encoder.encode([row]).tokens[:size].tolist() for row in rows]
+        assert sorted(pieces) == sorted(expected)
+        assert case["seed"] is not None or pieces == expected
+
+    law()
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_orders_of_token_files_are_those_of_the_cache(
+    cases: int, folder: Callable[[], Path]
+) -> None:
+    @settings(max_examples=cases, deadline=None)
+    @given(rows=ROWS, seed=st.integers(0, 99), length=st.integers(1, 9), is_marked=st.booleans())
+    def law(rows: Any, seed: int, length: int, is_marked: bool) -> None:
+        place, rows = folder(), [*rows, {"text": "enough for a sample"}]
+        if is_marked:  # a list is one sequence for a row encoder, and several for Megatron-LM
+            rows = [row for row in rows if isinstance(row["text"], str)]
+        path, encoder = write_rows(place / "a.jsonl", rows), Marked() if is_marked else BYTES
+        tokenize([path], place / "whole", BYTES.tokenizer, append_eod=True, workers=1)
+        file = IndexedDataset(place / "whole_text_document")
+        kept = {"cache": place / "cache"}  # the second order of each kind is found there
+        gpt = {"order": "gpt", "seed": seed, "sequence_length": length, "num_samples": 9, **kept}
+        form: Any = {"sequence_length": 32, "add_extra_token": False, "boundaries": "documents"}
+        packs = {"order": "packs", "seed": seed, "order_options": {"long_documents": "split"}}
+        packed = PackedOrder(file.sequence_lengths, 32, seed, long_documents="split")
+        whole = GPTDataset(file, sequence_length=length, seed=seed, num_samples=9)
+        for options, other in ((gpt, whole), (packs | form | kept, None)):
+            other = other or GPTDataset(file, order=packed, **form)
+            for one in (TextDataset(path, encoder, **options) for _ in range(2)):
+                numbers = range(len(other))
+                batch, tokens = one.batch(numbers), one.tokens(numbers)
+                assert tokens.tokens.tolist() == other.tokens(numbers).tokens.tolist()
+                for name, array in other.batch(numbers).items():
+                    if name == "loss_mask" and is_marked:
+                        array = array * (batch["labels"] < ord("m"))
+                    assert batch[name].tolist() == array.tolist(), name
+        assert len([*(place / "cache").glob("*.order-*.json")]) == 2
+
+    law()
+
+
+def test_loaders_resume_with_any_ranks(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n} " + "a" * (n % 7)} for n in range(23)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+
+    def loader(rank: int = 0, size: int = 1, rows: Any = path, **options: Any) -> Loader:
+        dataset = TextDataset(rows, Marked(), seed=5, sequence_length=12, num_samples=60)
+        share = {"data_parallel_rank": rank, "data_parallel_size": size}
+        return Loader(dataset, **{"micro_batch_size": 2, **share, **options})
+
+    assert assert_resumes(loader) == 30
+    whole = np.concatenate([batch["tokens"] for batch in loader()])
+    ranks = [loader(rank, 3, threads=2) for rank in range(3)]
+    seen = [next(one)["tokens"] for _ in range(4) for one in ranks]
+    state = json.loads(json.dumps(ranks[2].state_dict()))
+    assert state["consumed_samples"] == 24
+    copies = [pickle.loads(pickle.dumps(loader(rank, 2, micro_batch_size=1))) for rank in range(2)]
+    for one in copies:
+        one.load_state_dict(state)
+    seen += [batch["tokens"] for pair in zip(*copies, strict=True) for batch in pair]
+    assert np.concatenate(seen).tolist() == whole.tolist()
+    with pytest.raises(ResumeError, match="rows"):
+        loader(rows=rows[1:]).load_state_dict(state)
+
+
+def test_a_split_is_a_range_of_documents(tmp_path: Path) -> None:
+    rows = [{"text": f"{n:02}"} for n in range(20)]
+    parts = open_rows(write_rows(tmp_path / "a.jsonl", rows), cache=tmp_path / "c").split("8,2,0")
+    form: Any = {"seed": 1, "sequence_length": 3, "add_extra_token": False}
+    for share, part in ((range(16), parts[0]), (range(16, 20), parts[1])):
+        expected = sorted([*f"{n:02}".encode(), EOD] for n in share)
+        for options in ({}, {"cache": tmp_path / "c"}, {"order": "packs", "cache": tmp_path / "c"}):
+            dataset = TextDataset(part, Marked(), **form, **options)
+            tokens = dataset.tokens(range(len(share))).tokens.reshape(-1, 3)
+            assert sorted(tokens.tolist()) == expected
+    assert len([*(tmp_path / "c").glob("*.bin")]) == 1  # of all rows, for both parts
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b"{", "not valid JSON"),
+        (b'{"a": 1}', "no key"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"text": "\\ud800"}', "surrogate"),
+    ],
+)
+def test_bad_rows(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
+    for encoder in (BYTES, Marked()):
+        online = TextDataset(path, encoder, sequence_length=4)
+        assert online[0]["tokens"].tolist() == [ord("a"), EOD, 0, 0]
+        with pytest.raises(TextError, match=f"sample 1: .*line 3: .*{reason}"):
+            online.batch([0, 1, 2])
+        with pytest.raises(TextError, match=f"line 3: .*{reason}"):
+            TextDataset(path, encoder, sequence_length=4, cache=tmp_path / "c")
+        for on_error in ("skip", "quarantine"):
+            options: Any = {"cache": tmp_path / "c", "on_error": on_error}
+            cached = TextDataset(path, encoder, sequence_length=4, **options)
+            assert cached.tokens([0, 1]).tokens.tolist() == [ord("a"), EOD, ord("b"), EOD]
+        assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 1 + (encoder is not BYTES)
+
+
+def test_the_report_counts_what_was_read() -> None:
+    rows = [{"text": text} for text in ("", "zzz", "aazz", "a", "abcdefghi")]
+    dataset = TextDataset(rows, Marked(), sequence_length=4)
+    assert dataset.report == {}
+    dataset.batch([0, 1, 2, 3, 4])
+    cut = {"cut documents": 1, "tokens behind the cut": 5}
+    # Of "zzz" nothing is trained on; the first token, and EOD, are never trained on.
+    assert dataset.report == {"rows": 5, "tokens": 21, **cut, "samples without a target": 3}
+    assert TextDataset(rows, BYTES, sequence_length=4, seed=1)[0]["tokens"].shape == (4,)
+
+
+def test_a_loader_encodes_rows_of_several_steps_at_once(tmp_path: Path) -> None:
+    rows: list[Any] = [{"text": f"{n:03}"} for n in range(200)]
+    rows[150] = {"no": "text"}
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    sizes = []
+
+    class Counting(Marked):
+        def encode(self, rows: Any) -> Any:
+            sizes.append(len(rows))
+            return super().encode(rows)
+
+    dataset = TextDataset(path, Counting(), sequence_length=4, add_extra_token=False)
+    for threads in (1, 3):
+        sizes.clear()
+        loader = Loader(dataset, micro_batch_size=5, threads=threads)
+        seen = [next(loader)["tokens"][:, :3] for _ in range(30)]
+        assert bytes(np.concatenate(seen).astype(np.uint8).ravel()) == b"".join(
+            b"%03d" % n for n in range(150)
+        )
+        with pytest.raises(TextError, match="line 151: there is no key"):
+            next(loader)
+        assert sizes.count(64) >= 2  # the rows of the block of the bad one are encoded alone
+        loader.close()
+
+
+def test_rows_that_become_several_documents_need_the_cache(tmp_path: Path) -> None:
+    rows = [{"text": "a"}, {"text": "b", "again": True}]
+    with pytest.raises(TextError, match=r"row 1 of the list becomes several.*cache"):
+        TextDataset(rows, Marked(), sequence_length=4).batch([1])
+    cached = TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path)
+    assert cached.tokens([0, 1, 2]).tokens[::2].tolist() == [*b"abb"]
+    rows += [{"text": "c"}, {"text": "d"}]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    for source, on_error, expected in (
+        (rows, "stop", [b"abb", b"cd"]),
+        (path, "stop", [b"abb", b"cd"]),
+        (path, "skip", [b"abb", b"ce"]),
+    ):
+        if on_error == "skip":  # as many documents as rows
+            path.write_text(path.read_text().replace('{"text": "d"}', '{\n{"text": "e"}'))
+        parts, found = open_rows(source, cache=tmp_path).split("1,1"), []
+        for part in parts[:2]:
+            options: Any = {"cache": tmp_path, "on_error": on_error, "sequence_length": 4}
+            dataset = TextDataset(part, Marked(), **options)
+            found.append(bytes(int(dataset[n]["tokens"][0]) for n in range(len(dataset))))
+        assert found == expected
+
+
+# ---- the cache: kills, several processes, changes ----
+
+
+def build(path: Path, cache: Path, workers: int = 1) -> TextDataset:
+    options: Any = {"order": "gpt", "seed": 1, "sequence_length": 8, "workers": workers}
+    return TextDataset(path, Marked(), cache=cache, **options)
+
+
+def contents(cache: Path) -> dict[str, bytes]:
+    endings = (".bin", ".idx", ".npy")
+    return {path.name: path.read_bytes() for path in cache.iterdir() if path.suffix in endings}
+
+
+def test_a_cache_survives_death_at_every_step(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": f"row {n}"} for n in range(9)])
+    expected = build(path, tmp_path / "whole")
+    for _ in deaths_of(lambda: build(path, tmp_path / "cache"), 5):
+        assert_same_tokens(build(path, tmp_path / "after").tokens([0, 3]), expected.tokens([0, 3]))
+    assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
+    assert not [*(tmp_path / "cache").glob("*.journal")]
+
+
+def test_killed_while_it_is_built_and_by_two_processes(tmp_path: Path) -> None:
+    rows = [{"text": f"row {n} " * 40} for n in range(16_000)]  # several chunks of 1 MB
+    path, cache = write_rows(tmp_path / "a.jsonl", rows), tmp_path / "cache"
+    build(path, tmp_path / "whole")
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=build, args=(path, cache, 2)) for _ in range(3)]
+    processes[0].start()
+    end = time.monotonic() + 60
+    while not finished_tasks(cache) and processes[0].is_alive():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    processes[0].kill()
+    processes[0].join()
+    num_done = len(finished_tasks(cache))
+    for one in processes[1:]:
+        one.start()
+    for one in processes[1:]:
+        one.join(100)
+        assert one.exitcode == 0
+    assert contents(cache) == contents(tmp_path / "whole")
+    [result] = cache.glob("*.job.info.json")
+    assert json.loads(result.read_text())["result"]["num_chunks_kept"] >= min(num_done, 1)
+
+
+def test_a_cache_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "a" * 30}, {"text": "b"}])
+    cache = tmp_path / "cache"
+    first = build(path, cache).tokens([0])
+    os.utime(path, ns=(0, 0))
+    moved = path.rename(tmp_path / "b.jsonl")
+    cache = cache.rename(tmp_path / "elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setattr("millrace.online.cached_rows.tokenize", None)
+        assert_same_tokens(build(moved, cache).tokens([0]), first)
+    [bin_] = cache.glob("*.bin")
+    bin_.write_bytes(bin_.read_bytes()[:-2])  # damaged: made again
+    assert_same_tokens(build(moved, cache).tokens([0]), first)
+    write_rows(moved, [{"text": "c" * 30}])
+    assert ord("c") in build(moved, cache).tokens([0]).tokens
+
+
+def show_temporary(path: Path) -> None:
+    """Prints the folder of token files, which a forked child, too, can read."""
+    dataset = TextDataset(path, BYTES, order="gpt", seed=1, sequence_length=8)
+    child = multiprocessing.get_context("fork").Process(target=dataset.batch, args=([0],))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert dataset.batch([0])["tokens"].tolist()
+    print(os.path.dirname(dataset.prefix))
+
+
+def test_a_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "abcdefgh"}] * 3)
+    code = f"from tests.online.test_text_dataset import *; show_temporary(Path({str(path)!r}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "millrace-" in result.stdout
+    assert not Path(result.stdout.strip()).exists()
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    rows = [{"text": "a"}]
+    for options, problem in (
+        ({"encoder": BYTES.tokenizer}, "encoder is a Tokenizer: give TextRows"),
+        ({"on_error": "skip"}, 'on_error="skip" needs all rows'),
+        ({"order": "random", "seed": 1}, "order must be one of gpt, packs"),
+        ({"order": "gpt"}, "seed, which this order needs,"),
+        ({"order": "packs", "seed": 1, "order_options": {"room": 1}}, "no option room"),
+        ({"order": "gpt", "seed": 1, "order_options": {"room": 1}}, "order_options"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"sequence_length": 0}, "sequence_length"),
+        ({"rows": iter(rows)}, "StreamDataset"),
+        ({"rows": [], "num_samples": 1}, "num_samples"),
+    ):
+        values: Any = {"rows": rows, "encoder": BYTES, "sequence_length": 4, **options}
+        with pytest.raises(ConfigError, match=problem):
+            TextDataset(values.pop("rows"), values.pop("encoder"), **values)
+    dataset = TextDataset(rows, BYTES, sequence_length=np.int64(2))
+    assert dataset[np.int64(0)]["tokens"].tolist() == [ord("a"), EOD]
