@@ -38,11 +38,11 @@ class BorderEncoder:
     """Encodes texts, and finds the borders of their tokens; ConfigError for a tokenizer without."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self._sizes = tokenizer, _sizes(tokenizer.vocabulary)
         vocabulary = tokenizer.vocabulary
         settings = json.loads(vocabulary.content) if isinstance(vocabulary, JsonVocabulary) else {}
+        self.tokenizer, self._sizes = tokenizer, _sizes(vocabulary, settings)
         self._is_nfc = settings.get("normalizer") == _NFC
-        if self._sizes is None and not isinstance(tokenizer.vocabulary, JsonVocabulary):
+        if self._sizes is None and not settings:
             raise ConfigError(
                 f"{tokenizer.path} does not tell where its tokens end: give a tokenizer.json, a "
                 'folder with one, a .tiktoken file, or "bytes"'
@@ -115,13 +115,16 @@ def byte_places(text: str, places: Ints) -> Ints:
     return np.append(0, np.cumsum(sizes, dtype=np.int64))[places]
 
 
-def _sizes(vocabulary: Vocabulary) -> NDArray[np.int32] | None:
-    """The bytes of each id: int32 [ids]; None if tokens are not the bytes of the text."""
+def _sizes(vocabulary: Vocabulary, settings: dict[str, Any]) -> NDArray[np.int32] | None:
+    """The bytes of each id: int32 [ids]; None if tokens are not the bytes of the text.
+
+    `settings`: content of a tokenizer.json; empty for other vocabularies.
+    """
     sizes = np.ones(vocabulary.largest_id + 1, np.int32)
     if isinstance(vocabulary, TiktokenVocabulary):
         of_tokens = {number: len(token) for token, number in vocabulary.ranks.items()}
         added = {number: text for text, number in vocabulary.special_ids.items()}
-    elif isinstance(vocabulary, JsonVocabulary) and _is_byte_level(vocabulary.content):
+    elif isinstance(vocabulary, JsonVocabulary) and _is_byte_level(settings):
         tokens = vocabulary.library.get_vocab(with_added_tokens=False)
         of_tokens = {number: len(text) for text, number in tokens.items()}  # a character a byte
         tokens = vocabulary.library.get_added_tokens_decoder()
@@ -133,8 +136,7 @@ def _sizes(vocabulary: Vocabulary) -> NDArray[np.int32] | None:
     return sizes
 
 
-def _is_byte_level(content: str) -> bool:
-    settings = json.loads(content)
+def _is_byte_level(settings: dict[str, Any]) -> bool:
     first = settings.get("pre_tokenizer") or {}
     kinds = [first.get("type"), *(one.get("type") for one in first.get("pretokenizers", ()))]
     is_bpe = settings["model"].get("type", "BPE") == "BPE"
