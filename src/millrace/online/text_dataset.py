@@ -181,6 +181,21 @@ def _mapped(kept: arrays.ArraySet) -> Arrays:
     return {name: kept[name] for name in kept.arrays}
 
 
+def _tokenized_part(
+    rows: Rows, encoder: RowEncoder, folder: str, job: dict[str, Any]
+) -> tuple[IndexedDataset, dict[str, int], int, int]:
+    """Token files with the documents of some rows, the report of their job, and where the documents
+    start and stop in them. All splits share the files of all rows, if each row is a document."""
+    store, report = tokenized(rows.range(), encoder, folder, **job)
+    # At most one document a row, or at least one: then as many as rows are one each.
+    is_certain = job["on_error"] == "stop" or isinstance(encoder, TextRows)
+    if store.num_documents == len(rows.range()) and is_certain:
+        return store, report, rows.start, rows.stop
+    # Rows may have several documents or none: those of a part are made alone.
+    store, report = tokenized(rows, encoder, folder, **job)
+    return store, report, 0, store.num_documents
+
+
 class TextDataset(TokenDataset):
     """Samples of raw rows.
 
@@ -266,13 +281,7 @@ class TextDataset(TokenDataset):
         else:
             folder = rows.folder if cache is None else folder_of(cache)
             job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
-            store, self._job_report = tokenized(rows.range(), encoder, folder, **job)
-            start, stop = rows.start, rows.stop
-            is_certain = on_error == "stop" or not has_mask  # one document at most, or at least
-            if store.num_documents != len(rows.range()) or not is_certain:
-                # Rows may have several documents or none: those of a part are made alone.
-                store, self._job_report = tokenized(rows, encoder, folder, **job)
-                start, stop = 0, store.num_documents
+            store, self._job_report, start, stop = _tokenized_part(rows, encoder, folder, job)
             documents = StoredDocuments(store, start, capacity, has_mask)
             source = DocumentTokens(documents, stop - start, identity, seed, num_samples)
         if order is None:
