@@ -66,7 +66,7 @@ def conversation_of(row: Any) -> Conversation:
     if form[0] == "instruction":
         texts = [_text_of(name, columns[name]) for name in ("instruction", "input")]
         columns["instruction"] = "\n\n".join(filter(None, texts))
-    messages = [_message(place, one) for place, one in _given_messages(form, columns)]
+    messages = [_message(place, one) for place, one in _messages_of(form, columns)]
     if columns["system"] and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, _message("system", {"role": "system", "content": columns["system"]}))
     if not any(message["role"] == "assistant" for message in messages):
@@ -101,7 +101,7 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(one)
 
 
-def _given_messages(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _messages_of(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The messages of a row as they stand there, with their places for errors."""
     for name, role in zip(form, ("user", "assistant"), strict=False):
         value = columns[name]
@@ -113,11 +113,11 @@ def _given_messages(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[
             raise TextError(f"{name} is {shown(value)}; give a list of messages")
 
 
-def _message(place: str, given: Any) -> Message:
-    if not isinstance(given, dict):
-        raise TextError(f"{place} is {shown(given)}; give an object with role and content")
+def _message(place: str, value: Any) -> Message:
+    if not isinstance(value, dict):
+        raise TextError(f"{place} is {shown(value)}; give an object with role and content")
     # Arrow gives each message all keys of the file: a None stands for an absent one.
-    message = {key: value for key, value in given.items() if value is not None}
+    message = {key: one for key, one in value.items() if one is not None}
     role, content = message.pop("from", None), message.pop("value", None)
     role, content = message.get("role", role), message.get("content", content)
     if not isinstance(role, str) or role not in ROLES:
@@ -170,7 +170,7 @@ def _tools_of(value: Any) -> list[Any] | None:
 
 def _weight_of(number: int, message: Message) -> bool | None:
     """Takes `weight` and `train` out of a message."""
-    given = [message.pop(name) for name in ("weight", "train") if name in message]
-    if any(type(one) not in (int, float, bool) or one not in (0, 1) for one in given):
-        raise TextError(f"message {number} has the weight {shown(given)}; give 0 or 1")
-    return all(given) if given else None
+    switches = [message.pop(name) for name in ("weight", "train") if name in message]
+    if any(type(one) not in (int, float, bool) or one not in (0, 1) for one in switches):
+        raise TextError(f"message {number} has the weight {shown(switches)}; give 0 or 1")
+    return all(switches) if switches else None

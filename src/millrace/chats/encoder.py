@@ -62,16 +62,17 @@ class ChatEncoder:
             raise ConfigError("special_tokens_in_text is False, but templates write special tokens")
         self.tokenizer, self.dtype = tokenizer, tokenizer.dtype
         self.options = ChatOptions(template=template, **options)
-        found = find_template(tokenizer, self.options)
+        chat_template = find_template(tokenizer, self.options)
         self._borders = BorderEncoder(tokenizer)
         texts = sorted(map(re.escape, tokenizer.special_tokens()), key=len, reverse=True)
         self._special = re.compile("|".join(texts) or "(?!)")
         special = re.compile("|".join([*texts, LOOKS_SPECIAL]))
-        rules = Rules(options=self.options, template=found, special=special)
+        rules = Rules(options=self.options, template=chat_template, special=special)
         self.rules, probes = learn(rules)
         if problems := _Masks(self._borders, probes).problems:
             raise ConfigError(
-                f"{tokenizer.path} does not fit {found.name}: {next(iter(problems.values()))}. "
+                f"{tokenizer.path} does not fit {chat_template.name}: "
+                f"{next(iter(problems.values()))}. "
                 "Give the tokenizer this special token, or another template"
             )
 

@@ -59,12 +59,12 @@ class Marker:
         pieces that it leaves out, none for a message in several places. TextError if the marked
         text says other things."""
         split = re.split(f"{self._nonce}([0-9]{{{_DIGITS}}})", marked_text)
-        texts, found = split[::2], [int(number) for number in split[1::2]]
+        texts, marks = split[::2], [int(number) for number in split[1::2]]
         if "".join(texts) != self._text:
             raise TextError("route markers: the template changes with what the messages say")
         places = [*itertools.accumulate(map(len, texts[:-1]))]
         pieces: list[tuple[int, Piece]] = []
-        for at, (first, second) in enumerate(itertools.pairwise(found)):
+        for at, (first, second) in enumerate(itertools.pairwise(marks)):
             if first % 2 == 0 and second == first + 1:
                 message, kind = self._owners[first // 2]
                 pieces.append((message, Piece(kind, places[at], places[at + 1])))
@@ -79,9 +79,9 @@ class Marker:
                 lost.setdefault(message, set())
             shown.setdefault(message, Shown(own, before, own[0].start, own[-1].end, after))
             before = own[-1].end
-        marks = {*found}
+        present = {*marks}
         for number, (message, kind) in enumerate(self._owners):
-            if not {2 * number, 2 * number + 1} <= marks:
+            if not {2 * number, 2 * number + 1} <= present:
                 lost.setdefault(message, set()).add(kind)
         for message, content in self._with_literals:
             there = shown.get(message)

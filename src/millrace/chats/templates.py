@@ -183,18 +183,18 @@ def _chatml_body(message: Message) -> str:
 def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     """The template of the options, or that of the tokenizer's folder, or else ChatML."""
     path, place = tokenizer.path, "the template"
-    given = None if options.template is None else os.fspath(options.template)
+    template = None if options.template is None else os.fspath(options.template)
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     settings = {} if path == "bytes" else read_object(folder, "tokenizer_config.json")
     source: str | None = None
-    if given is None and path != "bytes":
+    if template is None and path != "bytes":
         source, place = _template_of_folder(folder, settings), folder
-    elif given is not None and re.search(r"\{[{%]", given):
-        source = given
-    elif given is not None and os.path.isfile(given):
-        source, place = read_file(given).decode(), given
-    elif given not in (None, "chatml"):
-        raise ConfigError(f"template is {given!r}; give a file, Jinja, or chatml")
+    elif template is not None and re.search(r"\{[{%]", template):
+        source = template
+    elif template is not None and os.path.isfile(template):
+        source, place = read_file(template).decode(), template
+    elif template not in (None, "chatml"):
+        raise ConfigError(f"template is {template!r}; give a file, Jinja, or chatml")
     if source is None:
         if options.template_arguments:
             raise ConfigError("ChatML takes no template_arguments: leave them out")

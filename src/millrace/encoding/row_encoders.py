@@ -154,7 +154,7 @@ class TextRows:
         self.tokenizer, self.key, self.dtype = tokenizer, key, tokenizer.dtype
         self.append_eod = check_bool("append_eod", append_eod)
         self.prepend_bos = check_bool("prepend_bos", prepend_bos)
-        # An error now, if there is no end-of-document token.
+        # Reads `eod` here, so that a tokenizer without one is an error now and not in a loader.
         self._edges = tokenizer.bos if prepend_bos else None, tokenizer.eod if append_eod else None
         if prepend_bos and tokenizer.bos is None:
             raise ConfigError(

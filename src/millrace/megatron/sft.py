@@ -147,8 +147,8 @@ class SFTLowLevelDataset:
         cache: Folder for the index of the lines. None: a temporary one.
 
     Raises:
-        TextError: A file whose lines have no numbers, such as a compressed one; when a line is
-            read, one that is no such object, or a file that has changed.
+        TextError: A file whose lines have no numbers, such as a compressed one. Also when a line is
+            read: for a line that is no such object, or a file that has changed.
     """
 
     def __init__(self, dataset_path: str, cache: str | os.PathLike[str] | None = None) -> None:

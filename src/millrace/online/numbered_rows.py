@@ -95,14 +95,14 @@ class Rows:
         """The rows of some numbers, int64 [n] in [0, len); in place of a bad one, its reason."""
         numbers = numbers + self.start
         if len(self.parts) == 1:
-            found: list[Row] = self.parts[0].read(numbers)
-            return found
+            whole: list[Row] = self.parts[0].read(numbers)
+            return whole
         rows: list[Any] = [None] * len(numbers)
         parts = np.searchsorted(self._starts, numbers, side="right") - 1
         for part in np.unique(parts).tolist():
             places = np.flatnonzero(parts == part)
-            found = self.parts[part].read(numbers[places] - self._starts[part])
-            for place, row in zip(places.tolist(), found, strict=True):
+            of_part = self.parts[part].read(numbers[places] - self._starts[part])
+            for place, row in zip(places.tolist(), of_part, strict=True):
                 rows[place] = row
         return rows
 

@@ -63,9 +63,9 @@ class RowStream(Renewed):
             self._reading = self._packed(state) if is_packed else self._entries(state)
         self._after = None  # after an error, the place is read again
         size = 1 if is_packed else self._options["rows_per_sample"]
-        found: list[Any] = list(itertools.islice(self._reading, count * size))
-        samples = [one for one, _ in found] if is_packed else self._samples_of(found, size, own)
-        self._after = found[-1][-1] if found else state
+        entries: list[Any] = list(itertools.islice(self._reading, count * size))
+        samples = [one for one, _ in entries] if is_packed else self._samples_of(entries, size, own)
+        self._after = entries[-1][-1] if entries else state
         return token_batch(samples), self._after
 
     def _entries(self, state: Any) -> Iterator[_Entry]:
