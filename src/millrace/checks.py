@@ -8,6 +8,7 @@ and which JSON can hold. Floats and bools are never counts.
 import json
 import operator
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -20,6 +21,8 @@ from millrace.errors import ConfigError
 
 T = TypeVar("T")
 
+SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
+"""Start of the path of an object in a bucket, or of another storage."""
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 _MIN_INT64 = -(2**63)
@@ -175,10 +178,12 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     """The path of the same file from any folder, without `..`.
 
     `LINK/..` is the folder above the one that LINK leads to, as for the system; `os.path.abspath`
-    takes it for the folder that holds LINK.
+    takes it for the folder that holds LINK. The path of an object in a bucket is absolute.
     """
     place = os.sep
     path = os.fspath(path)
+    if SCHEME.match(path):
+        return path
     if not os.path.isabs(path):
         path = os.path.join(os.getcwd(), path)
     for part in path.split(os.sep):

@@ -5,6 +5,7 @@
     ├── DataError       also a ValueError
     ├── TextError       also a ValueError
     ├── CacheError      also an OSError
+    ├── StorageError
     └── ResumeError
 
     DuplicateDataWarning  a UserWarning
@@ -28,6 +29,10 @@ class DataError(MillraceError, ValueError):
 
 class CacheError(MillraceError, OSError):
     """A cache folder that cannot be written, although indices must be built."""
+
+
+class StorageError(MillraceError):
+    """An object in a bucket that was denied, changed, or did not come in time."""
 
 
 class TextError(MillraceError, ValueError):

@@ -13,6 +13,7 @@ from millrace.run.build import set_key
 from millrace.run.config import NOT_IN_KEY
 from millrace.run.plan import SplitPlan, plan_run
 from millrace.samples.fields import SampleOptions
+from millrace.storage import LOCAL
 from tests.run.test_build import write
 
 # A configuration, and another value for every field: a new field needs a line here.
@@ -40,6 +41,7 @@ OTHERS: dict[str, Any] = {
     "eod_mask_loss": True,
     "boundaries": "documents",
     "access": "file",
+    "storage": LOCAL,
     "cache": "cache",
     "trust_cache": True,
     "num_threads": 2,

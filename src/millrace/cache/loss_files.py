@@ -20,6 +20,7 @@ from millrace.checks import check_ints, check_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
 from millrace.names import LOSS
+from millrace.storage import exists, storage_of
 from millrace.store import IndexedDataset
 from millrace.store.info import has_mask
 
@@ -85,7 +86,7 @@ def read_loss_ranges(path: str, prefix: str, content: Mapping[str, Any]) -> arra
 
 def has_ranges(prefix: str) -> bool:
     """Whether ranges belong to a token file, by its sidecar, or lie beside it."""
-    return has_mask(prefix) or os.path.exists(prefix + LOSS)
+    return has_mask(prefix) or exists(storage_of(prefix), prefix + LOSS)
 
 
 def joined_ranges(

@@ -16,6 +16,7 @@ from millrace.provenance import has_origins, read_tokenizer
 from millrace.shards import metadata as shards
 from millrace.shards.shard_reader import Shards
 from millrace.shuffling.permutations import Parts, format_figures
+from millrace.storage import storage_of
 from millrace.store import IndexedDataset
 
 _EXCERPT = 256  # tokens of a document's head, and of its tail
@@ -301,7 +302,8 @@ def describe_shards(
     """
     metadata = shards.read_metadata(folder, dtype=dtype)
     name, total = os.fspath(folder), metadata.num_items
-    num_bytes = sum(map(os.path.getsize, shards.bin_paths(name, metadata)))
+    storage = storage_of(name)
+    num_bytes = sum(storage.stat(path).size for path in shards.bin_paths(name, metadata))
     keys = ("head", "shards", "windows") if metadata.distribution else ()
     distribution = {key: parts_of(metadata, name, key).figures() for key in keys}
     return ShardsDescription(

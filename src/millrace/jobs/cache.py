@@ -11,7 +11,7 @@ from typing import Any
 
 from millrace.cache import arrays
 from millrace.checks import check_bool, check_float, check_path
-from millrace.errors import CacheError, ConfigError
+from millrace.errors import CacheError, ConfigError, StorageError
 from millrace.files import file_lock, written_name
 from millrace.option_class import StrPath, option
 from millrace.run.plan import MANIFEST, Manifest, manifests_lock
@@ -217,7 +217,8 @@ def _changes(manifest: Manifest) -> list[str]:
     """How the token files of a manifest have changed, as far as can be seen from here."""
     changes = []
     for file, path in zip(manifest.files, manifest.paths, strict=True):
-        with contextlib.suppress(OSError):  # its folder is missing, or may not be read
+        # Its folder is missing or may not be read; or its bucket.
+        with contextlib.suppress(OSError, StorageError):
             change = dataclasses.replace(file, prefix=path).change()
             if change and os.listdir(os.path.dirname(path)):  # an empty one is not mounted
                 changes.append(change)

@@ -26,7 +26,7 @@ from millrace.checks import absolute_path, check_ints, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.names import ORIGINS
-from millrace.storage import LOCAL, FileStream, Storage, exists
+from millrace.storage import FileStream, Storage, exists, storage_of
 from millrace.store.info import BlockHasher, read_info, write_info
 from millrace.store.publish import paths_to_read, prefix_lock
 from millrace.store.reader import IndexedDataset
@@ -71,8 +71,9 @@ class Origins(NamedTuple):
     ids: list[str | None]
 
 
-def has_origins(prefix: str, storage: Storage = LOCAL) -> bool:
+def has_origins(prefix: str, storage: Storage | None = None) -> bool:
     """Whether a pair has a sidecar."""
+    storage = storage_of(prefix, storage)
     return exists(storage, paths_to_read(prefix, storage).origins)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from millrace.errors import DataError
+from millrace.storage import Storage
 from millrace.store.info import Info, read_info
 
 
@@ -42,10 +43,10 @@ class TokenizerRecord(NamedTuple):
         return f"{name} ({min(self.fingerprints)[:12]})"
 
 
-def read_tokenizer(prefix: str) -> TokenizerRecord | None:
+def read_tokenizer(prefix: str, storage: Storage | None = None) -> TokenizerRecord | None:
     """The tokenizer that wrote a pair; None if its sidecar is missing, damaged or does not say."""
     try:
-        provenance = (read_info(prefix) or Info()).provenance
+        provenance = (read_info(prefix, storage) or Info()).provenance
     except (OSError, DataError):
         return None
     if not isinstance(entry := provenance.get("tokenizer"), dict):

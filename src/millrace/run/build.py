@@ -127,7 +127,9 @@ def _find(config: DatasetConfig) -> tuple[RunPlan, Mapping[str, SplitArrays]] | 
     arrays = None if plan is None else _find_sets(plan, os.fspath(config.cache or ""))
     if plan is None or arrays is None:
         return None
-    has_changed = not config.trust_cache and any(file.record.change() for file in plan.files)
+    has_changed = not config.trust_cache and any(
+        file.record.change(config.storage) for file in plan.files
+    )
     return None if has_changed else (plan, arrays)
 
 

@@ -28,7 +28,7 @@ from millrace.samples.dataset import Dataset
 from millrace.samples.fields import SampleOptions
 from millrace.samples.loss_ranges import LOSS_CHOICES
 from millrace.sampling import Sampler, SequentialSampler
-from millrace.storage import Access
+from millrace.storage import Access, Storage
 
 Source = str | os.PathLike[str] | Mapping[str, Any]
 """A token file: its path prefix, or {"prefix": PREFIX, "part": [START, END]} for a share of its
@@ -42,7 +42,7 @@ NOT_IN_KEY = frozenset(
         # How a sample looks, not which tokens it has.
         *("eod_token", "pad_token", "reset_position_ids", "eod_mask_loss", "boundaries"),
         "full_validation",  # says only that num_samples[1] must be None, which is in the key
-        *("access", "cache", "trust_cache", "num_threads"),  # how, not what
+        *("access", "storage", "cache", "trust_cache", "num_threads"),  # how, not what
         "any_tokenizer",  # which data are refused
         "loss_ranges",  # which tokens are trained on
         *("sampler", "sampler_options"),  # who takes a sample
@@ -70,6 +70,7 @@ class DatasetConfig:
         add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss, boundaries: See
             `GPTDataset`.
         access: How to read token files: "mmap" or "file".
+        storage: Where token files are; None: their prefixes say it.
         cache: Folder to keep indices in; None: they are built in memory.
         trust_cache: Whether to take the manifest in the cache folder, which must be there, without
             looking at any token file.
@@ -105,6 +106,7 @@ class DatasetConfig:
     eod_mask_loss: bool = False
     boundaries: str = "eod"
     access: Access = "mmap"
+    storage: Storage | None = None
     cache: str | os.PathLike[str] | None = None
     trust_cache: bool = False
     num_threads: int = 1

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,9 +94,10 @@ def plan_run(config: DatasetConfig) -> RunPlan:
     blends = [config.blend_of(number) for number in range(len(SPLITS))]
     prefixes = dict.fromkeys(source_of(item)[0] for blend in blends if blend for item in blend[0])
     with ThreadPoolExecutor(config.num_threads) as pool:
-        files = [*pool.map(functools.partial(TokenFile.open, access=config.access), prefixes)]
+        open_one = functools.partial(TokenFile.open, access=config.access, storage=config.storage)
+        files = [*pool.map(open_one, prefixes)]
         compares = len(files) > 1 and not config.any_tokenizer
-        if compares and (conflict := tokenizer_conflict(pool.map(read_tokenizer, prefixes))):
+        if compares and (conflict := _conflict(config, pool, prefixes)):
             raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [
@@ -104,6 +105,10 @@ def plan_run(config: DatasetConfig) -> RunPlan:
         for number, blend in enumerate(blends)
     ]
     return RunPlan(config=config, files=files, splits=splits)
+
+
+def _conflict(config: DatasetConfig, pool: Any, prefixes: Iterable[str]) -> str | None:
+    return tokenizer_conflict(pool.map(lambda one: read_tokenizer(one, config.storage), prefixes))
 
 
 def _plan_split(
@@ -223,7 +228,7 @@ class Manifest:
 
     def plan(self, config: DatasetConfig) -> RunPlan | None:
         """The plan of a configuration with this key; None for a record of another form."""
-        files = [TokenFile(record, config.access) for record in self.files]
+        files = [TokenFile(record, config.access, config.storage) for record in self.files]
         try:
             splits = [
                 None if entry is None else _split_plan(config, entry, files)

@@ -107,7 +107,7 @@ class StoredTokens:
         """See `TokenDataset.is_remote`."""
         if isinstance(self._file, TokenFile):
             # To open thousands of files would delay the first batch.
-            return storage_of(self._file.prefix) is not LOCAL
+            return storage_of(self._file.prefix, self._file.storage) is not LOCAL
         reader = self.store.reader
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
 

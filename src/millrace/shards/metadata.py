@@ -19,7 +19,7 @@ from millrace.checks import MAX_INT32, MAX_INT64, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum
 from millrace.records import Count, record_from
-from millrace.storage import LOCAL, Storage, read_file, storage_of
+from millrace.storage import LOCAL, Storage, exists, read_file, storage_of
 from millrace.store.layout import DTYPES
 
 METADATA = names.SHUFFLE_METADATA
@@ -116,9 +116,10 @@ def metadata_path(folder: str | os.PathLike[str]) -> str:
 def is_shards_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder, not the path prefix of an indexed dataset."""
     name = check_path("path", path)
-    return os.path.isdir(name) and not any(
-        os.path.exists(name + suffix) for suffix in (".idx", ".idx.new")
-    )
+    storage = storage_of(name)
+    is_local = storage is LOCAL
+    is_folder = os.path.isdir(name) if is_local else exists(storage, metadata_path(name))
+    return is_folder and not any(exists(storage, name + suffix) for suffix in (".idx", ".idx.new"))
 
 
 def read_metadata(
@@ -145,9 +146,10 @@ def read_metadata(
 
 
 def parse_metadata(
-    folder: str, dtype: str | None = None, storage: Storage = LOCAL
+    folder: str, dtype: str | None = None, storage: Storage | None = None
 ) -> ShardsMetadata:
     """The metadata of a folder, not compared with its shards; see `read_metadata`."""
+    storage = storage_of(folder, storage)
     if dtype is not None and dtype not in TOKEN_DTYPES:
         raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(TOKEN_DTYPES)}")
     path, document = metadata_path(folder), _read_document(folder, storage)
@@ -184,7 +186,7 @@ def metadata_problem(folder: str, metadata: ShardsMetadata) -> str | None:
     if metadata.is_of_another_tool:
         return None
     path = metadata_path(folder)
-    content = read_file(LOCAL, path)
+    content = read_file(storage_of(path), path)
     text = content[: -len(_last_lines(b""))]
     if content == text + _last_lines(text):
         return None

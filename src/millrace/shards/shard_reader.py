@@ -18,7 +18,7 @@ from millrace import _native
 from millrace.checks import check_path
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
-from millrace.files import blake2b, checksum, sum_of
+from millrace.files import blake2b, checksum, sum_of, xxh3
 from millrace.names import SHUFFLE_RESULT
 from millrace.ragged import Numbers
 from millrace.shards.metadata import (
@@ -32,13 +32,24 @@ from millrace.shards.metadata import (
     shard_prefix,
     shard_problem,
 )
-from millrace.storage import Access, Bytes, Storage, StoredFile, copied, storage_of
+from millrace.storage import (
+    LOCAL,
+    Access,
+    Bytes,
+    SequentialStream,
+    Storage,
+    StoredFile,
+    copied,
+    exists,
+    storage_of,
+)
 from millrace.store.checking import Checks, Report, make_pool
 from millrace.store.layout import WRITE_AGAIN
 from millrace.store.opened import JoinedFiles, OpenTokens
 from millrace.store.reader import IndexedDataset
 
 _FINGERPRINT_SEQUENCES = 256
+_PIECE = 1 << 20  # bytes that are hashed at a time
 _FINGERPRINT_BYTES = 4096  # of each of them, at most
 _SHARD_FILE = re.compile(r"shard_\d+\.(bin|idx)")
 
@@ -197,11 +208,12 @@ def verify_shards(
 def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: int) -> None:
     """Checks the size of a shard, and its index file against what it must hold."""
     prefix, size = shard_prefix(folder, number), metadata.shard_sizes[number]
-    path = f"{prefix}.idx"
+    path, storage = f"{prefix}.idx", storage_of(folder)
     with checks.errors_of(prefix):
-        if problem := shard_problem(folder, metadata, number, os.path.getsize):
+        problem = shard_problem(folder, metadata, number, lambda path: storage.stat(path).size)
+        if problem:
             checks.add(problem)
-        elif not os.path.exists(path):
+        elif not exists(storage, path):
             if not metadata.is_of_another_tool:
                 checks.add(f"{path} is missing: restore it, or shuffle again")
         else:
@@ -228,7 +240,7 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
         return
     with checks.errors_of(path):
         try:
-            size, digest = sum_of(path, checks.count)
+            size, digest = _sum_of(path, checks.count)
         except FileNotFoundError:
             if not _SHARD_FILE.fullmatch(name):  # else `_check_shard` has named it
                 checks.add(f"{path} is missing, although {METADATA} has its checksum: restore it")
@@ -241,12 +253,25 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
             )
 
 
+def _sum_of(path: str, on_bytes: Callable[[int], Any]) -> tuple[int, str]:
+    """See `files.sum_of`."""
+    storage = storage_of(path)
+    if storage is LOCAL:
+        return sum_of(path, on_bytes)
+    stream, digest = SequentialStream(storage.open(path, "file")), xxh3()
+    while data := stream.read(_PIECE):
+        digest.update(data)
+        on_bytes(len(data))
+    return stream.tell(), str(digest.hexdigest())
+
+
 def _check_strays(folder: str, metadata: ShardsMetadata, report: Report) -> None:
     """Names files that do not belong to the folder; another shuffle's shards do harm."""
     names = {METADATA, SHUFFLE_RESULT, *metadata.checksums}
     for path in bin_paths("", metadata):
         names |= {path, f"{path.removesuffix('.bin')}.idx"}
-    for name in sorted(set(os.listdir(folder)) - names):
+    paths = storage_of(folder).list(os.path.join(folder, ""))
+    for name in sorted({os.path.basename(path) for path in paths} - names):
         path = os.path.join(folder, name)
         if _SHARD_FILE.fullmatch(name):
             report.problems.append(

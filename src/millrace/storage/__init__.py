@@ -1,4 +1,4 @@
-"""Where bytes are: a file system, or anything that fits a protocol of three methods.
+"""Where bytes are: a file system, buckets, or anything that fits a protocol of three methods.
 
 Token files, their sidecars and the metadata of shards are read through a `Storage`. Files are
 written, locked and cached on a file system alone.
@@ -7,7 +7,6 @@ written, locked and cached on a file system alone.
 import contextlib
 import io
 import os
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol
@@ -16,14 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import absolute_path, shown
+from millrace.checks import SCHEME, absolute_path, shown
 from millrace.errors import ConfigError, DataError
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 Access = Literal["mmap", "file"]
 
+BUCKET_SCHEMES = ("s3", "gs", "az", "file")
 MAX_OPEN = 64  # files of a process that keep a descriptor; each thread may use one more
+_STREAM_BLOCK, _BLOCKS_AHEAD = 1 << 20, 8  # of a stream that is read on
 _NUM_BLOCKS, _BLOCK = 16, 4096  # of a file that a fingerprint covers
 
 
@@ -108,20 +109,36 @@ class Storage(Protocol):
 
 
 def storage_of(path: str, storage: Storage | None = None) -> Storage:
-    """The storage of a path or path prefix: the user's, or the file system.
+    """The storage of a path or path prefix: the user's, buckets, or the file system.
 
     Raises:
-        ConfigError: A path such as `s3://bucket/name` without a storage.
+        ConfigError: A path such as `ftp://host/name` without a storage.
     """
     if storage is not None:
         return storage
-    if scheme := re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", path):
-        raise ConfigError(
-            f"{path} is in a storage of the kind {scheme[0]}, which millrace has no reader for: "
-            "copy it to a file system, or read it with IndexedDataset(prefix, storage=...) and "
-            "your own storage"
-        )
-    return LOCAL
+    scheme = SCHEME.match(path)
+    if scheme is None:
+        return LOCAL
+    if scheme[1] in BUCKET_SCHEMES:
+        from millrace.storage.objects import by_environment  # the others need no obstore
+
+        return by_environment()
+    raise ConfigError(
+        f"{path} is in a storage of the kind {scheme[0]}, which millrace has no reader for: "
+        "copy it to a file system, or read it with IndexedDataset(prefix, storage=...) and "
+        "your own storage"
+    )
+
+
+def local_path(path: str) -> str:
+    """The path of a file that is written, locked or given to another library.
+
+    Raises:
+        ConfigError: A path such as `s3://bucket/name`.
+    """
+    if scheme := SCHEME.match(path):
+        raise ConfigError(f"{path} must be a path in a file system, not {scheme[0]}...")
+    return path
 
 
 def exists(storage: Storage, path: str) -> bool:
@@ -141,7 +158,7 @@ class FileStream(io.RawIOBase):
     """A reader as a file object, for libraries that take one."""
 
     def __init__(self, reader: BinReader) -> None:
-        self._reader, self._place = reader, 0
+        self.reader, self._place = reader, 0
 
     def readable(self) -> bool:
         return True
@@ -150,15 +167,44 @@ class FileStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._place = offset + (0, self._place, self._reader.size)[whence]
+        self._place = offset + (0, self._place, self.reader.size)[whence]
         return self._place
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        count = max(min(len(view), self._reader.size - self._place), 0)
-        view[:count] = self._reader.read(self._place, count).data
+        count = max(min(len(view), self.reader.size - self._place), 0)
+        view[:count] = self.reader.read(self._place, count).data
         self._place += count
         return count
+
+
+class SequentialStream(FileStream):
+    """A file object that is read on from any place, by blocks; the next ones are announced."""
+
+    def __init__(self, reader: BinReader) -> None:
+        super().__init__(reader)
+        self._number, self._block = -1, np.empty(0, np.uint8)
+        self._end = 0  # of the blocks that were announced
+
+    def readinto(self, buffer: Any) -> int:
+        number, start = divmod(self._place, _STREAM_BLOCK)
+        if number != self._number:
+            self._number, self._block = number, self._read_block(number)
+        view = memoryview(buffer).cast("B")
+        data = self._block[start : start + len(view)]
+        view[: len(data)] = data.data
+        self._place += len(data)
+        return len(data)
+
+    def _read_block(self, number: int) -> Bytes:
+        first = self._end if self._end - _BLOCKS_AHEAD <= number <= self._end else number
+        self._end = number + _BLOCKS_AHEAD
+        starts = np.arange(first, self._end) * _STREAM_BLOCK
+        starts = starts[starts < self.reader.size]
+        if hasattr(self.reader, "prefetch"):
+            self.reader.prefetch(starts, np.minimum(_STREAM_BLOCK, self.reader.size - starts))
+        start = min(number * _STREAM_BLOCK, self.reader.size)
+        return gather_range(self.reader, start, min(start + _STREAM_BLOCK, self.reader.size))
 
 
 def bytes_in_memory(reader: BinReader) -> Bytes | None:

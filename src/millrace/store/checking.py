@@ -21,7 +21,7 @@ from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
 from millrace.names import BIN, IDX
-from millrace.storage import LOCAL, StoredFile, exists, storage_of
+from millrace.storage import StoredFile, exists, storage_of
 from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
 from millrace.store.publish import open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
@@ -153,7 +153,8 @@ def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
 
 def _identities(prefix: str) -> list[Any] | None:
     with contextlib.suppress(OSError, ValueError):  # a prefix that no file can have
-        return [LOCAL.stat(path) for path in paths_to_read(prefix) if exists(LOCAL, path)]
+        storage = storage_of(prefix)
+        return [storage.stat(path) for path in paths_to_read(prefix) if exists(storage, path)]
     return None
 
 
@@ -183,10 +184,10 @@ def _sequences_in(prefix: str, start: int, stop: int) -> str:
 
 def _check_origins(dataset: IndexedDataset, info: Info, checks: Checks) -> None:
     """Compares every byte of the sidecar of origins; without checksums, reads every row."""
-    path = paths_to_read(dataset.prefix).origins
-    if not exists(LOCAL, path):
+    path, storage = paths_to_read(dataset.prefix).origins, dataset.storage
+    if not exists(storage, path):
         return
-    file = LOCAL.open(path, "file")
+    file = storage.open(path, "file")
     checks.blocks(path, file, info.origins)
     if checks.report.problems:  # the fingerprint of a damaged pair may have changed
         return

@@ -31,7 +31,7 @@ from millrace.checks import shown
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import fsync_folder, temporary_name, writers_lock
 from millrace.names import BIN, IDX, INFO, LOSS, NEW, ORIGINS
-from millrace.storage import LOCAL, Access, Storage, StoredFile, exists, storage_of
+from millrace.storage import LOCAL, Access, Storage, StoredFile, exists, local_path, storage_of
 
 LOCK = ".tmp.lock"
 
@@ -77,6 +77,8 @@ def open_pair(
         try:
             index = storage.open(paths.idx, index_access)
             data = None if access is None else storage.open(paths.bin, access)
+            if not getattr(storage, "has_renames", True):
+                return Pair(data, index)
             if paths[:2] == paths_to_read(prefix, storage)[:2] and all(
                 file is None or storage.stat(path).version == file.identity.version
                 for path, file in ((paths.idx, index), (paths.bin, data))
@@ -96,9 +98,11 @@ def open_pair(
     raise DataError(f"{' and '.join(missing)} not found. {hint}")
 
 
-def paths_to_read(prefix: str, storage: Storage = LOCAL) -> Temporaries:
+def paths_to_read(prefix: str, storage: Storage | None = None) -> Temporaries:
     """The files of the pair that counts, perhaps without sidecars."""
-    paths = _paths(prefix)
+    paths, storage = _paths(prefix), storage_of(prefix, storage)
+    if not getattr(storage, "has_renames", True):  # no name is that of a new pair
+        return paths
     if exists(storage, paths.idx) or not _is_half_published(prefix, storage):
         return paths
     # Between steps 3 and 5. While PREFIX.bin.new exists, sidecars without .new are the old pair's.
@@ -127,7 +131,7 @@ def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
 
 def check_prefix(prefix: str) -> None:
     """Raises ConfigError, before any work, if a pair could not be published there."""
-    storage_of(prefix)  # refuses a path such as s3://bucket/name
+    local_path(prefix)
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")

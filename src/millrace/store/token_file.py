@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +10,11 @@ from numpy.typing import NDArray
 from millrace.deferred import Deferred
 from millrace.errors import DataError
 from millrace.names import BIN, IDX
-from millrace.storage import Access, storage_of
+from millrace.storage import Access, Identity, Storage, storage_of
 from millrace.store.info import has_mask
 from millrace.store.reader import IndexedDataset
+
+_MISSING = Identity(0, 0, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,7 @@ class TokenFileRecord:
         content: Fingerprint (see `IndexedDataset.fingerprint`).
         lengths: Checksum of all sequence lengths, which decide the indices.
         has_mask: Whether the sidecar names ranges of tokens that are not trained on.
+        versions: ETags of objects in a bucket; None: files.
     """
 
     prefix: str
@@ -34,20 +38,27 @@ class TokenFileRecord:
     num_documents: int
     num_tokens: int
     has_mask: bool = False
+    versions: tuple[str, str] | None = None
 
-    def has_same_times(self) -> bool:
-        """Whether the files have the sizes and times of the record."""
-        return _sizes_and_times(self.prefix) == (self.sizes, self.times)
+    @property
+    def identities(self) -> tuple[Identity, Identity]:
+        """Of the `.bin` and the `.idx`."""
+        data, index = zip(self.sizes, self.times, self.versions or (None, None), strict=True)
+        return Identity(*data), Identity(*index)
 
-    def change(self) -> str | None:
-        """What is not as the record says, by sizes and times, else content."""
-        if self.has_same_times():
+    def has_same_files(self, storage: Storage | None = None) -> bool:
+        """Whether the files have the sizes, times and versions of the record."""
+        return _identities(self.prefix, storage_of(self.prefix, storage)) == self.identities
+
+    def change(self, storage: Storage | None = None) -> str | None:
+        """What is not as the record says, by sizes, times and versions, else content."""
+        if self.has_same_files(storage):
             return None
         try:
-            present = TokenFile.open(self.prefix).record
+            present = TokenFile.open(self.prefix, storage=storage).record
         except DataError as error:
             return f"{self.prefix} is gone or damaged: {error}"
-        if replace(present, times=self.times) == self:
+        if replace(present, times=self.times, versions=self.versions) == self:
             return None
         return f"{self.prefix} is not what it was: other tokens or documents are there now"
 
@@ -58,23 +69,31 @@ class TokenFile:
     Args:
         record: What is known of the file.
         access: How to read the `.bin`: "mmap" or "file".
+        storage: Where it is; None: the prefix says it.
     """
 
-    def __init__(self, record: TokenFileRecord, access: Access = "mmap") -> None:
+    def __init__(
+        self, record: TokenFileRecord, access: Access = "mmap", storage: Storage | None = None
+    ) -> None:
         self.record, self.prefix = record, record.prefix
         self.fingerprint, self.lengths_checksum = record.content, record.lengths
         self._access: Access = access
+        self.storage = storage
         self.close()
 
     @classmethod
-    def open(cls, prefix: str, access: Access = "mmap") -> "TokenFile":
+    def open(
+        cls, prefix: str, access: Access = "mmap", storage: Storage | None = None
+    ) -> "TokenFile":
         # First: if the file is replaced before it is opened, the next comparison notices.
-        _, times = _sizes_and_times(prefix)
-        dataset = IndexedDataset(prefix, access=access)
+        data, index = _identities(prefix, storage_of(prefix, storage))
+        dataset = IndexedDataset(prefix, access=access, storage=storage)
+        versions = (data.version, index.version)
         record = TokenFileRecord(
             prefix=prefix,
             sizes=(dataset.reader.size, dataset.num_bytes - dataset.reader.size),
-            times=times,
+            times=(data.time, index.time),
+            versions=versions if None not in versions else None,
             content=dataset.fingerprint,
             lengths=dataset.lengths_checksum,
             num_sequences=len(dataset),
@@ -82,7 +101,7 @@ class TokenFile:
             num_tokens=dataset.num_tokens,
             has_mask=has_mask(prefix, dataset.storage),
         )
-        file = cls(record, access)
+        file = cls(record, access, storage)
         file._dataset = Deferred.of(dataset)
         return file
 
@@ -93,15 +112,20 @@ class TokenFile:
 
     def close(self) -> None:
         """Closes the file until its next use."""
-        self._dataset = Deferred(partial(_open_unchanged, self.record, self._access))
+        self._dataset = Deferred(partial(_open_unchanged, self.record, self._access, self.storage))
 
     def sequence_lengths(self) -> NDArray[np.int32]:
         return self.dataset.sequence_lengths
 
 
-def _open_unchanged(record: TokenFileRecord, access: Access) -> IndexedDataset:
-    is_same = record.has_same_times()  # first: see `TokenFile.open`
-    dataset = IndexedDataset(record.prefix, access=access)
+def _open_unchanged(
+    record: TokenFileRecord, access: Access, storage: Storage | None
+) -> IndexedDataset:
+    if record.versions is None:
+        is_same = record.has_same_files(storage)  # first: see `TokenFile.open`
+    else:  # each request names the version
+        storage, is_same = _pinned(record, storage_of(record.prefix, storage)), True
+    dataset = IndexedDataset(record.prefix, access=access, storage=storage)
     now = (len(dataset), dataset.num_documents, dataset.num_tokens)
     then = (record.num_sequences, record.num_documents, record.num_tokens)
     has_content = is_same or dataset.fingerprint == record.content
@@ -114,10 +138,18 @@ def _open_unchanged(record: TokenFileRecord, access: Access) -> IndexedDataset:
     return dataset
 
 
-def _sizes_and_times(prefix: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    storage = storage_of(prefix)
+def _pinned(record: TokenFileRecord, storage: Any) -> Any:
+    """The storage, which opens the files of a record without asking for their identities."""
+    paths = record.prefix + BIN, record.prefix + IDX
+    return storage.pinned(dict(zip(paths, record.identities, strict=True)))
+
+
+def _identities(prefix: str, storage: Storage) -> tuple[Identity, Identity]:
+    """Those of the `.bin` and the `.idx`; the versions of files, which copies lose, are None."""
     try:
         data, index = storage.stat(prefix + BIN), storage.stat(prefix + IDX)
     except FileNotFoundError:
-        return (0, 0), (0, 0)  # missing, or published halfway: opening it tells
-    return (data.size, index.size), (data.time, index.time)
+        return _MISSING, _MISSING  # missing, or published halfway: opening it tells
+    if getattr(storage, "pinned", None) is None:
+        return data._replace(version=None), index._replace(version=None)
+    return data, index

@@ -1,5 +1,6 @@
 """Which files a job reads: files, folders, patterns, lists of files, standard input."""
 
+import fnmatch
 import glob
 import os
 import re
@@ -10,6 +11,7 @@ from millrace import checks
 from millrace.errors import ConfigError, TextError
 from millrace.files import files_below
 from millrace.names import is_beside_documents
+from millrace.storage import exists, storage_of
 from millrace.text import streams
 from millrace.text.formats import PlainText, known_formats
 from millrace.text.parts import Format, InputFile
@@ -96,7 +98,7 @@ class _Finder:
     def input_file(self, path: str) -> InputFile:
         first_bytes = b""
         with streams.readable(path):
-            status = os.fstat(0) if path == streams.STDIN else os.stat(path)
+            status = os.fstat(0) if path == streams.STDIN else streams.status_of(path)
             if stat.S_ISDIR(status.st_mode):
                 raise TextError(f"{path} is a folder; name its files")
             is_pipe = not stat.S_ISREG(status.st_mode) or streams.is_of_a_process(path)
@@ -141,6 +143,9 @@ class _Finder:
 
     def expand(self, entry: str) -> Iterator[str]:
         """The paths of one input; those of a folder or a pattern are sorted."""
+        if streams.is_remote(entry):
+            yield from self._objects(entry)
+            return
         paths = [entry]
         if glob.has_magic(entry) and not os.path.lexists(entry):
             literal = entry.split(os.sep)
@@ -156,6 +161,23 @@ class _Finder:
         for path in paths:
             is_folder = entry != streams.STDIN and os.path.isdir(path)
             yield from self._files_of(path) if is_folder else (path,)
+
+    def _objects(self, entry: str) -> list[str]:
+        """The objects of a path, a pattern of the last part of a path, or a folder."""
+        storage = storage_of(entry)
+        if not glob.has_magic(entry) and exists(storage, entry):
+            return [entry]
+        pattern = entry if glob.has_magic(entry) else f"{entry.rstrip('/')}/*"
+        start = pattern[: re.search(r"[*?\[]", pattern).start()]  # type: ignore[union-attr]
+        paths = [path for path in storage.list(start) if fnmatch.fnmatchcase(path, pattern)]
+        if pattern == entry:
+            paths = [path for path in paths if not _is_ours(path)]
+        else:
+            names = {path: os.path.basename(path) for path in paths}
+            paths = [path for path in paths if self._by_name(path) and not _is_skipped(names[path])]
+        if not paths:
+            raise TextError(f"there are no documents at {entry}. Check the path or pattern")
+        return sorted(paths)
 
     def _files_of(self, folder: str) -> list[str]:
         with streams.readable(folder):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -221,16 +220,16 @@ def open_part(part: Part) -> Iterator[streams.ByteStream]:
     """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
     with streams.readable(part.source):
         file = streams.open_path(part.path)
-    with file, unchanged(part, lambda: os.fstat(file.fileno())) as size:
+    with file, unchanged(part, lambda: streams.status_of(part.path, file)) as size:
         yield streams.stream_of(file, part.source, size, part.compression, part.start, part.stop)
 
 
 @contextlib.contextmanager
-def unchanged(part: Part, status_of: Callable[[], os.stat_result]) -> Iterator[int | None]:
+def unchanged(part: Part, status_of: Callable[[], Any]) -> Iterator[int | None]:
     """Checks that a part's file is as planned, and stays so until the block ends. Gives the size of
     a regular file; None of others, whose size and time say nothing."""
 
-    def check(size: int | None, mtime_ns: int | None) -> os.stat_result:
+    def check(size: int | None, mtime_ns: int | None) -> Any:
         with streams.readable(part.source):
             status = status_of()
         if size is not None and status.st_size != size:

@@ -3,12 +3,16 @@
 import contextlib
 import importlib
 import io
+import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from millrace.errors import TextError
+from millrace.storage import LOCAL, SequentialStream, storage_of
 
 BLOCK_SIZE = 1 << 18
 """Bytes that are read and decompressed at a time: 1 MB does not fit a core's cache, and short
@@ -82,14 +86,34 @@ def is_of_a_process(path: str) -> bool:
     return _OF_A_PROCESS.match(path) is not None
 
 
-def open_path(path: str) -> io.FileIO:
-    """A file, or standard input, which stays open when this is closed."""
+def open_path(path: str) -> io.RawIOBase:
+    """A file, an object, or standard input, which stays open when this is closed."""
+    if is_remote(path):
+        return SequentialStream(storage_of(path).open(path, "file"))
     is_stdin = path == STDIN
     return open(0 if is_stdin else path, "rb", buffering=0, closefd=not is_stdin)
 
 
+def is_remote(path: str) -> bool:
+    return path != STDIN and storage_of(path) is not LOCAL
+
+
+def status_of(path: str, file: Any = None) -> Any:
+    """The status of a path or open file, as `os.stat` gives it; of an object, a part of it."""
+    if is_remote(path):
+        identity = storage_of(path).stat(path) if file is None else file.reader.identity
+        size, time = identity.size, identity.time
+        return SimpleNamespace(st_mode=stat.S_IFREG, st_size=size, st_mtime_ns=time)
+    return os.stat(path) if file is None else os.fstat(file.fileno())
+
+
 def stream_of(
-    file: io.FileIO, source: str, size: int | None, compression: str, start: int, stop: int | None
+    file: io.RawIOBase,
+    source: str,
+    size: int | None,
+    compression: str,
+    start: int,
+    stop: int | None,
 ) -> ByteStream:
     """The decompressed bytes of a file, or the lines of a plain file that begin in a range.
 
@@ -108,7 +132,7 @@ def stream_of(
 class _RawFile(ByteStream):
     """Bytes of a file or pipe as they are; of a file also the lines that begin in a range."""
 
-    def __init__(self, file: io.FileIO, source: str, size: int | None) -> None:
+    def __init__(self, file: io.RawIOBase, source: str, size: int | None) -> None:
         self._file, self.source, self.size = file, source, size
         self._ahead = b""
         self._file_size, self._place, self._has_ended = size or 0, 0, False

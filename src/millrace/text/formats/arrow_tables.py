@@ -4,7 +4,6 @@ import bisect
 import contextlib
 import itertools
 import json
-import os
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,7 @@ from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
-from millrace.text.streams import package, readable
+from millrace.text.streams import is_remote, open_path, package, readable, status_of
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
@@ -51,7 +50,7 @@ class _Table(Format):
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
         with _table_errors(file.path):
             sizes, rows = self._sizes(file.path)
-            file_size = os.path.getsize(file.path)
+            file_size = status_of(file.path).st_size
         if sizes is None:
             yield file.part()
             return
@@ -66,7 +65,7 @@ class _Table(Format):
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         batch, row = Batch(query, part.size), 0
-        with unchanged(part, lambda: os.stat(part.path)):
+        with unchanged(part, lambda: status_of(part.path)):
             for columns, ids, share in self._rows(part, query):
                 if not query.skip_empty and _are_short_texts(columns, query.max_size):
                     batch.add_all(columns, row, [-1] * len(ids), list(map(id_text, ids)))
@@ -149,16 +148,17 @@ class Arrow(_Table):
     def group_counts(self, path: str) -> list[int] | None:
         """See `Parquet.group_counts`."""
         with _table_errors(path):
-            with open(path, "rb") as start:
+            with open_path(path) as start:
                 if not self.matches(start.read(len(self._magic))):
                     return None
             import pyarrow as pa
 
-            file = pa.ipc.open_file(pa.memory_map(path))  # reads no column
+            source = open_path(path) if is_remote(path) else pa.memory_map(path)
+            file = pa.ipc.open_file(source)  # reads no column
             return [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
 
     def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
-        with open(path, "rb") as file:
+        with open_path(path) as file:
             if not self.matches(file.read(len(self._magic))):
                 return None, []
         with _arrow_reader(path) as (_, reader, _):
@@ -207,7 +207,8 @@ def _parquet_file(path: str) -> Iterator[tuple[Any, list[Any]]]:
     import pyarrow.parquet
 
     # A buffer: a column of a large row group is read bit by bit.
-    with pyarrow.parquet.ParquetFile(path, buffer_size=_BATCH_SIZE, pre_buffer=False) as file:
+    source = open_path(path) if is_remote(path) else path
+    with pyarrow.parquet.ParquetFile(source, buffer_size=_BATCH_SIZE, pre_buffer=False) as file:
         yield file, [*map(file.metadata.row_group, range(file.num_row_groups))]
 
 
@@ -217,7 +218,7 @@ def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[
     import pyarrow as pa
 
     options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=fields)
-    with pa.OSFile(path) as file:
+    with pa.PythonFile(open_path(path)) if is_remote(path) else pa.OSFile(path) as file:
         is_file = file.read(len(Arrow._magic)) == Arrow._magic
         file.seek(0)
         open_ = pa.ipc.open_file if is_file else pa.ipc.open_stream

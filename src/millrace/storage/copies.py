@@ -1,0 +1,63 @@
+"""Copies of indices on the node: one of its processes fetches an object, all of them map it."""
+
+import contextlib
+import os
+import stat
+import tempfile
+
+from millrace.errors import ConfigError
+from millrace.files import atomic_file, blake2b, writers_lock
+from millrace.storage import Bytes, Identity, MappedFile, StoredFile
+
+_PIECE = 64 << 20  # bytes that are asked for at once, by requests side by side
+
+
+class CopiedFile(MappedFile):
+    """The bytes of an object, mapped from a copy or in memory."""
+
+    def __init__(self, data: Bytes, identity: Identity) -> None:
+        self.bytes, self.identity, self.size = data, identity, identity.size
+
+
+def own_folder(folder: str | None) -> str:
+    """A folder for copies, made with mode 0700; None: one of this user for temporary files.
+
+    Raises:
+        ConfigError: A folder in which other users could write.
+    """
+    place = folder or os.path.join(tempfile.gettempdir(), f"millrace-{os.getuid()}")
+    os.makedirs(place, 0o700, exist_ok=True)
+    status = os.stat(place, follow_symlinks=folder is not None)
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+        raise ConfigError(
+            f"others than you may write in {place}, where copies of objects would lie: give "
+            "another folder, or change its owner and mode"
+        )
+    return place
+
+
+def copied_file(folder: str, path: str, file: StoredFile) -> CopiedFile:
+    """A whole object, in memory where the folder has no room for it."""
+    name = blake2b(repr((path, file.identity)).encode()).hexdigest()
+    copy = os.path.join(folder, name + os.path.splitext(path)[1])
+    with contextlib.suppress(OSError):
+        if not _is_whole(copy, file.size):
+            with writers_lock(f"{copy}.lock", copy):
+                if not _is_whole(copy, file.size):  # another process may have fetched it
+                    _fetch(copy, file)
+        return CopiedFile(MappedFile(copy).bytes, file.identity)
+    return CopiedFile(file.read(0, file.size), file.identity)
+
+
+def _is_whole(copy: str, size: int) -> bool:
+    """Whether a copy is there; after a power cut it may be shorter."""
+    try:
+        return os.path.getsize(copy) == size
+    except FileNotFoundError:
+        return False
+
+
+def _fetch(copy: str, file: StoredFile) -> None:
+    with atomic_file(copy, durable=False) as out:
+        for start in range(0, file.size, _PIECE):
+            out.write(file.read(start, min(_PIECE, file.size - start)).data)

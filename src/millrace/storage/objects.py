@@ -1,0 +1,299 @@
+"""Objects in buckets as files of a storage: `s3://`, `gs://`, `az://` and `file://`, by obstore.
+
+Each object is pinned when it is opened: every request names its ETag, and the size, ETag and range
+of each reply are compared. So all bytes that are read are those of one object, or an error.
+"""
+
+import fnmatch
+import functools
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from millrace.checks import check_float, check_int, check_path
+from millrace.errors import ConfigError, StorageError
+from millrace.names import IDX
+from millrace.storage import Access, Bytes, Identity, Numbers, StoredFile, gather_range
+from millrace.storage.ahead import Ahead
+from millrace.storage.copies import copied_file, own_folder
+from millrace.storage.transfers import Transfers, closing
+
+T = TypeVar("T")
+
+STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore", "file": "LocalStore"}
+_TIMEOUT = 60.0  # seconds of a request, which brings at most 8 MiB
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds before a request is tried again
+_STATUS = re.compile(r"status code: (\d+)")
+_EXPIRED = re.compile(r"Expired|RequestTimeTooSkewed|expired")
+_FORK = (
+    "this process was forked after its parent had read from a bucket: its client would wait for "
+    "ever. Use threads, or start workers by the method forkserver or spawn"
+)
+
+
+class ObjectStorage:
+    """Objects in buckets, as `SCHEME://BUCKET/KEY`; see docs/buckets.md.
+
+    Args:
+        options: Options of obstore's store of the scheme, such as `endpoint`, `region` or
+            `credential_provider`; what is left out comes from the environment.
+        client_options: Options of its HTTP client, such as `proxy_url`.
+        requests: Most requests in flight in this process.
+        time_limit: Seconds after which a request that is tried again and again is an error.
+        stall_limit: Seconds without a byte after which a request is abandoned and tried again.
+        folder: Folder of this node for copies of indices; None: `millrace-UID` where temporary
+            files are.
+
+    Raises:
+        ConfigError: Numbers outside their limits; in all methods, a path of another scheme, or
+            obstore is not installed.
+        StorageError: In all methods, a request that fails.
+    """
+
+    has_renames = False
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        *,
+        client_options: Mapping[str, Any] | None = None,
+        requests: int = 64,
+        time_limit: float = 300.0,
+        stall_limit: float = 10.0,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._options, self._client_options = dict(options or {}), dict(client_options or {})
+        self.time_limit = check_float("time_limit", time_limit, 0.001)
+        self._stall_limit = check_float("stall_limit", stall_limit, 0.001)
+        self._folder = None if folder is None else check_path("folder", folder)
+        self.transfers = Transfers(check_int("requests", requests, 1))
+        self._stores: dict[str, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_stores": {}}
+
+    def stat(self, path: str) -> Identity:
+        return identity_of(self.ask(path, lambda store, key: store.head(key)))
+
+    def open(self, path: str, access: Access) -> StoredFile:
+        """Opens an object; an index is mapped from a copy where a map is asked for."""
+        return self.open_as(path, access, self.stat(path))
+
+    def open_as(self, path: str, access: Access, identity: Identity) -> StoredFile:
+        """Opens an object that is known, without a request: reading it shows a change."""
+        file = ObjectFile(self, path, identity)
+        if access == "mmap" and path.endswith(IDX):
+            return copied_file(own_folder(self._folder), path, file)
+        return file
+
+    def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
+        return PinnedObjects(self, identities)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        return (path for path, _ in self.objects(prefix))
+
+    def objects(self, prefix: str) -> Iterator[tuple[str, Identity]]:
+        """The paths that begin with a prefix, without a slash after it, and their identities."""
+        folder, slash, _ = prefix.rpartition("/")
+        found = self.ask(folder + slash, lambda store, key: store.list_with_delimiter(key or None))
+        start = bucket_of(prefix)[0] + "/"
+        for entry in found["objects"]:
+            if (path := start + entry["path"]).startswith(prefix):
+                yield path, identity_of(entry)
+
+    def ask(self, path: str, request: Callable[[Any, str], T]) -> T:
+        """What a request of a store and a key gives, tried again until the limit.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            StorageError: It was denied, or failed until the limit.
+        """
+        _note_use()
+        bucket, key = bucket_of(path)
+        if (store := self._stores.get(bucket)) is None:
+            store = self._stores[bucket] = self._store(bucket)
+        begin, pause, count = time.monotonic(), _FIRST_PAUSE, 1
+        while True:
+            try:
+                return request(store, key)
+            except FileNotFoundError:
+                raise FileNotFoundError(2, "there is no such object", path) from None
+            except StorageError:
+                raise
+            except Exception as error:
+                problem = _problem_of(path, error)
+                passed = time.monotonic() - begin
+                if passed + pause > self.time_limit or closing.is_set():
+                    raise StorageError(
+                        f"{problem} (the last of {count} requests in {passed:.1f} s; time_limit is "
+                        f"{self.time_limit:g} s)"
+                    ) from None
+            closing.wait(pause * random.uniform(0.5, 1))  # not all processes at one time
+            pause, count = min(2 * pause, _LONGEST_PAUSE), count + 1
+
+    def _store(self, bucket: str) -> Any:
+        scheme, _, name = bucket.partition("://")
+        try:
+            from obstore import store
+        except ImportError:
+            raise ConfigError(
+                f"{bucket} needs the obstore package: pip install 'millrace[buckets]'"
+            ) from None
+        if scheme == "file":
+            return store.LocalStore()
+        timeouts = {
+            "timeout": f"{min(_TIMEOUT, self.time_limit)}s",
+            "read_timeout": f"{min(self._stall_limit, self.time_limit)}s",
+            "pool_max_idle_per_host": "1024",
+        }
+        return getattr(store, STORES[scheme])(
+            name,
+            **self._options,
+            # An endpoint of the user may be http://; the stores' own are https://.
+            client_options={"allow_http": True, **timeouts, **self._client_options},
+            retry_config={"max_retries": 0},
+        )
+
+
+@functools.cache
+def by_environment() -> ObjectStorage:
+    """The storage of all prefixes that come without one."""
+    return ObjectStorage()
+
+
+def bucket_of(path: str) -> tuple[str, str]:
+    """A path's bucket, with its scheme, and key.
+
+    >>> bucket_of("s3://bucket/folder/name")
+    ('s3://bucket', 'folder/name')
+    """
+    scheme, mark, rest = path.partition("://")
+    name, _, key = rest.partition("/")
+    if scheme not in STORES or not mark or bool(name) == (scheme == "file"):
+        raise ConfigError(
+            f"{path!r} is not the path of an object, which is s3://BUCKET/KEY, gs://BUCKET/KEY, "
+            "az://CONTAINER/KEY or file:///PATH"
+        )
+    return f"{scheme}://{name}", key
+
+
+def expand(storage: ObjectStorage, pattern: str) -> list[str]:
+    """The objects that a pattern of the last part of a path matches, sorted."""
+    return sorted(
+        path
+        for path in storage.list(re.split(r"[*?\[]", pattern, maxsplit=1)[0])
+        if fnmatch.fnmatchcase(path, pattern)
+    )
+
+
+_use = {"began": False, "was_forked": False}  # of obstore, by this process or before its fork
+os.register_at_fork(after_in_child=lambda: _use.update(was_forked=_use["began"]))
+
+
+def _note_use() -> None:
+    if _use["was_forked"]:
+        raise StorageError(_FORK)
+    _use["began"] = True
+
+
+def _problem_of(path: str, error: Exception) -> str:
+    """What went wrong, if another request may succeed.
+
+    Raises:
+        StorageError: It would not.
+    """
+    text = str(error).partition("Debug source")[0].strip()
+    found = _STATUS.search(text)
+    status, kind = int(found[1]) if found else 0, type(error).__name__
+    if "Timeout" in str(error) or "timed out" in str(error):
+        return f"{path} is too slow: {text}"
+    if _EXPIRED.search(text):
+        return f"{path} was refused, because the credentials or the signature expired: {text}"
+    if kind == "PreconditionError":
+        raise _changed(path, "another object")
+    if status in (401, 403) or kind in ("PermissionDeniedError", "UnauthenticatedError"):
+        raise StorageError(
+            f"{path} was denied: {text}. Check the credentials, and what they may read"
+        ) from None
+    if 400 <= status < 500 and status not in (408, 429):
+        raise StorageError(f"{path} cannot be read: {text}") from None
+    return f"{path} cannot be read: {text}"
+
+
+def _changed(path: str, now: str) -> StorageError:
+    return StorageError(
+        f"{path} changed after it was opened: it is {now} now. Objects of a run must not change: "
+        "write new data under a new name"
+    )
+
+
+def identity_of(meta: Any) -> Identity:
+    return Identity(meta["size"], int(meta["last_modified"].timestamp()) * 10**9, meta["e_tag"])
+
+
+@dataclass(frozen=True)
+class PinnedObjects:
+    """A storage with objects whose identities are known: to open them takes no request."""
+
+    storage: ObjectStorage
+    identities: Mapping[str, Identity]
+    has_renames: bool = False
+
+    def stat(self, path: str) -> Identity:
+        return self.identities.get(path) or self.storage.stat(path)
+
+    def open(self, path: str, access: Access) -> StoredFile:
+        return self.storage.open_as(path, access, self.stat(path))
+
+    def list(self, prefix: str) -> Iterator[str]:
+        return self.storage.list(prefix)
+
+
+class ObjectFile:
+    """An object as it was when it was opened, read by ranges."""
+
+    def __init__(self, storage: ObjectStorage, path: str, identity: Identity) -> None:
+        self._storage, self._path = storage, path
+        self.identity, self.size = identity, identity.size
+        self._ahead = Ahead(self._start, self.size)
+
+    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
+        return gather_range(self, byte_offset, byte_offset + num_bytes)
+
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
+        return self._ahead.gather(byte_offsets, byte_counts)
+
+    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
+        self._ahead.announce(byte_offsets, byte_counts)
+
+    def _start(self, start: int, stop: int) -> "Future[Any]":
+        _note_use()
+        return self._storage.transfers.start(self._fetch, start, stop)
+
+    def _fetch(self, start: int, stop: int) -> Any:
+        """Bytes [start, stop) of the object, and of no other."""
+        options: Any = {"range": (start, stop)}
+        if self.identity.version is not None:
+            options["if_match"] = self.identity.version
+
+        def request(store: Any, key: str) -> Any:
+            reply = store.get(key, options=options)
+            now = identity_of(reply.meta)
+            if now[::2] != self.identity[::2]:
+                is_now = f"an object of {now.size} bytes and the ETag {now.version}"
+                raise _changed(self._path, is_now)
+            body = reply.bytes()
+            if reply.range != (start, stop) or len(body) != stop - start:
+                problem = f"{len(body)} bytes came for bytes {start} to {stop}"
+                raise EOFError(f"wrong length: {problem}")
+            return body
+
+        try:
+            return self._storage.ask(self._path, request)
+        except FileNotFoundError:
+            raise _changed(self._path, "gone") from None

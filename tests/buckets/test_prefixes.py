@@ -1,0 +1,170 @@
+"""Whatever takes a prefix reads `s3://` prefixes: the results are those of the local files."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+import millrace
+from millrace import IndexedDataset, IndexedDatasetBuilder, Loader
+from millrace.cli import main
+from millrace.encoding import Tokenizer
+from millrace.errors import ConfigError, StorageError
+from millrace.run import DatasetConfig, build_datasets
+from millrace.shards import Shards
+from millrace.store import RawTokens
+from millrace.tokenizing import tokenize
+from tests.buckets.conftest import Bucket
+from tests.buckets.servers import Proxy
+from tests.conftest import make_texts, write_jsonl
+from tests.shard_folders import write_sequences
+
+
+def write_pair(folder: Path, name: str = "data", documents: int = 300, seed: int = 0) -> Path:
+    random = np.random.default_rng(seed)
+    with IndexedDatasetBuilder(folder / name, np.uint16, checksums=True) as builder:
+        for length in random.integers(1, 200, documents).tolist():
+            builder.add_document(random.integers(0, 100, length))
+    with millrace.provenance.OriginsWriter(folder / name) as origins:
+        origins.add(["web.jsonl"], [0] * documents, range(1, documents + 1), [-1] * documents)
+    return folder / name
+
+
+def batches_of(dataset: Any, **options: Any) -> list[list[Any]]:
+    with Loader(dataset, micro_batch_size=4, **options) as loader:
+        return [batch["tokens"].tolist() for batch in loader]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(arguments) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_a_dataset_is_that_of_the_files(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    local = IndexedDataset(write_pair(tmp_path))
+    prefix = f"{bucket.upload(tmp_path)}/data"
+    proxy.reset()
+    remote = IndexedDataset(prefix)
+    assert (proxy.count("HEAD"), proxy.count("GET")) == (2, 1)  # the identities, and the index
+    assert remote.fingerprint == local.fingerprint
+    assert [tokens.tolist() for tokens in remote[:9]] == [tokens.tolist() for tokens in local[:9]]
+    assert (remote.origin(7), remote.info()) == (local.origin(7), local.info())
+    assert pickle.loads(pickle.dumps(remote))[5].tolist() == local[5].tolist()
+    proxy.reset()
+    assert IndexedDataset(prefix).lengths_checksum == local.lengths_checksum
+    assert proxy.count("GET") == 0  # the index is on the node
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_loader_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy, threads: int) -> None:
+    write_pair(tmp_path)
+    proxy.latency = 0.002
+    proxy.add_fault("503", "GET", 0.05)
+    proxy.add_fault("cut", "GET", 0.02)
+    prefixes = tmp_path / "data", f"{bucket.upload(tmp_path)}/data"
+    local, remote = (
+        batches_of(
+            millrace.GPTDataset(IndexedDataset(prefix), sequence_length=32, seed=1), threads=threads
+        )
+        for prefix in prefixes
+    )
+    assert remote == local
+
+
+def test_shards_and_raw_tokens(
+    tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = np.random.default_rng(0).integers(0, 100, (50, 16)).astype(np.uint16)
+    write_sequences(tmp_path / "shards", rows)
+    np.save(tmp_path / "raw.npy", rows.reshape(-1))
+    prefix = bucket.upload(tmp_path)
+    remote = Shards(f"{prefix}/shards")
+    assert [remote[number].tolist() for number in range(50)] == rows.tolist()
+    assert remote.fingerprint == Shards(tmp_path / "shards").fingerprint
+    raw = RawTokens(f"{prefix}/raw.npy")
+    assert raw.reader.read(0, raw.reader.size).tobytes() == rows.tobytes()
+    texts = [printed(capsys, "inspect", place) for place in (f"{prefix}/shards", remote.prefix)]
+    assert texts[0] == texts[1]
+    bucket.put("shards/shard_0007.bin", b"12")
+    assert main(["verify", f"{prefix}/shards"]) == 1
+    assert "shard_0007.bin is not one of the 3 shards" in capsys.readouterr().out
+
+
+def test_verify_and_inspect(
+    tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local = write_pair(tmp_path)
+    prefix = f"{bucket.upload(tmp_path)}/data"
+    texts = [printed(capsys, "inspect", str(place)) for place in (local, prefix)]
+    assert texts[1].replace(prefix, str(local)) == texts[0]
+    assert "checksums" in printed(capsys, "verify", prefix)
+    data = bytearray((tmp_path / "data.bin").read_bytes())
+    data[1000] ^= 1
+    bucket.put("data.bin", bytes(data))
+    assert main(["verify", prefix]) == 1
+    assert "block 0" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="file system"):
+        IndexedDatasetBuilder(prefix)
+
+
+def test_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    for number in range(3):
+        write_pair(tmp_path, f"data{number}", 100, number)
+    remote = bucket.upload(tmp_path)
+
+    def config(folder: str, **options: Any) -> DatasetConfig:
+        prefixes = [f"{folder}/data{number}" for number in range(3)]
+        return DatasetConfig(
+            sequence_length=32,
+            seed=1,
+            num_samples=(100, 10, 0),
+            blend=(prefixes, [1, 2, 1]),
+            split="90,10,0",
+            cache=tmp_path / "cache",
+            **options,
+        )
+
+    expected = batches_of(build_datasets(config(str(tmp_path))).train)
+    storage = bucket.storage()
+    assert batches_of(build_datasets(config(remote)).train) == expected
+    assert batches_of(build_datasets(config(remote, storage=storage)).train) == expected
+    proxy.reset()
+    datasets = build_datasets(config(remote, trust_cache=True))
+    assert proxy.requests == []
+    assert batches_of(datasets.train) == expected
+    assert proxy.count("HEAD") == 0  # the manifest knows the identities
+    bucket.put("data1.bin", (tmp_path / "data1.bin").read_bytes()[::-1])
+    with pytest.raises(StorageError, match="changed"):
+        batches_of(build_datasets(config(remote, trust_cache=True)).train)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow"])
+def test_texts(tmp_path: Path, bucket: Bucket, tokenizer_file: Path, kind: str) -> None:
+    texts = make_texts(400)
+    for number in range(2):
+        path = tmp_path / "in" / f"{number}.{kind}"
+        path.parent.mkdir(exist_ok=True)
+        table = pa.table({"text": texts[number::2]})
+        if kind == "parquet":
+            pa.parquet.write_table(table, path, row_group_size=70)
+        elif kind == "arrow":
+            with pa.ipc.new_file(path, table.schema) as file:
+                file.write_table(table, max_chunksize=70)
+        else:
+            write_jsonl(path, texts[number::2])
+    remote = bucket.upload(tmp_path)
+    places = [tmp_path / "in", f"{remote}/in", f"{remote}/in/*.{kind}"]
+    for number, place in enumerate(places):
+        tokenize(
+            [place],
+            tmp_path / f"out{number}",
+            tokenizer=Tokenizer(tokenizer_file),
+            workers=2,
+            chunk_size=4096,
+        )
+    outputs = [next(tmp_path.glob(f"out{number}*.bin")).read_bytes() for number in range(3)]
+    assert outputs[0] == outputs[1] == outputs[2] != b""
