@@ -182,7 +182,7 @@ def test_the_import_needs_only_numpy() -> None:
     """The subprocess cannot import the optional dependencies."""
     code = (
         "import sys\n"
-        "for name in ('torch', 'tokenizers', 'backports', 'zstandard', 'megatron'):\n"
+        "for name in ('torch', 'tokenizers', 'backports', 'zstandard', 'megatron', 'obstore'):\n"
         "    sys.modules[name] = None\n"
         "import millrace\n"
         "print(sorted(n for n in sys.modules if n.startswith('millrace.text')))"

@@ -10,6 +10,7 @@ from millrace.errors import (
     DuplicateDataWarning,
     MillraceError,
     ResumeError,
+    StorageError,
     TextError,
     ViewChangeWarning,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "ResumeError",
     "SequentialSampler",
     "ShardedDataset",
+    "StorageError",
     "TextError",
     "TransformedDataset",
     "ViewChangeWarning",

@@ -185,7 +185,7 @@ class StepQueue:
         self.position = start.consumed_samples
         self._next = start  # of the next step that a thread makes
         self._is_automatic = prefetch is None  # until the size of a step is known
-        self._look_ahead = LookAhead(maker.dataset, maker.sampler)
+        self._look_ahead = LookAhead(maker.dataset, maker.sampler, start.consumed_samples)
         self._claim_lock = threading.Lock()  # while the sampler is asked for a step
         self._lock = threading.RLock()  # `close` may be called by a signal handler under it
         self._signal = threading.Lock()  # what `take` waits for: `_wake` releases it
@@ -255,7 +255,7 @@ class StepQueue:
                 if self.position < 0:  # while an earlier queue's thread was still reading
                     return False
                 make = partial(self._maker.make, before, after)
-                step = self._look_ahead.read(after.consumed_samples, make)
+                step = self._look_ahead.read(before, after, make)
             self._measure(step.batch)
         except BaseException as error:  # without it the trainer would wait for ever
             step = Step(before, error=error)
@@ -318,31 +318,36 @@ class LookAhead:
     """Prefetches the samples of coming steps, if the dataset has `prefetch` and `is_remote`.
 
     The storage brings in cold samples side by side. For samples in memory the calls would cost more
-    than reading them: they are made only after a read from the disk, and always for remote storage.
+    than reading them: they are made only after a read from the disk, and always for remote storage,
+    also for the step in hand: what was not announced is asked for one dataset after the other.
     """
 
-    def __init__(self, dataset: Any, sampler: Sampler) -> None:
+    def __init__(self, dataset: Any, sampler: Sampler, start: int) -> None:
         self._is_remote = getattr(dataset, "is_remote", None)
         can_prefetch = self._is_remote is not None and hasattr(dataset, "prefetch")
         self._dataset = dataset if can_prefetch else None
         self._sampler = sampler
         self._num_cold = 0  # reads that still prefetch
         self._told: dict[int, int] = {}  # numbers of samples, by the starts of their steps
-        self._end = 0  # of these steps
+        self._end = start  # of these steps
         self._lock = threading.Lock()
+        # No thread reads a step while another one is about to announce it.
+        self._turn: Any = threading.Lock() if self._is_remote else nullcontext()
 
-    def read(self, position: int, work: Callable[[], Any]) -> Any:
-        """Does work that reads samples; those from `position` on are read soon."""
+    def read(self, before: Position, after: Position, work: Callable[[], Any]) -> Any:
+        """Does work that reads the samples of a step; those of later steps are read soon."""
         if self._dataset is None:
             return work()
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
+        position = (before if self._is_remote else after).consumed_samples
+        num_blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
         if self._is_remote or self._num_cold > 0:
-            with suppress(BaseException):  # the read itself will say what is wrong
+            # The read itself will say what is wrong.
+            with suppress(BaseException), self._turn:
                 for numbers in self._coming(position):
                     self._dataset.prefetch(numbers)
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
-        has_read_disk = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock > before
+        has_read_disk = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock > num_blocks
         self._num_cold = _PATIENCE if has_read_disk else max(self._num_cold - 1, 0)
         return result
 
