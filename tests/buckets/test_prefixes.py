@@ -1,6 +1,10 @@
 """Whatever takes a prefix reads `s3://` prefixes: the results are those of the local files."""
 
+import contextlib
 import pickle
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,7 @@ from tests.shard_folders import write_sequences
 
 
 def write_pair(folder: Path, name: str = "data", documents: int = 300, seed: int = 0) -> Path:
+    folder.mkdir(exist_ok=True)
     random = np.random.default_rng(seed)
     with IndexedDatasetBuilder(folder / name, np.uint16, checksums=True) as builder:
         for length in random.integers(1, 200, documents).tolist():
@@ -134,12 +139,63 @@ def test_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
     assert batches_of(build_datasets(config(remote, storage=storage)).train) == expected
     proxy.reset()
     datasets = build_datasets(config(remote, trust_cache=True))
-    assert proxy.requests == []
     assert batches_of(datasets.train) == expected
-    assert proxy.count("HEAD") == 0  # the manifest knows the identities
+    assert proxy.count("HEAD|list-type") == 0  # the manifest knows the identities
     bucket.put("data1.bin", (tmp_path / "data1.bin").read_bytes()[::-1])
     with pytest.raises(StorageError, match="changed"):
         batches_of(build_datasets(config(remote, trust_cache=True)).train)
+
+
+START = """
+import sys, time
+from millrace import DatasetConfig, Loader, build_datasets
+from millrace.run.config import DatasetConfig
+prefixes, cache = sys.argv[1:-1], sys.argv[-1]
+sys.stdin.readline()
+start = time.perf_counter()
+config = DatasetConfig(
+    sequence_length=32, seed=1, num_samples=(400, 0, 0), blend=(prefixes, [1.0] * len(prefixes)),
+    split="1,0,0", cache=cache,
+)
+with Loader(build_datasets(config).train, micro_batch_size=64) as loader:
+    next(loader)
+print(time.perf_counter() - start)
+"""
+
+
+def seconds_to_first_batch(prefixes: list[str], cache: Path, num_processes: int) -> list[float]:
+    """Of processes that start at once, after their imports."""
+    command = [sys.executable, "-c", START, *prefixes, str(cache)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, **pipes)) for _ in range(num_processes)
+        ]
+        time.sleep(0.05 * num_processes)
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return [float(process.communicate(timeout=120)[0]) for process in processes]
+
+
+def test_a_start_without_a_herd(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing of all, and each index once on a node."""
+    for number in range(6):
+        write_pair(tmp_path / "in", f"data{number}", 100, number)
+    remote = bucket.upload(tmp_path / "in")
+    prefixes = [f"{remote}/data{number}" for number in range(6)]
+    seconds_to_first_batch(prefixes, tmp_path / "cache", 1)  # plans
+    for node, has_copies in (("new", False), ("new", True)):
+        folder = tmp_path / node
+        folder.mkdir(exist_ok=True)
+        monkeypatch.setenv("TMPDIR", str(folder))
+        proxy.reset()
+        seconds_to_first_batch(prefixes, tmp_path / "cache", 6)
+        assert proxy.count("list-type") <= 1
+        assert proxy.count("HEAD") == proxy.count("info.json") == 0
+        assert proxy.count("idx") == (0 if has_copies else 6)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow"])

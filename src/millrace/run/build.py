@@ -26,7 +26,9 @@ from millrace.feed import BlendedDataset, GPTDataset
 from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
 from millrace.order.order_plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
-from millrace.run.plan import DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
+from millrace.run.plan import REQUESTS, DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
+from millrace.storage.transfers import closing
+from millrace.store.token_file import TokenFile, listed_storages
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
 """What a split becomes; several validation sets are a list."""
@@ -85,6 +87,7 @@ def build_run(
     wait_limit = None if wait_limit is None else check_float("wait_limit", wait_limit, 0)
     plan, arrays = _find(config) or _build(config, progress, wait_limit)
     _warn_of_copies(plan)
+    _open_ahead(plan.files)
     datasets = [split and _dataset(plan, split, arrays[split.name]) for split in plan.splits]
     return plan, Datasets(*datasets)  # type: ignore[arg-type]
 
@@ -127,10 +130,30 @@ def _find(config: DatasetConfig) -> tuple[RunPlan, Mapping[str, SplitArrays]] | 
     arrays = None if plan is None else _find_sets(plan, os.fspath(config.cache or ""))
     if plan is None or arrays is None:
         return None
-    has_changed = not config.trust_cache and any(
-        file.record.change(config.storage) for file in plan.files
-    )
-    return None if has_changed else (plan, arrays)
+    return None if not config.trust_cache and _has_changed(plan) else (plan, arrays)
+
+
+def _has_changed(plan: RunPlan) -> bool:
+    storages = listed_storages([file.prefix for file in plan.files], plan.config.storage)
+    pairs = zip(plan.files, storages, strict=True)
+    return any(file.record.change(storage) for file, storage in pairs)
+
+
+def _open_ahead(files: Sequence[TokenFile]) -> None:
+    """Opens files in buckets side by side, while the trainer starts. Each process begins at another
+    one: those of a node then fetch each index once, and wait little for each other."""
+    remote = [file for file in files if file.is_remote]
+    first = os.getpid() % max(len(remote), 1)
+    if remote:
+        pool = ThreadPoolExecutor(REQUESTS)
+        for file in remote[first:] + remote[:first]:
+            pool.submit(_open, file)
+        pool.shutdown(wait=False)
+
+
+def _open(file: TokenFile) -> None:
+    if not closing.is_set():  # else the end of Python would wait for it
+        file.dataset  # noqa: B018
 
 
 def _build(

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, Literal
 
 from millrace.cache import arrays
@@ -27,11 +28,12 @@ from millrace.order.splits import VALID, Bookends, Range, part_range, split_rang
 from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.records import record_from
 from millrace.run.config import Blend, DatasetConfig, source_of
-from millrace.store.token_file import TokenFile, TokenFileRecord
+from millrace.store.token_file import TokenFile, TokenFileRecord, listed_storages
 
 Kind = Literal["one", "blend", "apart"]
 """One dataset, a blend, or several separate datasets."""
 
+REQUESTS = 16  # token files in buckets that are opened side by side
 MANIFEST = "run-"
 """Start of a manifest's name; a fingerprint and .json follow."""
 
@@ -93,11 +95,14 @@ def plan_run(config: DatasetConfig) -> RunPlan:
     """Opens every token file and plans what to build; for the errors, see `build_datasets`."""
     blends = [config.blend_of(number) for number in range(len(SPLITS))]
     prefixes = dict.fromkeys(source_of(item)[0] for blend in blends if blend for item in blend[0])
-    with ThreadPoolExecutor(config.num_threads) as pool:
-        open_one = functools.partial(TokenFile.open, access=config.access, storage=config.storage)
-        files = [*pool.map(open_one, prefixes)]
+    storages = listed_storages([*prefixes], config.storage)
+    num_threads = config.num_threads if storages == [config.storage] * len(storages) else REQUESTS
+    with ThreadPoolExecutor(num_threads) as pool:
+        files = [*pool.map(TokenFile.open, prefixes, repeat(config.access), storages)]
         compares = len(files) > 1 and not config.any_tokenizer
-        if compares and (conflict := _conflict(config, pool, prefixes)):
+        if compares and (
+            conflict := tokenizer_conflict(pool.map(read_tokenizer, prefixes, storages))
+        ):
             raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [
@@ -105,10 +110,6 @@ def plan_run(config: DatasetConfig) -> RunPlan:
         for number, blend in enumerate(blends)
     ]
     return RunPlan(config=config, files=files, splits=splits)
-
-
-def _conflict(config: DatasetConfig, pool: Any, prefixes: Iterable[str]) -> str | None:
-    return tokenizer_conflict(pool.map(lambda one: read_tokenizer(one, config.storage), prefixes))
 
 
 def _plan_split(

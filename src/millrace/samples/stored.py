@@ -14,7 +14,6 @@ from millrace.samples.fields import FIELDS, Batch, BatchForm, SampleOptions, nee
 from millrace.samples.rows import core_errors, find_parts, finish, of_parts
 from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
 from millrace.shards.shard_reader import Shards
-from millrace.storage import LOCAL, storage_of
 from millrace.store import IndexedDataset, RawTokens
 from millrace.store.info import has_mask
 from millrace.store.token_file import TokenFile
@@ -107,7 +106,7 @@ class StoredTokens:
         """See `TokenDataset.is_remote`."""
         if isinstance(self._file, TokenFile):
             # To open thousands of files would delay the first batch.
-            return storage_of(self._file.prefix, self._file.storage) is not LOCAL
+            return self._file.is_remote
         reader = self.store.reader
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
 

@@ -1,9 +1,13 @@
 """Copies of indices on the node: one of its processes fetches an object, all of them map it."""
 
 import contextlib
+import json
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
 
 from millrace.errors import ConfigError
 from millrace.files import atomic_file, blake2b, writers_lock
@@ -47,6 +51,21 @@ def copied_file(folder: str, path: str, file: StoredFile) -> CopiedFile:
                     _fetch(copy, file)
         return CopiedFile(MappedFile(copy).bytes, file.identity)
     return CopiedFile(file.read(0, file.size), file.identity)
+
+
+def shared_value(folder: str, name: str, seconds: float, make: Callable[[], Any]) -> Any:
+    """A plain value that processes of the node share, if one made it in the last seconds."""
+    path = os.path.join(folder, name + ".json")
+    with contextlib.suppress(OSError, ValueError), writers_lock(f"{path}.lock", path):
+        with contextlib.suppress(FileNotFoundError):
+            if abs(time.time() - os.stat(path).st_mtime) < seconds:
+                with open(path, "rb") as file:
+                    return json.load(file)
+        value = make()
+        with atomic_file(path, durable=False) as out:
+            out.write(json.dumps(value).encode())
+        return value
+    return make()
 
 
 def _is_whole(copy: str, size: int) -> bool:

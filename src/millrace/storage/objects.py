@@ -10,17 +10,18 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from millrace.checks import check_float, check_int, check_path
 from millrace.errors import ConfigError, StorageError
+from millrace.files import blake2b
 from millrace.names import IDX
 from millrace.storage import Access, Bytes, Identity, Numbers, StoredFile, gather_range
 from millrace.storage.ahead import Ahead
-from millrace.storage.copies import copied_file, own_folder
+from millrace.storage.copies import copied_file, own_folder, shared_value
 from millrace.storage.transfers import Transfers, closing
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ T = TypeVar("T")
 STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore", "file": "LocalStore"}
 _TIMEOUT = 60.0  # seconds of a request, which brings at most 8 MiB
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds before a request is tried again
+_FRESH = 15.0  # seconds in which processes that start together share a listing
 _STATUS = re.compile(r"status code: (\d+)")
 _EXPIRED = re.compile(r"Expired|RequestTimeTooSkewed|expired")
 _FORK = (
@@ -93,6 +95,20 @@ class ObjectStorage:
 
     def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
         return PinnedObjects(self, identities)
+
+    def listed(self, paths: Iterable[str]) -> "PinnedObjects":
+        """The storage with all identities in the folders of some objects, by a listing of each."""
+        folders = {path.rpartition("/")[0] + "/" for path in paths}
+        listings = map(self._listing, sorted(folders))
+        identities = {path: Identity(*one) for found in listings for path, one in found.items()}
+        return PinnedObjects(self, identities, frozenset(folders))
+
+    def _listing(self, folder: str) -> dict[str, Any]:
+        """The objects of a folder; processes of a node that start together share a listing."""
+        access = self.ask(folder, lambda store, _: repr(getattr(store, "config", "")))
+        name = "list-" + blake2b(repr((folder, access)).encode()).hexdigest()
+        make = lambda: dict(self.objects(folder))  # noqa: E731
+        return dict(shared_value(own_folder(self._folder), name, _FRESH, make))
 
     def list(self, prefix: str) -> Iterator[str]:
         return (path for path, _ in self.objects(prefix))
@@ -238,20 +254,31 @@ def identity_of(meta: Any) -> Identity:
 
 @dataclass(frozen=True)
 class PinnedObjects:
-    """A storage with objects whose identities are known: to open them takes no request."""
+    """A storage with objects whose identities are known: to open them takes no request, nor to see
+    that a listed folder lacks one."""
 
-    storage: ObjectStorage
+    base: ObjectStorage
     identities: Mapping[str, Identity]
+    folders: frozenset[str] = frozenset()
     has_renames: bool = False
 
+    def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
+        return replace(self, identities={**self.identities, **identities})
+
+    def listed(self, paths: Iterable[str]) -> "PinnedObjects":
+        return self.base.listed(paths)
+
     def stat(self, path: str) -> Identity:
-        return self.identities.get(path) or self.storage.stat(path)
+        identity = self.identities.get(path)
+        if identity is None and path.rpartition("/")[0] + "/" in self.folders:
+            raise FileNotFoundError(2, "there was no such object when its folder was listed", path)
+        return identity or self.base.stat(path)
 
     def open(self, path: str, access: Access) -> StoredFile:
-        return self.storage.open_as(path, access, self.stat(path))
+        return self.base.open_as(path, access, self.stat(path))
 
     def list(self, prefix: str) -> Iterator[str]:
-        return self.storage.list(prefix)
+        return self.base.list(prefix)
 
 
 class ObjectFile:

@@ -1,5 +1,6 @@
 """Token files by their records."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from millrace.deferred import Deferred
 from millrace.errors import DataError
 from millrace.names import BIN, IDX
-from millrace.storage import Access, Identity, Storage, storage_of
+from millrace.storage import LOCAL, Access, Identity, Storage, storage_of
 from millrace.store.info import has_mask
 from millrace.store.reader import IndexedDataset
 
@@ -101,9 +102,13 @@ class TokenFile:
             num_tokens=dataset.num_tokens,
             has_mask=has_mask(prefix, dataset.storage),
         )
-        file = cls(record, access, storage)
+        file = cls(record, access, getattr(storage, "base", storage))  # without the listing
         file._dataset = Deferred.of(dataset)
         return file
+
+    @property
+    def is_remote(self) -> bool:
+        return storage_of(self.prefix, self.storage) is not LOCAL
 
     @property
     def dataset(self) -> IndexedDataset:
@@ -136,6 +141,17 @@ def _open_unchanged(
             "`millrace index`, and do not change data of a run"
         )
     return dataset
+
+
+def listed_storages(prefixes: Sequence[str], storage: Storage | None) -> list[Storage | None]:
+    """The storage of each pair; buckets know all of their files by one listing of each folder."""
+    places: list[Any] = [storage_of(prefix, storage) for prefix in prefixes]
+    listed: dict[int, Any] = {}
+    for place in places:
+        if hasattr(place, "listed") and id(place) not in listed:
+            its = [one for one, other in zip(prefixes, places, strict=True) if other is place]
+            listed[id(place)] = place.listed(its)
+    return [listed.get(id(place), storage) for place in places]
 
 
 def _pinned(record: TokenFileRecord, storage: Any) -> Any:
