@@ -1,7 +1,6 @@
 """Reading ahead: pieces of a file that were asked for before they are read."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -19,25 +18,21 @@ _MOST_AHEAD = 1 << 28  # bytes of a file: those that a seek has made useless are
 
 
 class Ahead(Renewed):
-    """The pieces of a file that were announced, until they are read.
+    """A file whose pieces are asked for when they are announced, and kept until they are read."""
 
-    Args:
-        start: Starts a request for bytes [start, stop) and returns its future.
-        size: Size of the file in bytes.
-    """
-
+    size: int
     _renewed = ("_pieces", "_num_bytes", "_lock")
 
-    def __init__(self, start: Callable[[int, int], "Future[Any]"], size: int) -> None:
-        self._start, self._size = start, size
-        self.renew()
+    def start(self, start: int, stop: int) -> "Future[Any]":
+        """Starts a request for bytes [start, stop)."""
+        raise NotImplementedError
 
     def after_fork(self) -> None:
         self._pieces: dict[Piece, list[Any]] = {}  # parts, and how often they will be read
         self._num_bytes = 0
         self._lock = threading.Lock()
 
-    def announce(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
+    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
         """Asks for pieces without waiting."""
         pieces = self._checked(byte_offsets, byte_counts)
         with self._lock:
@@ -48,7 +43,7 @@ class Ahead(Renewed):
                 else:
                     self._pieces[piece] = [None, 1]
                     new.append(piece)
-            for piece, parts in zip(new, start_pieces(self._start, new), strict=True):
+            for piece, parts in zip(new, start_pieces(self.start, new), strict=True):
                 self._pieces[piece][0] = parts
                 self._num_bytes += piece[1]
             while self._num_bytes > _MOST_AHEAD:
@@ -62,7 +57,7 @@ class Ahead(Renewed):
         with self._lock:
             parts = [self._take(piece) for piece in pieces]
         missing = [piece for piece, some in zip(pieces, parts, strict=True) if some is None]
-        new = iter(start_pieces(self._start, missing))
+        new = iter(start_pieces(self.start, missing))
         flat = [part for some in parts for part in (next(new) if some is None else some)]
         if len(flat) == 1:
             return flat[0].result()
@@ -85,11 +80,11 @@ class Ahead(Renewed):
 
     def _checked(self, byte_offsets: Numbers, byte_counts: Numbers) -> list[Piece]:
         is_outside = (byte_offsets < 0) | (byte_counts < 0)
-        is_outside |= byte_counts > self._size - byte_offsets
+        is_outside |= byte_counts > self.size - byte_offsets
         if is_outside.any():
             place = int(is_outside.argmax())
             raise ValueError(
                 f"a piece has {byte_counts[place]} bytes from byte {byte_offsets[place]} on; the "
-                f"file has {self._size}"
+                f"file has {self.size}"
             )
         return list(zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True))

@@ -4,7 +4,7 @@ Each object is pinned when it is opened: every request names its ETag, and the s
 of each reply are compared. So all bytes that are read are those of one object, or an error.
 """
 
-import fnmatch
+import contextlib
 import functools
 import os
 import random
@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from millrace.checks import check_float, check_int, check_path
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
-from millrace.names import IDX
-from millrace.storage import Access, Bytes, Identity, Numbers, StoredFile, gather_range
+from millrace.names import BIN, IDX, INFO
+from millrace.storage import Access, Bytes, Identity, StoredFile, gather_range
 from millrace.storage.ahead import Ahead
 from millrace.storage.copies import copied_file, own_folder, shared_value
+from millrace.storage.mirror import Copy, Mirror, sums_in
 from millrace.storage.transfers import Transfers, closing
 
 T = TypeVar("T")
@@ -50,6 +51,9 @@ class ObjectStorage:
         stall_limit: Seconds without a byte after which a request is abandoned and tried again.
         folder: Folder of this node for copies of indices; None: `millrace-UID` where temporary
             files are.
+        mirror: Folder of this node, on a local disk, for copies of the blocks that are read; None:
+            all is read from afar.
+        limit: Most bytes of the mirror.
 
     Raises:
         ConfigError: Numbers outside their limits; in all methods, a path of another scheme, or
@@ -68,11 +72,18 @@ class ObjectStorage:
         time_limit: float = 300.0,
         stall_limit: float = 10.0,
         folder: str | os.PathLike[str] | None = None,
+        mirror: str | os.PathLike[str] | None = None,
+        limit: int | None = None,
     ) -> None:
         self._options, self._client_options = dict(options or {}), dict(client_options or {})
         self.time_limit = check_float("time_limit", time_limit, 0.001)
         self._stall_limit = check_float("stall_limit", stall_limit, 0.001)
         self._folder = None if folder is None else check_path("folder", folder)
+        if (mirror is None) != (limit is None):
+            raise ConfigError("give mirror and limit, the folder and its size, or none of the two")
+        self.mirror: Mirror | None = None
+        if mirror is not None:
+            self.mirror = Mirror(check_path("mirror", mirror), check_int("limit", limit, 0))
         self.transfers = Transfers(check_int("requests", requests, 1))
         self._stores: dict[str, Any] = {}
 
@@ -86,12 +97,14 @@ class ObjectStorage:
         """Opens an object; an index is mapped from a copy where a map is asked for."""
         return self.open_as(path, access, self.stat(path))
 
-    def open_as(self, path: str, access: Access, identity: Identity) -> StoredFile:
+    def open_as(
+        self, path: str, access: Access, identity: Identity, is_mirrored: bool = True
+    ) -> StoredFile:
         """Opens an object that is known, without a request: reading it shows a change."""
-        file = ObjectFile(self, path, identity)
         if access == "mmap" and path.endswith(IDX):
+            file = ObjectFile(self, path, identity)
             return copied_file(own_folder(self._folder), path, file)
-        return file
+        return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
 
     def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
         return PinnedObjects(self, identities)
@@ -101,7 +114,7 @@ class ObjectStorage:
         folders = {path.rpartition("/")[0] + "/" for path in paths}
         listings = map(self._listing, sorted(folders))
         identities = {path: Identity(*one) for found in listings for path, one in found.items()}
-        return PinnedObjects(self, identities, frozenset(folders))
+        return PinnedObjects(self, identities, frozenset(folders), is_mirrored=False)
 
     def _listing(self, folder: str) -> dict[str, Any]:
         """The objects of a folder; processes of a node that start together share a listing."""
@@ -198,15 +211,6 @@ def bucket_of(path: str) -> tuple[str, str]:
     return f"{scheme}://{name}", key
 
 
-def expand(storage: ObjectStorage, pattern: str) -> list[str]:
-    """The objects that a pattern of the last part of a path matches, sorted."""
-    return sorted(
-        path
-        for path in storage.list(re.split(r"[*?\[]", pattern, maxsplit=1)[0])
-        if fnmatch.fnmatchcase(path, pattern)
-    )
-
-
 _use = {"began": False, "was_forked": False}  # of obstore, by this process or before its fork
 os.register_at_fork(after_in_child=lambda: _use.update(was_forked=_use["began"]))
 
@@ -260,6 +264,7 @@ class PinnedObjects:
     base: ObjectStorage
     identities: Mapping[str, Identity]
     folders: frozenset[str] = frozenset()
+    is_mirrored: bool = True  # not where samples of all files are read for a plan
     has_renames: bool = False
 
     def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
@@ -275,34 +280,52 @@ class PinnedObjects:
         return identity or self.base.stat(path)
 
     def open(self, path: str, access: Access) -> StoredFile:
-        return self.base.open_as(path, access, self.stat(path))
+        return self.base.open_as(path, access, self.stat(path), self.is_mirrored)
 
     def list(self, prefix: str) -> Iterator[str]:
         return self.base.list(prefix)
 
 
-class ObjectFile:
+class ObjectFile(Ahead):
     """An object as it was when it was opened, read by ranges."""
 
-    def __init__(self, storage: ObjectStorage, path: str, identity: Identity) -> None:
+    def __init__(
+        self, storage: ObjectStorage, path: str, identity: Identity, mirror: Mirror | None = None
+    ) -> None:
         self._storage, self._path = storage, path
         self.identity, self.size = identity, identity.size
-        self._ahead = Ahead(self._start, self.size)
+        self._copy: Copy | None = None
+        if mirror is not None and self.size > 0:
+            self._copy = Copy(mirror, path, identity)
+        self.renew()
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return gather_range(self, byte_offset, byte_offset + num_bytes)
 
-    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
-        return self._ahead.gather(byte_offsets, byte_counts)
-
-    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
-        self._ahead.announce(byte_offsets, byte_counts)
-
-    def _start(self, start: int, stop: int) -> "Future[Any]":
+    def start(self, start: int, stop: int) -> "Future[Any]":
+        if self._copy is not None and (data := self._copy.read(start, stop)) is not None:
+            here: Future[Any] = Future()
+            here.set_result(data)
+            return here
         _note_use()
-        return self._storage.transfers.start(self._fetch, start, stop)
+        return self._storage.transfers.start(self._fetch_or_fill, start, stop)
 
-    def _fetch(self, start: int, stop: int) -> Any:
+    def _fetch_or_fill(self, start: int, stop: int) -> Any:
+        data = None
+        if self._copy is not None:
+            data = self._copy.fill(start, stop, self._fetch, self._sums)
+        return self._fetch(start, stop) if data is None else data
+
+    def _sums(self) -> list[str]:
+        """The checksums of the blocks of a `.bin`, if it has a sidecar."""
+        sidecar = self._path.removesuffix(BIN) + INFO
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.endswith(BIN):
+                read = lambda store, key: bytes(store.get(key).bytes())  # noqa: E731
+                return sums_in(self._storage.ask(sidecar, read), self.size)
+        return []
+
+    def _fetch(self, start: int, stop: int, is_right: Callable[[Any], bool] | None = None) -> Any:
         """Bytes [start, stop) of the object, and of no other."""
         options: Any = {"range": (start, stop)}
         if self.identity.version is not None:
@@ -318,6 +341,8 @@ class ObjectFile:
             if reply.range != (start, stop) or len(body) != stop - start:
                 problem = f"{len(body)} bytes came for bytes {start} to {stop}"
                 raise EOFError(f"wrong length: {problem}")
+            if is_right is not None and not is_right(body):
+                raise EOFError(f"bytes {start} to {stop} do not have the checksum of the sidecar")
             return body
 
         try:

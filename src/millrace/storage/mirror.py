@@ -1,0 +1,207 @@
+"""A partial mirror: sparse local copies of objects, in blocks that stay while a process uses them.
+
+A folder has two files for each object: `NAME.data`, sparse and of the object's size, and
+`NAME.blocks`, a byte for each block of 4 MiB: 1 if it is there. A process that has the object open
+holds a shared lock of `NAME.blocks`. The disk itself says how much is taken: a block's room is
+allocated, under the folder's lock, before the block is fetched. So a process that is killed leaves
+nothing that is counted wrongly: its block has room, and the next one fills it.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from millrace import _native
+from millrace.files import blake2b, checksum, file_lock
+from millrace.storage import Bytes, Identity
+from millrace.storage.copies import own_folder
+
+BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
+_DATA, _BLOCKS = ".data", ".blocks"
+_UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
+_SET_LOCK = fcntl.F_OFD_SETLKW
+_log = logging.getLogger("millrace")
+
+
+class Mirror:
+    """A folder of copies, which grows up to a limit and then stays as it is.
+
+    Args:
+        folder: Folder on a local disk, made with mode 0700.
+        limit: Most bytes of all copies.
+    """
+
+    def __init__(self, folder: str, limit: int) -> None:
+        self.folder, self._limit = own_folder(folder), limit
+        self.is_full = False  # until the end of the process
+        if (kind := _file_system_of(self.folder)) in _UNFIT or kind.startswith("fuse"):
+            _log.warning("the mirror %s is on %s: a local disk is meant", self.folder, kind)
+
+    def make_room(self, copy: "Copy", block: int) -> bool:
+        """Allocates a block; False if the limit is reached, or the disk is full."""
+        start, size = block * BLOCK, min(BLOCK, copy.size - block * BLOCK)
+        with file_lock(os.path.join(self.folder, "mirror.lock")):
+            while self._num_bytes() + size > self._limit:
+                if not self._remove_unused():
+                    self.is_full = True
+                    return False
+            try:
+                os.posix_fallocate(copy.data_file, start, size)
+            except OSError as error:
+                return self.stop(error)
+        return True
+
+    def stop(self, error: OSError) -> bool:
+        """Stops the growth, and says so; returns False."""
+        self.is_full = True
+        _log.warning("the mirror %s does not grow any more: %s", self.folder, error)
+        return False
+
+    def _names(self) -> list[str]:
+        return [name for name in os.listdir(self.folder) if name.endswith(_DATA)]
+
+    def _num_bytes(self) -> int:
+        total = 0
+        for name in self._names():
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(self.folder, name)).st_blocks * 512
+        return total
+
+    def _remove_unused(self) -> bool:
+        """Removes the object that no process has open, and whose last use is the longest ago."""
+        paths = [os.path.join(self.folder, name.removesuffix(_DATA)) for name in self._names()]
+        for path in sorted(paths, key=_last_use):
+            file = os.open(path + _BLOCKS, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path + _BLOCKS)  # first: without it the data are nothing
+                os.unlink(path + _DATA)
+                return True
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(file)
+        return False
+
+
+class Copy:
+    """The local copy of one object.
+
+    Attributes:
+        size: Size of the object in bytes.
+        data_file: Descriptor of the data.
+    """
+
+    def __init__(self, mirror: Mirror, path: str, identity: Identity) -> None:
+        self._mirror, self.size = mirror, identity.size
+        name = blake2b(repr((path, identity)).encode()).hexdigest()
+        place = os.path.join(mirror.folder, name)
+        num_blocks = -(-self.size // BLOCK)
+        with file_lock(os.path.join(mirror.folder, "mirror.lock")):  # not while it is removed
+            self._block_file = os.open(place + _BLOCKS, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._block_file, fcntl.LOCK_SH)
+            self.data_file = os.open(place + _DATA, os.O_RDWR | os.O_CREAT, 0o600)
+            os.ftruncate(self._block_file, num_blocks)
+            os.ftruncate(self.data_file, self.size)
+            os.utime(self._block_file)
+        self._has = np.frombuffer(mmap.mmap(self._block_file, num_blocks), np.uint8)
+        self._data: Bytes = _native.map_file(self.data_file, self.size)
+        self._locks = [threading.Lock() for _ in range(64)]
+        self._sums: list[str] | None = None
+
+    def read(self, start: int, stop: int) -> Bytes | None:
+        """Bytes [start, stop), if all of them are there."""
+        is_whole = self._has[start // BLOCK : -(-stop // BLOCK)].all()
+        return self._data[start:stop] if is_whole else None
+
+    def fill(
+        self,
+        start: int,
+        stop: int,
+        fetch: Callable[[int, int, Callable[[Any], bool]], Any],
+        load_sums: Callable[[], list[str]],
+    ) -> Bytes | None:
+        """The same, after its missing blocks were fetched; None if there is no room for them.
+
+        `fetch(start, stop, check)` gives bytes of the object for which `check` is true, and
+        `load_sums` the checksums of its blocks, if they are known.
+        """
+        if self._sums is None:
+            self._sums = load_sums()
+        for block in range(start // BLOCK, -(-stop // BLOCK)):
+            if not self._has[block] and self._mirror.is_full:
+                return None
+            with self._locks[block % len(self._locks)], self._lock(block):
+                if not self._has[block] and not self._fill(block, fetch):
+                    return None
+        return self.read(start, stop)
+
+    @contextlib.contextmanager
+    def _lock(self, block: int) -> Iterator[None]:
+        """One process at a time fetches a block; the kernel frees the lock of a dead one.
+
+        It is a lock of the open file: locks of processes would be refused where two of them wait
+        for each other, though in other threads than those that go on.
+        """
+        byte = os.SEEK_SET, block, 1, 0
+        fcntl.fcntl(self._block_file, _SET_LOCK, struct.pack("hhqqi", fcntl.F_WRLCK, *byte))
+        try:
+            yield
+        finally:
+            fcntl.fcntl(self._block_file, _SET_LOCK, struct.pack("hhqqi", fcntl.F_UNLCK, *byte))
+
+    def _fill(self, block: int, fetch: Any) -> bool:
+        if not self._mirror.make_room(self, block):
+            return False
+        start, stop = block * BLOCK, min((block + 1) * BLOCK, self.size)
+        expected = self._sums[block] if self._sums else None
+        body = fetch(start, stop, lambda body: expected is None or checksum([body]) == expected)
+        try:
+            os.pwrite(self.data_file, body, start)
+            os.fdatasync(self.data_file)  # before the mark, also after a power cut
+        except OSError as error:
+            return self._mirror.stop(error)
+        self._has[block] = 1
+        return True
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        for name in ("_block_file", "data_file"):
+            if name in vars(self):
+                close(vars(self)[name])
+
+
+def sums_in(sidecar: bytes, size: int) -> list[str]:
+    """The checksums of a `.bin` by its sidecar; none if they are not those of blocks."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        sums = json.loads(sidecar)["checksums"]
+        blocks = sums["bin"]["blocks"]
+        kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
+        if kind == ("xxh3_64", BLOCK, size) and len(blocks) == -(-size // BLOCK):
+            return list(blocks)
+    return []
+
+
+def _last_use(path: str) -> float:
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(path + _BLOCKS).st_mtime
+    return 0.0
+
+
+def _file_system_of(folder: str) -> str:
+    """The kind of the file system, by the longest mount point."""
+    place, found = os.path.realpath(folder), ("", "")
+    with contextlib.suppress(OSError), open("/proc/mounts") as mounts:
+        for line in mounts:
+            _, point, kind, *_ = line.split()
+            if f"{place}/".startswith(f"{point.rstrip('/')}/"):
+                found = max(found, (point, kind), key=lambda one: len(one[0]))
+    return found[1]
