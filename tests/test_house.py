@@ -50,7 +50,7 @@ LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2250, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2450, "the names of another library"),
-    "store": (2300, "verification could be a room of its own"),
+    "store": (2320, "verification could be a room of its own"),
     "samples": (2320, "token batches, rows, transforms, and the way through the core"),
 }
 WIDER_CLASSES = {

@@ -1,10 +1,10 @@
 """A partial mirror: sparse local copies of objects, in blocks that stay while a process uses them.
 
 A folder has two files for each object: `NAME.data`, sparse and of the object's size, and
-`NAME.blocks`, a byte for each block of 4 MiB: 1 if it is there. A process that has the object open
-holds a shared lock of `NAME.blocks`. The disk itself says how much is taken: a block's room is
-allocated, under the folder's lock, before the block is fetched. So a process that is killed leaves
-nothing that is counted wrongly: its block has room, and the next one fills it.
+`NAME.blocks`, a byte for each block of 4 MiB: 2 if it has room, 1 if it is there. A process that
+has the object open holds a shared lock of `NAME.blocks`. The disk itself says how much is taken: a
+block's room is allocated, under the folder's lock, before the block is fetched. So a process that
+is killed leaves nothing that is counted wrongly: its block has room, and the next one fills it.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from millrace.storage.copies import own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
 _DATA, _BLOCKS = ".data", ".blocks"
+_THERE, _ROOM = 1, 2
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
 _SET_LOCK = fcntl.F_OFD_SETLKW
 _log = logging.getLogger("millrace")
@@ -113,15 +114,15 @@ class Copy:
             os.ftruncate(self._block_file, num_blocks)
             os.ftruncate(self.data_file, self.size)
             os.utime(self._block_file)
-        self._has = np.frombuffer(mmap.mmap(self._block_file, num_blocks), np.uint8)
+        self._blocks = np.frombuffer(mmap.mmap(self._block_file, num_blocks), np.uint8)
         self._data: Bytes = _native.map_file(self.data_file, self.size)
         self._locks = [threading.Lock() for _ in range(64)]
         self._sums: list[str] | None = None
 
     def read(self, start: int, stop: int) -> Bytes | None:
         """Bytes [start, stop), if all of them are there."""
-        is_whole = self._has[start // BLOCK : -(-stop // BLOCK)].all()
-        return self._data[start:stop] if is_whole else None
+        blocks = self._blocks[start // BLOCK : -(-stop // BLOCK)]
+        return self._data[start:stop] if (blocks == _THERE).all() else None
 
     def fill(
         self,
@@ -138,10 +139,10 @@ class Copy:
         if self._sums is None:
             self._sums = load_sums()
         for block in range(start // BLOCK, -(-stop // BLOCK)):
-            if not self._has[block] and self._mirror.is_full:
+            if self._blocks[block] == 0 and self._mirror.is_full:
                 return None
             with self._locks[block % len(self._locks)], self._lock(block):
-                if not self._has[block] and not self._fill(block, fetch):
+                if self._blocks[block] != _THERE and not self._fill(block, fetch):
                     return None
         return self.read(start, stop)
 
@@ -160,8 +161,9 @@ class Copy:
             fcntl.fcntl(self._block_file, _SET_LOCK, struct.pack("hhqqi", fcntl.F_UNLCK, *byte))
 
     def _fill(self, block: int, fetch: Any) -> bool:
-        if not self._mirror.make_room(self, block):
+        if self._blocks[block] != _ROOM and not self._mirror.make_room(self, block):
             return False
+        self._blocks[block] = _ROOM
         start, stop = block * BLOCK, min((block + 1) * BLOCK, self.size)
         expected = self._sums[block] if self._sums else None
         body = fetch(start, stop, lambda body: expected is None or checksum([body]) == expected)
@@ -169,8 +171,9 @@ class Copy:
             os.pwrite(self.data_file, body, start)
             os.fdatasync(self.data_file)  # before the mark, also after a power cut
         except OSError as error:
+            self._blocks[block] = 0
             return self._mirror.stop(error)
-        self._has[block] = 1
+        self._blocks[block] = _THERE
         return True
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
