@@ -85,7 +85,7 @@ class ObjectStorage:
         if mirror is not None:
             self.mirror = Mirror(check_path("mirror", mirror), check_int("limit", limit, 0))
         self.transfers = Transfers(check_int("requests", requests, 1))
-        self._stores: dict[str, Any] = {}
+        self._stores: dict[tuple[str, int], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_stores": {}}
@@ -135,8 +135,10 @@ class ObjectStorage:
             if (path := start + entry["path"]).startswith(prefix):
                 yield path, identity_of(entry)
 
-    def ask(self, path: str, request: Callable[[Any, str], T]) -> T:
+    def ask(self, path: str, request: Callable[[Any, str], T], part_retries: int = 0) -> T:
         """What a request of a store and a key gives, tried again until the limit.
+
+        Each of the requests that obstore makes of one is tried again `part_retries` times by it.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -144,8 +146,8 @@ class ObjectStorage:
         """
         _note_use()
         bucket, key = bucket_of(path)
-        if (store := self._stores.get(bucket)) is None:
-            store = self._stores[bucket] = self._store(bucket)
+        if (store := self._stores.get((bucket, part_retries))) is None:
+            store = self._stores[bucket, part_retries] = self._store(bucket, part_retries)
         begin, pause, count = time.monotonic(), _FIRST_PAUSE, 1
         while True:
             try:
@@ -165,7 +167,7 @@ class ObjectStorage:
             closing.wait(pause * random.uniform(0.5, 1))  # not all processes at one time
             pause, count = min(2 * pause, _LONGEST_PAUSE), count + 1
 
-    def _store(self, bucket: str) -> Any:
+    def _store(self, bucket: str, retries: int) -> Any:
         scheme, _, name = bucket.partition("://")
         try:
             from obstore import store
@@ -185,7 +187,7 @@ class ObjectStorage:
             **self._options,
             # An endpoint of the user may be http://; the stores' own are https://.
             client_options={"allow_http": True, **timeouts, **self._client_options},
-            retry_config={"max_retries": 0},
+            retry_config={"max_retries": retries},
         )
 
 

@@ -17,6 +17,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
+from millrace.jobs.uploading import UploadOptions, upload
 from millrace.online import open_rows
 from millrace.option_class import check_options, option, take_options
 from millrace.run.arguments import config_from, read_arguments, unknown_arguments
@@ -175,6 +176,10 @@ def _convert(**options: Any) -> str:
     return f"{options['target']} is written"
 
 
+def _upload(**options: Any) -> str:
+    return "\n".join(upload(**options))
+
+
 VERBS = (
     Verb(
         "inspect",
@@ -216,5 +221,12 @@ VERBS = (
         "Converts token arrays to token files and back, or changes the dtype. NAME.npy is a "
         "NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin "
         "without NAME.idx holds raw tokens, and any other name is a path prefix.",
+    ),
+    Verb(
+        "upload",
+        _upload,
+        (UploadOptions,),
+        "Copies a token file, or the output folder of a shuffle, into a bucket. Readers see all of "
+        "it or nothing. An upload that was killed goes on with the file at which it stopped.",
     ),
 )
