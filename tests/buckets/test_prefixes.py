@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -224,3 +225,25 @@ def test_texts(tmp_path: Path, bucket: Bucket, tokenizer_file: Path, kind: str) 
         )
     outputs = [next(tmp_path.glob(f"out{number}*.bin")).read_bytes() for number in range(3)]
     assert outputs[0] == outputs[1] == outputs[2] != b""
+
+
+def test_the_budget_of_a_run(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its requests and bytes are those that the proxy counts."""
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        for _ in range(4):
+            builder.add_document(np.zeros(1 << 16, np.uint16))
+    prefix = f"{bucket.upload(tmp_path)}/data"
+    arguments = ["bench", prefix, "--sequence-length=255", "--seconds=0.1", "--micro-batch-size=8"]
+    text = printed(capsys, *arguments, "--mirror=100M", "--get-price=1000")
+    found = re.search(r"the run +(\d[\d,]*) requests, .* price (\d[\d,]*)\.00", text)
+    assert found
+    dataset = millrace.GPTDataset(IndexedDataset(prefix), sequence_length=255, seed=1234)
+    proxy.reset()
+    for start in range(0, len(dataset), 8):
+        dataset.batch(np.arange(start, min(start + 8, len(dataset))))
+    expected = proxy.count("data.bin")
+    assert int(found[1].replace(",", "")) == pytest.approx(expected, rel=0.1)
+    assert found[1] == found[2]
+    assert re.search(r"mirrors +save 0\.\d% of the bytes", text)  # one epoch

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.jobs.bucket_budget import BucketBudget, budget_lines
+
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
@@ -71,6 +73,7 @@ class BenchResult:
         first_batch_seconds: Time to the first batch, opening included, on the slowest rank.
         accelerator_tokens_per_second: Assumed rate of one accelerator.
         measurements: The measurements, in order.
+        buckets: What the run takes from buckets; None: its files are not in one.
     """
 
     num_files: int
@@ -84,6 +87,7 @@ class BenchResult:
     first_batch_seconds: float
     accelerator_tokens_per_second: float
     measurements: list[Measurement]
+    buckets: BucketBudget | None = None
 
 
 def format_result(result: BenchResult) -> str:
@@ -123,7 +127,8 @@ def format_result(result: BenchResult) -> str:
         for one in result.measurements
         if one.accelerators is not None
     ]
-    return "\n".join([*lines, "", *feeds])
+    budget = [] if result.buckets is None else budget_lines(result.buckets)
+    return "\n".join([*lines, "", *feeds, *budget])
 
 
 _ROW = "{:<22}{:>12}{:>16}{:>9}{:>11}{:>11}{:>11}   {}"

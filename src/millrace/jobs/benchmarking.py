@@ -22,6 +22,7 @@ from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
 from millrace.feed import BlendedDataset, CyclicSampler, Loader, SequentialSampler
 from millrace.jobs.benchmark_report import BenchResult, Measurement, Waits
+from millrace.jobs.bucket_budget import BucketOptions, budget_of
 from millrace.names import BIN, IDX
 from millrace.option_class import check_options, option
 from millrace.run import DatasetConfig, arguments, build_datasets
@@ -51,7 +52,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(BucketOptions):
     """An accelerator's default rate is about that of one H100 at half its peak, 495 * 10**12
     operations per second, for 8 billion parameters: 6 operations per parameter and token."""
 
@@ -274,6 +275,8 @@ def measure_rank(
             "opening_seconds": opening_seconds,
             "first_batch_seconds": time.perf_counter() - start,
         }
+        rate = own.accelerator_tokens_per_second / config.sequence_length
+        facts["buckets"] = budget_of(dataset, own, sampler.block_size, rate)
         passes = [_draw(job, loader, own.step_time if "paced" in task.payload else 0.0)]
     if "warm" in task.payload:
         with loader_of(sampler=sampler) as loader:

@@ -110,11 +110,15 @@ class StoredTokens:
         reader = self.store.reader
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
 
+    def ranges(self, sample_numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Offset and size in bytes of each piece of the samples, in the store's reader."""
+        with core_errors(_OUTSIDE):
+            return self._bytes_of(self.spans(sample_numbers))
+
     def prefetch(self, sample_numbers: Numbers) -> None:
         prefetch = getattr(self.store.reader, "prefetch", None)
         if prefetch is not None:
-            with core_errors(_OUTSIDE):
-                prefetch(*self._bytes_of(self.spans(sample_numbers)))
+            prefetch(*self.ranges(sample_numbers))
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         file: Any = self._file
