@@ -247,3 +247,37 @@ def test_the_budget_of_a_run(
     assert int(found[1].replace(",", "")) == pytest.approx(expected, rel=0.1)
     assert found[1] == found[2]
     assert re.search(r"mirrors +save 0\.\d% of the bytes", text)  # one epoch
+
+
+def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
+    """The arrays are those of Megatron-LM's own names over the local files."""
+    from millrace import megatron as drop_in
+    from tests.oracle import oracle_megatron as oracle
+
+    write_pair(tmp_path, documents=60)
+    remote = f"{bucket.upload(tmp_path)}/data"
+    assert drop_in.IndexedDataset.exists(remote)
+    assert not drop_in.IndexedDataset.exists(f"{remote}2")
+    folder = str(tmp_path / "copies")
+    samples = []
+    for prefix, options in (
+        (str(tmp_path / "data"), {}),
+        (remote, {"object_storage_cache_path": folder, "mmap_bin_files": False}),
+    ):
+        config = oracle.config_of(
+            None,
+            drop_in.GPTDatasetConfig,
+            random_seed=1,
+            sequence_length=8,
+            path_to_cache=str(tmp_path / "cache"),
+            **options,
+        )
+        low = drop_in.GPTDataset.build_low_level_dataset(prefix, config)
+        indices = np.arange(60, dtype=np.int32)
+        dataset = drop_in.GPTDataset(low, prefix, indices, 20, drop_in.Split.train, config)
+        samples.append([dataset[number]["tokens"].tolist() for number in range(20)])
+        assert low[7].tolist() == IndexedDataset(tmp_path / "data")[7].tolist()
+    assert samples[0] == samples[1]
+    assert isinstance(low.bin_reader, drop_in._S3BinReader)
+    assert pickle.loads(pickle.dumps(low))[3].tolist() == low[3].tolist()
+    assert [path.suffix for path in Path(folder).iterdir()] == [".idx"]

@@ -240,7 +240,7 @@ def test_the_hook_of_the_guide_serves_an_unmodified_program(
     runpy.run_path("program.py", run_name="__main__")
     names, samples = done.stdout.splitlines()
     their_names, their_samples = capsys.readouterr().out.splitlines()
-    rooms = ("blended", "gpt", "indexed", "utils", "helpers")
+    rooms = ("blended", "gpt", "bin_readers", "utils", "helpers")
     assert names.split() == [f"millrace.megatron.{room}" for room in rooms]
     assert all(name.startswith("megatron.core.") for name in their_names.split())
     assert samples == their_samples

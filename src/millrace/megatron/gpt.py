@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.cache import megatron as cache
+from millrace.checks import SCHEME
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
 from millrace.megatron.base import CachedIndices, MegatronDataset
+from millrace.megatron.bin_readers import ObjectStorageConfig, _LocalBinReader
 from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, require
-from millrace.megatron.indexed import IndexedDataset, _LocalBinReader
+from millrace.megatron.indexed import IndexedDataset
 from millrace.megatron.utils import GPTDatasetConfig, Split, log_on_first_rank
 from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed, shuffle_index_dtype
@@ -97,9 +99,12 @@ class GPTDataset(CachedIndices, MegatronDataset):
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> IndexedDataset:  # type: ignore[override]
         """Opens the token file at a path prefix, a key of `sequences_per_dataset` if given."""
         counts = config.sequences_per_dataset
+        folder = config.object_storage_cache_path
+        is_remote = folder and SCHEME.match(dataset_path)
         return IndexedDataset(
             dataset_path,
             mmap=config.mmap_bin_files,
+            object_storage_config=ObjectStorageConfig(folder or "") if is_remote else None,
             fast_cache_load=config.fast_cache_load,
             sequences_per_dataset=counts[dataset_path] if counts else None,
             dtype_code=config.token_dtype_code,

@@ -1,15 +1,25 @@
 """Token files under Megatron-LM's names."""
 
 import os
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import store
-from millrace.checks import shown
+from millrace.checks import SCHEME, shown
 from millrace.errors import ConfigError, DataError
+from millrace.megatron.bin_readers import (
+    BUCKETS,
+    ObjectStorageConfig,
+    S3Config,
+    _BinReader,
+    _FileBinReader,
+    _MMapBinReader,
+    _S3BinReader,
+    storage_in,
+)
 from millrace.megatron.errors import (
     ConfigAssertionError,
     DataAssertionError,
@@ -17,15 +27,18 @@ from millrace.megatron.errors import (
     as_assertions,
     require,
 )
-from millrace.storage import LOCAL, Access
+from millrace.storage import Storage, exists, storage_of
 
 __all__ = [
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "ObjectStorageConfig",
+    "S3Config",
     "_BinReader",
     "_FileBinReader",
     "_IndexReader",
     "_MMapBinReader",
+    "_S3BinReader",
     "get_bin_path",
     "get_idx_path",
 ]
@@ -70,56 +83,6 @@ class _IndexReader:
         return self.sequence_pointers[idx], self.sequence_lengths[idx], mode
 
 
-class _BinReader:
-    """The tokens of a token file: `IndexedDataset.bin_reader`."""
-
-    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """Numbers from a byte on; DataAssertionError beyond the file."""
-        raise NotImplementedError
-
-
-class _LocalBinReader(_BinReader):
-    """A `.bin` in a file system; `reader` reads it, if it is open."""
-
-    _ACCESS: ClassVar[Access]
-
-    def __init__(self, bin_path: str, reader: store.BinReader | None = None) -> None:
-        self._bin_path = bin_path
-        self.reader = LOCAL.open(bin_path, self._ACCESS) if reader is None else reader
-
-    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        num_bytes = int(count) * np.dtype(dtype).itemsize
-        if num_bytes < 0 or not 0 <= offset <= self.reader.size - num_bytes:
-            raise DataAssertionError(
-                f"{self._bin_path} has {self.reader.size} bytes; {num_bytes} from byte {offset} on "
-                "were requested. The index is damaged: write the pair again"
-            )
-        return self.reader.read(int(offset), num_bytes).view(dtype)
-
-
-class _MMapBinReader(_LocalBinReader):
-    """A mapped `.bin`."""
-
-    _ACCESS = "mmap"
-
-
-class _FileBinReader(_LocalBinReader):
-    """A `.bin` for positioned reads; one that fails is an error, without retries."""
-
-    _ACCESS = "file"
-
-    def __init__(
-        self,
-        bin_path: str,
-        num_max_retries: int = 3,
-        sleep_duration_start: int = 10,
-        reader: store.BinReader | None = None,
-    ) -> None:
-        super().__init__(bin_path, reader)
-        self.num_max_retries = num_max_retries
-        self.sleep_duration_start = sleep_duration_start
-
-
 class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     """The sequences of a `.bin`/`.idx` pair.
 
@@ -127,7 +90,8 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         path_prefix: Path of the pair, without `.bin` or `.idx`.
         multimodal: Whether to give the sequences' modes, which the file must hold.
         mmap: Whether to map the `.bin`, or use positioned reads.
-        object_storage_config, s3_config: Refused; see `millrace.store.BinReader`.
+        object_storage_config, s3_config: Options of a pair in a bucket, `s3://BUCKET/PREFIX`, which
+            it needs; `mmap` must be False.
         fast_cache_load: Ignored; opening reads only a few bytes.
         sequences_per_dataset: Expected numbers of sequences and of document entries.
         dtype_code: Ignored; the index says the dtype. (Megatron-LM trusts this code with
@@ -137,7 +101,8 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         MissingFileError: If one of the files is missing.
         DataAssertionError: If a file is damaged or foreign, has other counts than expected, or has
             changed since it was pickled.
-        ConfigAssertionError: If the path is in an object store.
+        ConfigAssertionError: If a path in a bucket comes without these options, or they with
+            another path.
     """
 
     def __init__(
@@ -167,22 +132,31 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     ) -> None:
         """Opens the files, by the class's arguments."""
         self.path_prefix = os.fspath(path_prefix)
+        is_remote = self.path_prefix.startswith(BUCKETS)
+        is_right = is_remote and not mmap and hasattr(object_storage_config, "path_to_idx_cache")
         require(
-            object_storage_config is None and not self.path_prefix.startswith(("s3://", "msc://")),
-            f"{path_prefix} with object_storage_config={object_storage_config}: object stores are "
-            "not read here. Copy the pair to a file system, and leave that option out, or use "
-            "millrace.IndexedDataset with a bin_reader of your own",
+            is_right or not (object_storage_config or SCHEME.match(self.path_prefix)),
+            f"{path_prefix} with mmap={mmap}, object_storage_config={object_storage_config}: paths "
+            f"that begin with one of {', '.join(BUCKETS)} need mmap=False and an "
+            "ObjectStorageConfig, others take none. Copy the pair to a file system, or change it",
         )
-        self.multimodal, self.mmap, self.object_storage_config = multimodal, mmap, None
+        self.multimodal, self.mmap = multimodal, mmap
+        self.object_storage_config = object_storage_config
         self.fast_cache_load, self.dtype_code = fast_cache_load, dtype_code
         self.sequences_per_dataset = sequences_per_dataset
-        self.token_file = _open(self.path_prefix, mmap)
+        folder = object_storage_config.path_to_idx_cache if is_remote else None
+        storage = None if folder is None else storage_in(folder)
+        self.token_file = _open(self.path_prefix, mmap, storage)
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         self.index = _IndexReader(
             idx_path, multimodal, sequences_per_dataset, token_file=self.token_file
         )
-        kind = _MMapBinReader if mmap else _FileBinReader
-        self.bin_reader: _BinReader = kind(bin_path, reader=self.token_file.reader)
+        reader = self.token_file.reader
+        self.bin_reader: _BinReader
+        if is_remote:
+            self.bin_reader = _S3BinReader(bin_path, object_storage_config, reader)
+        else:
+            self.bin_reader = (_MMapBinReader if mmap else _FileBinReader)(bin_path, reader=reader)
 
     def __getstate__(self) -> tuple[Any, ...]:
         files = self.path_prefix, self.multimodal, self.mmap, self.object_storage_config
@@ -266,7 +240,8 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Whether both files exist."""
-        return all(os.path.exists(path_prefix + ending) for ending in (".idx", ".bin"))
+        storage = storage_of(path_prefix)
+        return all(exists(storage, path_prefix + ending) for ending in (".idx", ".bin"))
 
 
 class IndexedDatasetBuilder:
@@ -380,9 +355,9 @@ def get_bin_path(path_prefix: str) -> str:
     return path_prefix + ".bin"
 
 
-def _open(prefix: str, mmap: bool) -> store.IndexedDataset:
+def _open(prefix: str, mmap: bool, storage: Storage | None = None) -> store.IndexedDataset:
     try:
-        return store.IndexedDataset(prefix, access="mmap" if mmap else "file")
+        return store.IndexedDataset(prefix, access="mmap" if mmap else "file", storage=storage)
     except DataError as error:
         kind = DataAssertionError if IndexedDataset.exists(prefix) else MissingFileError
         raise kind(str(error)) from None

@@ -177,8 +177,9 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         drop_last_partial_validation_sequence: Whether to leave out a last validation sample that
             the tokens do not fill.
         add_extra_token_to_sequence: Whether a sample draws one more token, for the last label.
-        object_storage_cache_path, data_parallel_size, sequence_parallel_size,
-            hybrid_context_parallel, context_parallel_size: Unused; for other code.
+        object_storage_cache_path: Folder of this node for copies of indices, of pairs in buckets.
+        data_parallel_size, sequence_parallel_size, hybrid_context_parallel, context_parallel_size:
+            Unused; for other code.
         sequences_per_dataset: Numbers of sequences and of document entries, by prefix.
         token_dtype_code: Dtype code by the size of the vocabulary. Computed; cannot be passed.
         inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an
