@@ -78,6 +78,7 @@ def bucket(
         monkeypatch.setenv(name, value)
     folder = tmp_path_factory.mktemp("node")
     monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
     by_environment.cache_clear()
     yield Bucket(server, _proxy[1], folder / "copies")
     by_environment.cache_clear()

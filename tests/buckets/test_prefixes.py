@@ -249,6 +249,18 @@ def test_the_budget_of_a_run(
     assert re.search(r"mirrors +save 0\.\d% of the bytes", text)  # one epoch
 
 
+def test_masks_come_along(tmp_path: Path, bucket: Bucket) -> None:
+    local, options = write_pair(tmp_path), {"eod_token": 0, "loss_ranges": "apply"}
+    millrace.write_loss_ranges(local, [(number, 0, 1) for number in range(300)])
+    datasets = [
+        millrace.GPTDataset(IndexedDataset(place), sequence_length=64, seed=1, **options)
+        for place in (local, f"{bucket.upload(tmp_path)}/data")
+    ]
+    masks = [dataset.batch([0, 5, 9])["loss_mask"] for dataset in datasets]
+    assert (masks[0] == masks[1]).all()
+    assert masks[0].min() == 0
+
+
 def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
     """The arrays are those of Megatron-LM's own names over the local files."""
     from millrace import megatron as drop_in

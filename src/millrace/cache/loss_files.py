@@ -8,6 +8,7 @@ The sidecar of a pair that `millrace tokenize --chat` wrote, or that was made of
 that ranges belong to it, so that nobody trains on all of its tokens without saying so.
 """
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,11 +17,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace.cache import arrays
-from millrace.checks import check_ints, check_path
+from millrace.checks import SCHEME, check_ints, check_path
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
-from millrace.names import LOSS
-from millrace.storage import exists, storage_of
+from millrace.names import LOSS, LOSS_ARRAY
+from millrace.storage import BUCKET_SCHEMES, Storage, exists, storage_of
 from millrace.store import IndexedDataset
 from millrace.store.info import has_mask
 
@@ -69,9 +70,15 @@ def write_loss_ranges(
     return os.path.join(folder, name + arrays.JSON)
 
 
-def read_loss_ranges(path: str, prefix: str, content: Mapping[str, Any]) -> arrays.ArraySet:
+def read_loss_ranges(
+    path: str, prefix: str, content: Mapping[str, Any], storage: Storage | None = None
+) -> arrays.ArraySet:
     """The ranges at a path prefix; DataError unless they are of `prefix` with this fingerprint."""
     folder, name = _place(path)
+    if (scheme := SCHEME.match(path)) and scheme[1] in BUCKET_SCHEMES:
+        buckets: Any = storage_of(path, storage)
+        with contextlib.suppress(FileNotFoundError):
+            folder = buckets.copied([path + LOSS, path + LOSS_ARRAY])
     array_set = arrays.load(folder, name)
     key = getattr(array_set, "key", None)
     if array_set is None or not isinstance(key, dict) or key.get("kind") != KIND:
@@ -101,7 +108,7 @@ def joined_ranges(
         start, stop = dataset.check_documents(*(documents or (0, dataset.num_documents)))
         if has_ranges(dataset.prefix):
             prefix = dataset.prefix
-            ranges = read_loss_ranges(prefix, prefix, _content_of(dataset))
+            ranges = read_loss_ranges(prefix, prefix, _content_of(dataset), dataset.storage)
             if problems := ranges.damage(contents=True):
                 raise DataError("; ".join(problems))
             rows = ranges[ARRAY]

@@ -327,6 +327,7 @@ class LookAhead:
         can_prefetch = self._is_remote is not None and hasattr(dataset, "prefetch")
         self._dataset = dataset if can_prefetch else None
         self._sampler = sampler
+        self._distance = getattr(dataset, "look_ahead", 0) or _DISTANCE
         self._num_cold = 0  # reads that still prefetch
         self._told: dict[int, int] = {}  # numbers of samples, by the starts of their steps
         self._end = start  # of these steps
@@ -357,7 +358,7 @@ class LookAhead:
         with self._lock:
             self._told = {start: size for start, size in self._told.items() if start >= position}
             self._end = max(self._end, position)
-            while sum(self._told.values()) < _DISTANCE and self._sampler.has_step(self._end):
+            while sum(self._told.values()) < self._distance and self._sampler.has_step(self._end):
                 steps.append(self._sampler.sample_numbers(self._end))
                 self._told[self._end] = max(len(steps[-1]), 1)  # a rank's last step may be empty
                 self._end = max(self._sampler.consumed_after(self._end), self._end + 1)

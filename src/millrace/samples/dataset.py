@@ -237,6 +237,11 @@ class TokenDataset:
         """Whether `prefetch` helps: for files elsewhere, or samples that are made together."""
         return any(getattr(one, "is_remote", False) for one in (*self.stores, self.source))
 
+    @property
+    def look_ahead(self) -> int:
+        """Number of samples to announce, for storage that serves them side by side."""
+        return max([getattr(one, "look_ahead", 0) for one in (*self.stores, self.source)])
+
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         """Tells the storage, or the source, that these samples are read soon, without waiting.
 

@@ -114,5 +114,6 @@ def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
         rows = checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[union-attr]
         return _Ranges({ARRAY: rows}, ranges_checksum(rows))
     path = stored.prefix if ranges is None else check_path("ranges", ranges)
-    array_set = read_loss_ranges(path, stored.prefix, stored.fingerprint())
+    storage = getattr(stored.store, "storage", None)
+    array_set = read_loss_ranges(path, stored.prefix, stored.fingerprint(), storage)
     return _Ranges(array_set, array_set.key["ranges"], array_set.path(ARRAY))

@@ -45,10 +45,7 @@ def copied_file(folder: str, path: str, file: StoredFile) -> CopiedFile:
     name = blake2b(repr((path, file.identity)).encode()).hexdigest()
     copy = os.path.join(folder, name + os.path.splitext(path)[1])
     with contextlib.suppress(OSError):
-        if not _is_whole(copy, file.size):
-            with writers_lock(f"{copy}.lock", copy):
-                if not _is_whole(copy, file.size):  # another process may have fetched it
-                    _fetch(copy, file)
+        fetch(copy, file)
         return CopiedFile(MappedFile(copy).bytes, file.identity)
     return CopiedFile(file.read(0, file.size), file.identity)
 
@@ -76,7 +73,13 @@ def _is_whole(copy: str, size: int) -> bool:
         return False
 
 
-def _fetch(copy: str, file: StoredFile) -> None:
-    with atomic_file(copy, durable=False) as out:
-        for start in range(0, file.size, _PIECE):
-            out.write(file.read(start, min(_PIECE, file.size - start)).data)
+def fetch(copy: str, file: StoredFile) -> None:
+    """Copies an object to a path, unless it is there."""
+    if _is_whole(copy, file.size):
+        return
+    with writers_lock(f"{copy}.lock", copy):
+        if _is_whole(copy, file.size):  # another process has fetched it
+            return
+        with atomic_file(copy, durable=False) as out:
+            for start in range(0, file.size, _PIECE):
+                out.write(file.read(start, min(_PIECE, file.size - start)).data)

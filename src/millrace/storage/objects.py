@@ -10,7 +10,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from millrace.files import blake2b
 from millrace.names import BIN, IDX, INFO
 from millrace.storage import Access, Bytes, Identity, StoredFile, gather_range
 from millrace.storage.ahead import Ahead
-from millrace.storage.copies import copied_file, own_folder, shared_value
+from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
 from millrace.storage.mirror import Copy, Mirror, sums_in
 from millrace.storage.transfers import Transfers, closing
 
@@ -84,7 +84,8 @@ class ObjectStorage:
         self.mirror: Mirror | None = None
         if mirror is not None:
             self.mirror = Mirror(check_path("mirror", mirror), check_int("limit", limit, 0))
-        self.transfers = Transfers(check_int("requests", requests, 1))
+        self.requests = check_int("requests", requests, 1)
+        self.transfers = Transfers(self.requests)
         self._stores: dict[tuple[str, int], Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,6 +106,15 @@ class ObjectStorage:
             file = ObjectFile(self, path, identity)
             return copied_file(own_folder(self._folder), path, file)
         return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
+
+    def copied(self, paths: Sequence[str]) -> str:
+        """A folder of the node with copies of objects, which keep their names."""
+        identities = [self.stat(path) for path in paths]
+        name = blake2b(repr((paths, identities)).encode()).hexdigest()
+        folder = own_folder(os.path.join(own_folder(self._folder), name))
+        for path, identity in zip(paths, identities, strict=True):
+            fetch(os.path.join(folder, os.path.basename(path)), ObjectFile(self, path, identity))
+        return folder
 
     def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
         return PinnedObjects(self, identities)
@@ -274,6 +284,9 @@ class PinnedObjects:
 
     def listed(self, paths: Iterable[str]) -> "PinnedObjects":
         return self.base.listed(paths)
+
+    def copied(self, paths: Sequence[str]) -> str:
+        return self.base.copied(paths)
 
     def stat(self, path: str) -> Identity:
         identity = self.identities.get(path)
