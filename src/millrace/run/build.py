@@ -87,7 +87,7 @@ def build_run(
     wait_limit = None if wait_limit is None else check_float("wait_limit", wait_limit, 0)
     plan, arrays = _find(config) or _build(config, progress, wait_limit)
     _warn_of_copies(plan)
-    _open_ahead(plan.files)
+    _fetch_ahead(plan.files)
     datasets = [split and _dataset(plan, split, arrays[split.name]) for split in plan.splits]
     return plan, Datasets(*datasets)  # type: ignore[arg-type]
 
@@ -139,21 +139,21 @@ def _has_changed(plan: RunPlan) -> bool:
     return any(file.record.change(storage) for file, storage in pairs)
 
 
-def _open_ahead(files: Sequence[TokenFile]) -> None:
-    """Opens files in buckets side by side, while the trainer starts. Each process begins at another
-    one: those of a node then fetch each index once, and wait little for each other."""
+def _fetch_ahead(files: Sequence[TokenFile]) -> None:
+    """Fetches indices from buckets side by side, while the trainer starts. Each process begins at
+    another one: those of a node fetch each index once, and wait little for each other."""
     remote = [file for file in files if file.is_remote]
     first = os.getpid() % max(len(remote), 1)
     if remote:
         pool = ThreadPoolExecutor(REQUESTS)
         for file in remote[first:] + remote[:first]:
-            pool.submit(_open, file)
+            pool.submit(_fetch, file)
         pool.shutdown(wait=False)
 
 
-def _open(file: TokenFile) -> None:
+def _fetch(file: TokenFile) -> None:
     if not closing.is_set():  # else the end of Python would wait for it
-        file.dataset  # noqa: B018
+        file.fetch_index()
 
 
 def _build(

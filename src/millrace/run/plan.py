@@ -33,7 +33,7 @@ from millrace.store.token_file import TokenFile, TokenFileRecord, listed_storage
 Kind = Literal["one", "blend", "apart"]
 """One dataset, a blend, or several separate datasets."""
 
-REQUESTS = 16  # token files in buckets that are opened side by side
+REQUESTS = 8  # token files in buckets that are opened side by side
 MANIFEST = "run-"
 """Start of a manifest's name; a fingerprint and .json follow."""
 

@@ -13,6 +13,7 @@ from millrace.errors import ConfigError
 from millrace.files import atomic_file, blake2b, writers_lock
 from millrace.storage import Bytes, Identity, MappedFile, StoredFile
 
+_PAUSE = 0.02  # seconds between two looks for a file that another process makes
 _PIECE = 64 << 20  # bytes that are asked for at once, by requests side by side
 
 
@@ -53,16 +54,37 @@ def copied_file(folder: str, path: str, file: StoredFile) -> CopiedFile:
 def shared_value(folder: str, name: str, seconds: float, make: Callable[[], Any]) -> Any:
     """A plain value that processes of the node share, if one made it in the last seconds."""
     path = os.path.join(folder, name + ".json")
-    with contextlib.suppress(OSError, ValueError), writers_lock(f"{path}.lock", path):
+
+    def is_fresh() -> bool:
         with contextlib.suppress(FileNotFoundError):
-            if abs(time.time() - os.stat(path).st_mtime) < seconds:
-                with open(path, "rb") as file:
-                    return json.load(file)
-        value = make()
+            return abs(time.time() - os.stat(path).st_mtime) < seconds
+        return False
+
+    def write() -> None:
         with atomic_file(path, durable=False) as out:
-            out.write(json.dumps(value).encode())
-        return value
+            out.write(json.dumps(make()).encode())
+
+    with contextlib.suppress(OSError, ValueError):
+        make_once(path, is_fresh, write)
+        with open(path, "rb") as file:
+            return json.load(file)
     return make()
+
+
+def make_once(path: str, is_there: Callable[[], bool], make: Callable[[], None]) -> None:
+    """Makes a file, unless it is there or another process or thread makes it meanwhile.
+
+    Those who wait look for the file: if each of them took the lock, the last one would wait long.
+    """
+    while not is_there():
+        with contextlib.suppress(BlockingIOError), writers_lock(f"{path}.lock", path, limit=0):
+            if not is_there():
+                make()
+            return
+        for _ in range(10):
+            time.sleep(_PAUSE)
+            if is_there():
+                return
 
 
 def _is_whole(copy: str, size: int) -> bool:
@@ -75,11 +97,10 @@ def _is_whole(copy: str, size: int) -> bool:
 
 def fetch(copy: str, file: StoredFile) -> None:
     """Copies an object to a path, unless it is there."""
-    if _is_whole(copy, file.size):
-        return
-    with writers_lock(f"{copy}.lock", copy):
-        if _is_whole(copy, file.size):  # another process has fetched it
-            return
+
+    def write() -> None:
         with atomic_file(copy, durable=False) as out:
             for start in range(0, file.size, _PIECE):
                 out.write(file.read(start, min(_PIECE, file.size - start)).data)
+
+    make_once(copy, lambda: _is_whole(copy, file.size), write)

@@ -115,6 +115,12 @@ class TokenFile:
         """The open file; a DataError if it is not what the record says."""
         return self._dataset.value
 
+    def fetch_index(self) -> None:
+        """Brings the index of a pair in a bucket to this node, if it is not there."""
+        if self.record.versions is not None:
+            storage = _pinned(self.record, storage_of(self.prefix, self.storage))
+            storage.open(self.prefix + IDX, "mmap")
+
     def close(self) -> None:
         """Closes the file until its next use."""
         self._dataset = Deferred(partial(_open_unchanged, self.record, self._access, self.storage))
