@@ -14,36 +14,26 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Proxy, str]]:
     with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as address:
-        yield address
-
-
-@pytest.fixture(scope="session")
-def _proxy(server: str) -> Iterator[tuple[Proxy, str]]:
-    proxy = Proxy(server)
-    with proxy.running() as address:
-        yield proxy, address
+        proxy = Proxy(address)
+        with proxy.running() as proxy_address:
+            yield address, proxy, proxy_address
 
 
 @pytest.fixture
-def proxy(_proxy: tuple[Proxy, str]) -> Proxy:
+def proxy(_server: tuple[str, Proxy, str]) -> Proxy:
     """The proxy, without faults and with no request counted."""
-    _proxy[0].reset()
-    return _proxy[0]
+    _server[1].reset()
+    return _server[1]
 
 
 class Bucket:
-    """A prefix of its own in a bucket, which is read through the proxy.
+    """A prefix of its own in a bucket, `s3://train/NUMBER`; it is read by way of the proxy."""
 
-    Attributes:
-        prefix: `s3://train/NUMBER`.
-        options: Options of obstore for the proxy.
-    """
-
-    def __init__(self, server: str, address: str, folder: Path) -> None:
-        self.prefix, self._store = f"s3://train/{next(_numbers)}", store_of(server)
-        self.address, self.options, self._folder = address, options_for(address), str(folder)
+    def __init__(self, address: str, proxy_address: str, folder: Path) -> None:
+        self.prefix, self._store = f"s3://train/{next(_numbers)}", store_of(address)
+        self.options, self._folder = options_for(proxy_address), str(folder)
 
     def storage(self, **arguments: Any) -> ObjectStorage:
         defaults: dict[str, Any] = {"folder": self._folder, "time_limit": 20.0}
@@ -59,26 +49,21 @@ class Bucket:
 
     def upload(self, folder: Path) -> str:
         """Copies all files of a folder; returns its prefix."""
-        for path in folder.rglob("*"):
-            if path.is_file():
-                self.put(str(path.relative_to(folder)), path.read_bytes())
+        for path in filter(Path.is_file, folder.rglob("*")):
+            self.put(str(path.relative_to(folder)), path.read_bytes())
         return self.prefix
 
 
 @pytest.fixture
 def bucket(
-    server: str,
-    proxy: Proxy,
-    _proxy: tuple[Proxy, str],
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
+    proxy: Proxy, _server: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
 ) -> Iterator[Bucket]:
-    """Also the storage of prefixes that come without one reads through the proxy."""
-    for name, value in environment_for(_proxy[1]).items():
+    """Also the storage of prefixes that come without one reads by way of the proxy."""
+    for name, value in environment_for(_server[2]).items():
         monkeypatch.setenv(name, value)
     folder = tmp_path_factory.mktemp("node")
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
     by_environment.cache_clear()
-    yield Bucket(server, _proxy[1], folder / "copies")
+    yield Bucket(_server[0], _server[2], folder / "copies")
     by_environment.cache_clear()

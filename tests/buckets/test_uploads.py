@@ -37,8 +37,6 @@ def test_a_pair_goes_up_and_is_new(tmp_path: Path, bucket: Bucket, proxy: Proxy)
     assert verify([target])[0].problems == []
     with pytest.raises(ConfigError, match="there already: give a new name"):
         upload(local, target)
-    with pytest.raises(ConfigError, match="file system"):
-        upload(target, f"{bucket.prefix}/v2/data")
 
 
 def test_one_upload_at_a_time(tmp_path: Path, bucket: Bucket) -> None:

@@ -78,7 +78,8 @@ def read_loss_ranges(
     if (scheme := SCHEME.match(path)) and scheme[1] in BUCKET_SCHEMES:
         buckets: Any = storage_of(path, storage)
         with contextlib.suppress(FileNotFoundError):
-            folder = buckets.copied([path + LOSS, path + LOSS_ARRAY])
+            own = getattr(buckets, "base", buckets)
+            folder = own.copied([path + LOSS, path + LOSS_ARRAY])
     array_set = arrays.load(folder, name)
     key = getattr(array_set, "key", None)
     if array_set is None or not isinstance(key, dict) or key.get("kind") != KIND:

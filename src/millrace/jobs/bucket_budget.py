@@ -87,9 +87,8 @@ def budget_of(
     round_trip = time.perf_counter() - begins
     num_samples = num_steps * block_size
     per_sample, bytes_per_sample = len(fetched) / num_samples, sum(fetched) / num_samples
-    total_requests, total_bytes = (
-        round(rate * len(dataset)) for rate in (per_sample, bytes_per_sample)
-    )
+    total_requests = round(per_sample * len(dataset))
+    total_bytes = round(bytes_per_sample * len(dataset))
     return BucketBudget(
         requests_per_step=per_sample * block_size,
         bytes_per_step=bytes_per_sample * block_size,

@@ -113,11 +113,9 @@ def _write(journal: str, state: dict[str, Any]) -> None:
 
 def _claim(storage: ObjectStorage, path: str, claim: str, restart: bool) -> None:
     """Puts the claim of this upload, unless another one's is there."""
-    if restart or _create(storage, path, claim.encode()):
-        if restart:
-            storage.ask(path, lambda store, key: store.put(key, claim.encode()))
-        return
-    if read_file(storage, path) != claim.encode():
+    if restart:
+        storage.ask(path, lambda store, key: store.put(key, claim.encode()))
+    elif not _create(storage, path, claim.encode()) and read_file(storage, path) != claim.encode():
         raise ConfigError(
             f"{path}: another upload to this target is at work, or died on another machine. If it "
             "died, give restart=True (--restart)"

@@ -9,6 +9,7 @@ is killed leaves nothing that is counted wrongly: its block has room, and the ne
 
 import contextlib
 import fcntl
+import glob
 import json
 import logging
 import mmap
@@ -67,20 +68,15 @@ class Mirror:
         _log.warning("the mirror %s does not grow any more: %s", self.folder, error)
         return False
 
-    def _names(self) -> list[str]:
-        return [name for name in os.listdir(self.folder) if name.endswith(_DATA)]
+    def _paths(self) -> list[str]:
+        return glob.glob(f"{glob.escape(self.folder)}/*{_DATA}")
 
     def _num_bytes(self) -> int:
-        total = 0
-        for name in self._names():
-            with contextlib.suppress(FileNotFoundError):
-                total += os.stat(os.path.join(self.folder, name)).st_blocks * 512
-        return total
+        return sum(os.stat(path).st_blocks * 512 for path in self._paths())
 
     def _remove_unused(self) -> bool:
         """Removes the object that no process has open, and whose last use is the longest ago."""
-        paths = [os.path.join(self.folder, name.removesuffix(_DATA)) for name in self._names()]
-        for path in sorted(paths, key=_last_use):
+        for path in sorted((path.removesuffix(_DATA) for path in self._paths()), key=_last_use):
             file = os.open(path + _BLOCKS, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

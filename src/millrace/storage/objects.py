@@ -32,7 +32,7 @@ _TIMEOUT = 60.0  # seconds of a request, which brings at most 8 MiB
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds before a request is tried again
 _FRESH = 15.0  # seconds in which processes that start together share a listing
 _STATUS = re.compile(r"status code: (\d+)")
-_EXPIRED = re.compile(r"Expired|RequestTimeTooSkewed|expired")
+_EXPIRED = re.compile(r"<Code>\w*(Expired|TooSkewed)\w*</Code>")
 _FORK = (
     "this process was forked after its parent had read from a bucket: its client would wait for "
     "ever. Use threads, or start workers by the method forkserver or spawn"
@@ -249,9 +249,8 @@ def _problem_of(path: str, error: Exception) -> str:
     if kind == "PreconditionError":
         raise _changed(path, "another object")
     if status in (401, 403) or kind in ("PermissionDeniedError", "UnauthenticatedError"):
-        raise StorageError(
-            f"{path} was denied: {text}. Check the credentials, and what they may read"
-        ) from None
+        remedy = "Check the credentials, and what they may read"
+        raise StorageError(f"{path} was denied: {text}. {remedy}") from None
     if 400 <= status < 500 and status not in (408, 429):
         raise StorageError(f"{path} cannot be read: {text}") from None
     return f"{path} cannot be read: {text}"
@@ -281,12 +280,6 @@ class PinnedObjects:
 
     def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
         return replace(self, identities={**self.identities, **identities})
-
-    def listed(self, paths: Iterable[str]) -> "PinnedObjects":
-        return self.base.listed(paths)
-
-    def copied(self, paths: Sequence[str]) -> str:
-        return self.base.copied(paths)
 
     def stat(self, path: str) -> Identity:
         identity = self.identities.get(path)
@@ -323,7 +316,7 @@ class ObjectFile(Ahead):
             here.set_result(data)
             return here
         _note_use()
-        return self._storage.transfers.start(self._fetch_or_fill, start, stop)
+        return self._storage.transfers.pool.submit(self._fetch_or_fill, start, stop)
 
     def _fetch_or_fill(self, start: int, stop: int) -> Any:
         data = None

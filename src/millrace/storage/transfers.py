@@ -21,17 +21,14 @@ threading._register_atexit(closing.set)  # type: ignore[attr-defined]
 class Transfers(Renewed):
     """Threads that make requests, at most `most` at a time; a forked child has none of them."""
 
-    _renewed = ("_pool",)
+    _renewed = ("pool",)
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.renew()
 
     def after_fork(self) -> None:
-        self._pool = ThreadPoolExecutor(self._most, "millrace-requests")  # threads start at need
-
-    def start(self, request: Callable[[int, int], Any], start: int, stop: int) -> "Future[Any]":
-        return self._pool.submit(request, start, stop)
+        self.pool = ThreadPoolExecutor(self._most, "millrace-requests")  # threads start at need
 
 
 class Part(NamedTuple):
