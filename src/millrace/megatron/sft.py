@@ -10,17 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from millrace.checks import check_choice, check_int, check_path, shown
 from millrace.encoding import Tokenizer
-from millrace.encoding.vocabulary import package, sha256
+from millrace.encoding.vocabulary import package
 from millrace.errors import TextError
 from millrace.megatron.base import MegatronDataset
 from millrace.megatron.errors import ConversationError, require
 from millrace.megatron.utils import GPTDatasetConfig
 from millrace.online import open_rows
-from millrace.samples.dataset import check_numbers
 
 __all__ = ["IGNORE_INDEX", "SFTDataset", "SFTLowLevelDataset", "SFTTokenizer"]
 
@@ -63,7 +62,7 @@ class SFTTokenizer:
         pad, pad_id: Id of the format's padding token. For "default" it is the tokenizer's own, or
             EOS if it has none.
         eod: Id of the EOS token, or None.
-        vocab_size, unique_identifiers: Number of tokens; what decides the ids, as plain values.
+        vocab_size, unique_identifiers: Number of tokens; the arguments.
 
     Raises:
         ConfigError: An unknown format.
@@ -83,9 +82,7 @@ class SFTTokenizer:
             hf.backend_tokenizer.save(file)
             self._encoder = Tokenizer(file, special_tokens_in_text=not hf.split_special_tokens)
         self._encoder.load()  # here, once: forked workers need not check the encoder again
-        rules = [self._encoder.fingerprint, prompt_format, self._template, hf.special_tokens_map]
-        versions = self._encoder.versions
-        self.unique_identifiers = {"sha256": sha256(str(rules).encode()), "versions": versions}
+        self.unique_identifiers = {"tokenizer_path": path, "prompt_format": prompt_format}
 
     def tokenize_conversation(
         self, conversation: Messages, return_target: bool, add_generation_prompt: bool
@@ -172,7 +169,7 @@ class SFTDataset(MegatronDataset):
     """Packed conversations: sample i is line `indices[i % len(indices)]` of a JSONL file.
 
     Each system turn starts a conversation. What lies behind the cut at `sequence_length` is lost,
-    which is a warning, and `summary` counts it. A `millrace.Loader` reads these samples, too.
+    which is a warning, and `summary` counts it.
 
     Args:
         dataset: `SFTLowLevelDataset`, or any sequence of lists of messages.
@@ -224,36 +221,12 @@ class SFTDataset(MegatronDataset):
         Raises:
             ConversationError, TextError: A line that cannot be used; the message names it.
         """
-        batch = self.batch([range(len(self))[idx]])
-        return {name: torch.from_numpy(array)[0] for name, array in batch.items()}
-
-    def batch(self, sample_numbers: ArrayLike) -> dict[str, NDArray[Any]]:
-        """The samples of some numbers: arrays as those of `__getitem__`, [batch, ...] each."""
-        numbers = check_numbers(sample_numbers, len(self))
-        can_stack = len(numbers) < 2 or self.config.sft_release == "0.19"
-        require(can_stack, "cu_seqlens can be stacked from sft_release 0.19 on")
-        samples = []
-        for number in numbers.tolist() or [0]:  # a rank may get none at the last step
-            arrays, counts = self._pack(int(self.indices[number % len(self.indices)]))
-            samples.append(arrays)
-            if counts["cut_tokens"] or counts["dropped_conversations"] or counts["untrained_lines"]:
-                what = "lines are cut, or have nothing to learn from; summary() counts them"
-                warnings.warn(f"{self.dataset_path}: {what}", stacklevel=3)
-        stacked = {name: np.stack([one[name] for one in samples]) for name in samples[0]}
-        return {name: array[: len(numbers)] for name, array in stacked.items()}
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What decides the samples of an `SFTLowLevelDataset`, for a `millrace.Loader`'s state."""
-        require(hasattr(self.dataset, "rows"), "a Loader needs the lines of an SFTLowLevelDataset")
-        return {
-            "kind": "megatron_sft",
-            "rows": self.dataset.rows.fingerprint(),
-            "indices": sha256(np.asarray(self.indices, np.int64).tobytes()),
-            "tokenizer": dict(self.config.tokenizer.unique_identifiers),
-            "sequence_length": self.config.sequence_length,
-            "padded_to_multiples_of": self._unit,
-            "sft_release": self.config.sft_release,
-        }
+        number = range(len(self))[idx]
+        arrays, counts = self._pack(int(self.indices[number % len(self.indices)]))
+        if counts["cut_tokens"] or counts["dropped_conversations"] or counts["untrained_lines"]:
+            what = "lines are cut, or have nothing to learn from; summary() counts them"
+            warnings.warn(f"{self.dataset_path}: {what}", stacklevel=2)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def summary(self) -> dict[str, int]:
         """Counts over the lines of one epoch, all of which are tokenized for it.
