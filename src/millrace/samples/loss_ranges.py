@@ -113,6 +113,6 @@ def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
     if ranges is not None and not isinstance(ranges, (str, bytes, os.PathLike)):
         rows = checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[union-attr]
         return _Ranges({ARRAY: rows}, ranges_checksum(rows))
-    path = stored.prefix if ranges is None else check_path("ranges", ranges)
-    array_set = read_loss_ranges(path, stored.prefix, stored.fingerprint())
+    path = None if ranges is None else check_path("ranges", ranges)
+    array_set = read_loss_ranges(stored._file, path)  # type: ignore[arg-type]
     return _Ranges(array_set, array_set.key["ranges"], array_set.path(ARRAY))
