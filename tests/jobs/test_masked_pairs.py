@@ -198,7 +198,8 @@ def test_a_full_disk_that_has_room_for_all_but_the_mask(tmp_path: Path) -> None:
 
 def test_the_report_survives_kills(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    assert any([finished_tasks(tmp_path) for _ in deaths_of(lambda: run_job(path))])  # some kept
+    kept = [finished_tasks(tmp_path) for _ in deaths_of(lambda: run_job(path))]
+    assert any(kept)
     result = run_job(path)  # it is there already
     info = IndexedDataset(result.prefixes["text"]).info()
     assert info is not None
