@@ -160,6 +160,8 @@ def test_megatrons_dataset_cannot_mask(pair: Path) -> None:
 
     with pytest.raises(AssertionError, match=r"use millrace\.GPTDataset, or give"):
         build("refuse")
+    with pytest.raises(AssertionError, match="loss_ranges is 'apply'; give"):
+        build("apply")
     assert build("ignore")[0]["loss_mask"].all()
 
 
