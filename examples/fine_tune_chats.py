@@ -1,12 +1,13 @@
 """Train a tiny model on the text of `millrace demo`, then fine-tune it on a few chats.
 
-It takes seconds, and nothing but NumPy:
+It takes seconds, and nothing but NumPy. Without a folder, it runs the demo itself:
 
-    millrace demo && python examples/fine_tune_chats.py millrace-demo
+    python examples/fine_tune_chats.py millrace-demo
 """
 
 import json
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from millrace import GPTDataset, IndexedDataset, Loader
 from millrace.chats import ChatEncoder
+from millrace.demo import run_demo
 from millrace.encoding import Tokenizer
 from millrace.inspect import format_chat
 from millrace.online import TextDataset
@@ -121,4 +123,7 @@ class TinyModel:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with tempfile.TemporaryDirectory() as temporary:
+        if not sys.argv[1:]:
+            run_demo(temporary)
+        main(Path(*sys.argv[1:] or [temporary]))

@@ -15,6 +15,7 @@ from millrace.samples.dataset import Dataset, TokenDataset
 from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import RawTokens
+from millrace.store.info import has_mask
 
 LOSS_CHOICES = ("refuse", "apply", "ignore")
 
@@ -92,7 +93,9 @@ def own_ranges(source: StoredTokens, loss_ranges: str) -> list[LossRanges]:
     """The transform by the ranges of the token file, if `loss_ranges` wants them applied."""
     if check_choice("loss_ranges", loss_ranges, LOSS_CHOICES) == "apply":
         return [LossRanges(source)]
-    if loss_ranges == "refuse" and source.has_mask:
+    record = getattr(source._file, "record", None)  # of a run: of thousands of files, perhaps
+    is_masked = has_mask(source.prefix) if record is None else record.has_mask
+    if loss_ranges == "refuse" and is_masked:
         raise ConfigError(
             f"{source.prefix}.info.json says which tokens are not trained on: give "
             'loss_ranges="apply" to leave them out of the loss, or "ignore" to train on all tokens'
