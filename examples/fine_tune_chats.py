@@ -1,6 +1,6 @@
-"""Train a tiny model on the text of `millrace demo`, then fine-tune it on a few chats.
+"""Fine-tune a tiny model on a few chats, in seconds and with nothing but NumPy.
 
-It takes seconds, and nothing but NumPy. Without a folder, it runs the demo itself:
+After `millrace demo`, the model is first trained on the demo's text:
 
     python examples/fine_tune_chats.py millrace-demo
 """
@@ -15,23 +15,29 @@ import numpy as np
 
 from millrace import GPTDataset, IndexedDataset, Loader
 from millrace.chats import ChatEncoder
-from millrace.demo import run_demo
 from millrace.encoding import Tokenizer
+from millrace.encoding.training import train_tokenizer
 from millrace.inspect import format_chat
 from millrace.online import TextDataset
 
 CHATS = Path(__file__).with_name("chats.jsonl")
 TEXT_STEPS, CHAT_STEPS = 64, 24
-WINDOW, WIDTH = 16, 16  # tokens that the model sees, and the size of their embeddings
+WINDOW, WIDTH = 16, 8  # tokens that the model sees, and the size of their embeddings
 RATE = 0.03  # of AdaGrad
 
 
 def main(folder: Path) -> None:
-    tokenizer, text = Tokenizer(folder / "tokenizer.json"), folder / "packages_text_document"
+    path, text = folder / "tokenizer.json", folder / "packages_text_document"
+    if not path.exists():
+        (folder / "chats.txt").write_text(CHATS.read_text())
+        specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+        train_tokenizer([folder / "chats.txt"], path, vocabulary_size=500, special_tokens=specials)
+    tokenizer = Tokenizer(path)
     model = TinyModel(tokenizer.vocabulary_size)
-    print(f"\nA tiny model ({model.num_weights:,} weights), trained on {text}")
-    dataset = GPTDataset(IndexedDataset(text), sequence_length=64, seed=1234)
-    train(model, Loader(dataset, micro_batch_size=4), TEXT_STEPS)
+    if text.with_suffix(".idx").exists():
+        print(f"\nA tiny model ({model.num_weights:,} weights), trained on {text}")
+        dataset = GPTDataset(IndexedDataset(text), sequence_length=64, seed=1234)
+        train(model, Loader(dataset, micro_batch_size=4), TEXT_STEPS)
 
     rows = [json.loads(line) for line in CHATS.read_text().splitlines()]
     encoder = ChatEncoder(tokenizer)
@@ -124,6 +130,4 @@ class TinyModel:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        if not sys.argv[1:]:
-            run_demo(temporary)
         main(Path(*sys.argv[1:] or [temporary]))
