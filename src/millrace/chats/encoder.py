@@ -95,29 +95,29 @@ class ChatEncoder:
             except TextError as error:
                 problems[number] = str(error)
         masks = _Masks(self._borders, [one for _, one in documents])
-        for place, problem in masks.problems.items():
-            problems.setdefault(documents[place][0], problem)
-        is_kept = np.array([number not in problems for number, _ in documents], bool)
-        owners = np.array([number for number, _ in documents], np.int64)[is_kept]
-        counts = np.bincount(owners, minlength=len(rows)).astype(np.int64)
-        keep = np.repeat(is_kept, masks.tokens.lengths)
-        ids, trained = masks.tokens.ids[keep].astype(self.dtype, copy=False), masks.trained[keep]
-        kept = [one for number, one in documents if number not in problems]
-        turns = [turn for one in kept for turn in one.turns]
+        if masks.problems:
+            for place, problem in masks.problems.items():
+                problems.setdefault(documents[place][0], problem)
+            documents = [pair for pair in documents if pair[0] not in problems]
+            masks = _Masks(self._borders, [one for _, one in documents])
+        tokens, trained = masks.tokens, masks.trained
+        counts = np.bincount([number for number, _ in documents], minlength=len(rows))
+        stops = [turn.stop for _, one in documents for turn in one.turns]
         report = {
             "rows": len(rows),
             "bad rows": len(problems),
             "rows without a target": sum("has no target" in one for one in problems.values()),
-            "documents": len(kept),
-            "documents of rewritten history": len(kept) - int((counts > 0).sum()),
-            "turns": len(turns),
-            "turns without a stop token": sum(turn.stop[0] == turn.stop[1] for turn in turns),
-            "tokens": len(ids),
+            "documents": len(documents),
+            "documents of rewritten history": len(documents) - int((counts > 0).sum()),
+            "turns": len(stops),
+            "turns without a stop token": sum(start == end for start, end in stops),
+            "tokens": len(trained),
             "trained tokens": int(trained.sum()),
-            "tokens across a border": int(masks.is_border[keep].sum()),
-            **Counter(f"routes: {', '.join(one.routes)}" for one in kept),
+            "tokens across a border": int(masks.is_across.sum()),
         }
-        ends = np.cumsum(masks.tokens.lengths[is_kept])
+        routes = Counter(one.routes for _, one in documents)
+        report |= {f"routes: {', '.join(names)}": count for names, count in routes.items()}
+        ids, ends = tokens.ids.astype(self.dtype, copy=False), np.cumsum(tokens.lengths)
         return EncodedRows(ids, ends, trained, counts, dict(sorted(problems.items())), report)
 
     def documents(self, row: Mapping[str, Any]) -> list[Document]:
@@ -187,17 +187,19 @@ class _Masks:
 
     def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
         self.tokens = borders.encode([one.text for one in documents])
-        spans: list[list[int]] = []
-        stops: list[tuple[int, int]] = []
-        for number, document in enumerate(documents):
+        spans: list[tuple[int, int]] = []
+        stops: list[tuple[int, int]] = []  # the last byte, and the document
+        for number, (document, base) in enumerate(
+            zip(documents, self.tokens.bases.tolist(), strict=True)
+        ):
             of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
-            pairs = np.array([*document.spans, *of_turns], np.int64).reshape(-1, 2)
-            places = byte_places(document.text, pairs) + self.tokens.bases[number]
-            count = len(document.spans)
-            spans += places[:count].tolist()
-            stops += [(end - 1, number) for end in places[count:, 1].tolist()]
+            count, pairs = len(document.spans), [*document.spans, *of_turns]
+            if not document.text.isascii():
+                pairs = byte_places(document.text, np.array(pairs)).tolist()
+            spans += [(base + start, base + end) for start, end in pairs[:count]]
+            stops += [(base + end - 1, number) for _, end in pairs[count:]]
         array = np.array(spans, np.int64).reshape(-1, 2)
-        self.trained, self.is_border = trained_tokens(self.tokens, array)
+        self.trained, self.is_across = trained_tokens(self.tokens, array)
         ends, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
         empty = np.flatnonzero(sums[ends] == sums[ends - self.tokens.lengths]).tolist()
         self.problems = dict.fromkeys(empty, "it has no target: no token of its turns is whole")

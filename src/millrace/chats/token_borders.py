@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checks import MAX_INT64
 from millrace.encoding.flat_ids import flat_ids, starts_and_ends
 from millrace.encoding.hugging_face import JsonVocabulary
 from millrace.encoding.tiktoken_file import TiktokenVocabulary
@@ -51,20 +52,19 @@ class BorderEncoder:
     def encode(self, texts: list[str]) -> EncodedTexts:
         """The tokens of some texts, in one call of the encoder."""
         counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-        bases, totals = starts_and_ends(np.array(counts, np.int64))
+        bases, totals = starts_and_ends(np.array(counts, np.int64) + 1)  # apart by a byte
         if self._sizes is None:
-            encodings = self._reference(texts)
+            others, encodings = [*range(len(texts))], self._reference(texts)
             ids, lengths = flat_ids([one.ids for one in encodings])
-            sizes, others = np.zeros(len(ids), np.int64), [*range(len(texts))]
+            firsts, lasts = starts_and_ends(lengths)
+            ends = np.zeros(len(ids), np.int64)
         else:
             ids, lengths = self.tokenizer.encode_batch(texts)
-            sizes = self._sizes[ids].astype(np.int64)
-        firsts, lasts = starts_and_ends(lengths)
-        sums = np.append(0, np.cumsum(sizes, dtype=np.int64))
-        ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
-        if self._sizes is not None:
+            firsts, lasts = starts_and_ends(lengths)
+            sums = np.append(0, np.cumsum(self._sizes[ids], dtype=np.int64))
+            ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
             # Such as tokens that swallow white space around them.
-            is_other = sums[lasts] - sums[firsts] != totals - bases
+            is_other = sums[lasts] - sums[firsts] != totals - bases - 1
             if self._is_nfc:
                 is_other |= [not unicodedata.is_normalized("NFC", text) for text in texts]
             others = np.flatnonzero(is_other).tolist()
@@ -95,15 +95,15 @@ def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
     >>> [mask.tolist() for mask in trained_tokens(tokens, np.array([[1, 4]]))]
     [[False, True, False], [True, False, False]]
     """
-    first, last = np.append(-1, spans[:, 0]), np.append(-1, spans[:, 1])
-    is_whole = tokens.starts < tokens.ends
-    place = np.searchsorted(first, tokens.starts, "right") - 1
-    is_inside = (tokens.ends <= last[place]) & is_whole
-    place = np.searchsorted(first, tokens.ends, "left") - 1
-    is_touched = (last[place] > tokens.starts) & is_whole
-    # The bytes of one character may be several tokens, of which only the first has an offset.
-    before = np.maximum.accumulate(np.where(is_whole, np.arange(len(is_whole)), 0))
-    return is_inside[before], (is_touched & ~is_inside)[before]
+    starts, ends = (np.append(one, MAX_INT64) for one in (tokens.starts, tokens.ends))
+    edges = np.searchsorted(ends, spans, "right")  # the tokens with the characters there
+    # The bytes of one character may be several tokens, of which only the first has a width.
+    behind = np.searchsorted(ends, ends[edges], "right")
+    behind = np.where(starts[edges] < spans, behind, edges)
+    is_inside, is_across = np.zeros((2, len(tokens.ids)), bool)
+    for (first, last), (begin, end) in zip(edges.tolist(), behind.tolist(), strict=True):
+        is_inside[begin:last] = is_across[first:begin] = is_across[last:end] = True
+    return is_inside, is_across
 
 
 def byte_places(text: str, places: Ints) -> Ints:
