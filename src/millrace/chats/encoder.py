@@ -12,7 +12,8 @@ import numpy as np
 from millrace.chats import conversations
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
-from millrace.chats.proof import Document, Rules, prove
+from millrace.chats.proof import Document, Rules
+from millrace.chats.stand_ins import prove_chat
 from millrace.chats.templates import find_template
 from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
 from millrace.checks import shown
@@ -131,7 +132,7 @@ class ChatEncoder:
             for number, message in enumerate(chat.messages):
                 self._check_texts(f"message {number}", message)
             self._check_texts("the tools", chat.tools)
-            return prove(chat, self.rules)
+            return prove_chat(chat, self.rules)
         except RecursionError:
             raise TextError("the row is nested too deeply: make it flat") from None
 
