@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.chats import conversations
+from millrace.chats.conversations import conversation_of, texts_in
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
 from millrace.chats.proof import Document, Rules
@@ -128,10 +128,12 @@ class ChatEncoder:
             TextError: A row that is a problem.
         """
         try:
-            chat = conversations.conversation_of(row)
-            for number, message in enumerate(chat.messages):
-                self._check_texts(f"message {number}", message)
-            self._check_texts("the tools", chat.tools)
+            chat = conversation_of(row)
+            if self._problem_of([chat.messages, chat.tools]):
+                for number, message in enumerate(chat.messages):
+                    if problem := self._problem_of(message):
+                        raise TextError(f"message {number} {problem}")
+                raise TextError(f"the tools {self._problem_of(chat.tools)}")
             return prove_chat(chat, self.rules)
         except RecursionError:
             raise TextError("the row is nested too deeply: make it flat") from None
@@ -168,18 +170,18 @@ class ChatEncoder:
             "options": identity_of(self.options),
         }
 
-    def _check_texts(self, name: str, value: Any) -> None:
-        """Raises TextError for texts that cannot be encoded, or hold special tokens."""
-        for text in conversations.texts_in(value):
-            if not text.isascii() and (lone := re.search(r"[\ud800-\udfff]", text)):
-                what = f"the lone surrogate U+{ord(lone[0]):04X}: repair the text"
-                raise TextError(f"{name} has {what}")
-            special = self._special.search(text)
-            if special and self.options.special_text == "refuse":
-                raise TextError(
-                    f"{name} holds the text of the special token {special[0]!r}: remove it, or "
-                    'give special_text="keep" to encode it as that token'
-                )
+    def _problem_of(self, value: Any) -> str | None:
+        """Why texts in a value cannot be encoded, or that they hold special tokens."""
+        text = "\0".join(texts_in(value))
+        if not text.isascii() and (lone := re.search(r"[\ud800-\udfff]", text)):
+            return f"has the lone surrogate U+{ord(lone[0]):04X}: repair the text"
+        special = self._special.search(text)
+        if special is None or self.options.special_text == "keep":
+            return None
+        return (
+            f"holds the text of the special token {special[0]!r}: remove it, or give "
+            'special_text="keep" to encode it as that token'
+        )
 
 
 class _Masks:

@@ -110,9 +110,8 @@ def byte_places(text: str, places: Ints) -> Ints:
     """Places of characters as places of bytes."""
     if text.isascii():
         return places
-    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    sizes = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
-    return np.append(0, np.cumsum(sizes, dtype=np.int64))[places]
+    data = np.frombuffer(text.encode(), np.int8)
+    return np.append(np.flatnonzero(data > -65), len(data))[places]  # others continue a character
 
 
 def _sizes(vocabulary: Vocabulary, settings: dict[str, Any]) -> NDArray[np.int32] | None:
