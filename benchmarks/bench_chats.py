@@ -104,7 +104,7 @@ def conversations(texts: list[str]) -> list[dict[str, Any]]:
     """A row of each text that templates take for nothing else: questions, and longer answers."""
     draw, rows = random.Random(1), []
     for text in texts:
-        if len(text) > 3 * CHARACTERS or "<" in text or "/think" in text:
+        if len(text.encode()) > 3 * CHARACTERS or "<" in text or "/think" in text:
             continue
         messages, turns, place = [{"role": "system", "content": "Answer."}], draw.randint(1, 3), 0
         for role, share in [("user", 1), ("assistant", 2)] * turns:

@@ -198,7 +198,8 @@ class _Masks:
             of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
             count, pairs = len(document.spans), [*document.spans, *of_turns]
             if not document.text.isascii():
-                pairs = byte_places(document.text, np.array(pairs)).tolist()
+                array = np.array(pairs, np.int64).reshape(-1, 2)
+                pairs = byte_places(document.text, array).tolist()
             spans += [(base + start, base + end) for start, end in pairs[:count]]
             stops += [(base + end - 1, number) for _, end in pairs[count:]]
         array = np.array(spans, np.int64).reshape(-1, 2)
