@@ -62,6 +62,9 @@ def conversation_of(row: Any) -> Conversation:
     if not isinstance(row, Mapping):
         raise TextError(f"a row is {shown(row)}; give a dictionary")
     there = [name for name in _COLUMNS if row.get(name) is not None]
+    if there == ["messages"] and _is_plain(row["messages"]):
+        messages = row["messages"]
+        return Conversation(messages, None, [None] * len(messages))
     columns = {name: plain(row[name], name) for name in there}
     form = next((one for one in FORMS if columns.keys() >= {*one}), None)
     if form is None:
@@ -78,6 +81,17 @@ def conversation_of(row: Any) -> Conversation:
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
     weights = [_weight_of(number, message) for number, message in enumerate(messages)]
     return Conversation(messages, _tools_of(columns.get("tools")), weights)
+
+
+def _is_plain(messages: Any) -> bool:
+    """Whether messages are already as templates read them: most are, and this takes no time."""
+    roles = [
+        one["role"]
+        for one in (messages if type(messages) is list else ())
+        if type(one) is dict and [*map(type, one.values())] == [str, str]
+        if one.get("role") in _PLAIN_ROLES and one.get("content", "").strip()
+    ]
+    return "assistant" in roles and len(roles) == len(messages)
 
 
 def plain(value: Any, place: str) -> Any:
@@ -126,10 +140,6 @@ def _messages_of(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tup
 def _message(place: str, value: Any) -> Message:
     if not isinstance(value, dict):
         raise TextError(f"{place} is {shown(value)}; give an object with role and content")
-    if len(value) == 2 and value.get("role") in _PLAIN_ROLES:
-        content = value.get("content")
-        if isinstance(content, str) and content.strip():
-            return value
     # Arrow gives each message all keys of the file: a None stands for an absent one.
     message = {key: one for key, one in value.items() if one is not None}
     role, content = message.pop("from", None), message.pop("value", None)

@@ -192,14 +192,13 @@ class _Masks:
         self.tokens = borders.encode([one.text for one in documents])
         spans: list[tuple[int, int]] = []
         stops: list[tuple[int, int]] = []  # the last byte, and the document
-        for number, (document, base) in enumerate(
-            zip(documents, self.tokens.bases.tolist(), strict=True)
-        ):
-            of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
-            count, pairs = len(document.spans), [*document.spans, *of_turns]
-            if not document.text.isascii():
+        for number, base in enumerate(self.tokens.bases.tolist()):
+            pairs = [*documents[number].spans]
+            count = len(pairs)
+            pairs += [turn.stop for turn in documents[number].turns if turn.stop[0] < turn.stop[1]]
+            if not documents[number].text.isascii():
                 array = np.array(pairs, np.int64).reshape(-1, 2)
-                pairs = byte_places(document.text, array).tolist()
+                pairs = byte_places(documents[number].text, array).tolist()
             spans += [(base + start, base + end) for start, end in pairs[:count]]
             stops += [(base + end - 1, number) for _, end in pairs[count:]]
         array = np.array(spans, np.int64).reshape(-1, 2)
