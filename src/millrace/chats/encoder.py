@@ -173,8 +173,10 @@ class ChatEncoder:
     def _problem_of(self, value: Any) -> str | None:
         """Why texts in a value cannot be encoded, or that they hold special tokens."""
         text = "\0".join(texts_in(value))
-        if not text.isascii() and (lone := re.search(r"[\ud800-\udfff]", text)):
-            return f"has the lone surrogate U+{ord(lone[0]):04X}: repair the text"
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return f"has the lone surrogate U+{ord(text[error.start]):04X}: repair the text"
         special = self._special.search(text)
         if special is None or self.options.special_text == "keep":
             return None
