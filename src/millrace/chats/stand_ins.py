@@ -74,16 +74,16 @@ def _stand_in(shape: _Shape, rules: Rules) -> _StandIn | None:
             text = rules.template.render(messages, None, tags=tags)
     except TextError:
         return None
-    document, is_alike = documents[0], all(map(text.startswith, texts.values()))
-    if len(documents) > 1 or document.text != text or not is_alike:
+    document, is_one = documents[0], len(documents) == 1 and "prompt" in documents[0].routes
+    if not is_one or document.text != text or not all(map(text.startswith, texts.values())):
         return None
     parts = _NUMBER.split(text)
     starts = [match.start() for match in _NUMBER.finditer(text)]
     spans = [*(tags or ()), *document.spans, *(turn.stop for turn in document.turns)]
     places = {*itertools.chain(*spans), *map(len, texts.values())}
-    if any(start < place < start + _WIDTH for place in places for start in starts):
-        return None
     ranks = {place: bisect.bisect_left(starts, place) for place in places}
+    if any(rank and place < starts[rank - 1] + _WIDTH for place, rank in ranks.items()):
+        return None  # it is within a number
     lengths = {key: len(one) for key, one in texts.items()}
     return _StandIn(parts, [*map(int, parts[1::2])], ranks, lengths, tags, document)
 
