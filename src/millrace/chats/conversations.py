@@ -96,6 +96,8 @@ def _is_plain(messages: Any) -> bool:
 
 def plain(value: Any, place: str) -> Any:
     """A value in JSON's types, from Python's and NumPy's; TextError for another."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
     if type(value) in _PLAIN:
         return value
     if isinstance(value, (dict, Mapping)) and all(isinstance(key, str) for key in value):
@@ -103,14 +105,10 @@ def plain(value: Any, place: str) -> Any:
             str(key): one if type(one) in _PLAIN else plain(one, f"{place}.{key}")
             for key, one in value.items()
         }
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist(), place)
     if isinstance(value, (list, tuple)):
         return [plain(one, f"{place}[{number}]") for number, one in enumerate(value)]
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, (np.bool_, np.integer, np.floating)):
-        return value.item()
     raise TextError(f"{place} is {shown(value)}; give texts, numbers, lists or objects")
 
 

@@ -204,7 +204,8 @@ class _Masks:
             spans += [(base + start, base + end) for start, end in pairs[:count]]
             stops += [(base + end - 1, number) for _, end in pairs[count:]]
         array = np.array(spans, np.int64).reshape(-1, 2)
-        self.trained, self.is_across = trained_tokens(self.tokens, array)
+        places = self.tokens.starts, self.tokens.ends
+        self.trained, self.is_across = trained_tokens(*places, array)
         ends, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
         empty = np.flatnonzero(sums[ends] == sums[ends - self.tokens.lengths]).tolist()
         self.problems = dict.fromkeys(empty, "it has no target: no token of its turns is whole")

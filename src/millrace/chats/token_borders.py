@@ -87,20 +87,19 @@ class BorderEncoder:
         return vocabulary.library.encode_batch(texts, add_special_tokens=False)
 
 
-def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
+def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[Bools, Bools]:
     """Which tokens are in one of the spans, [spans, 2] in order, and which are across a border.
 
-    >>> starts, ends = np.array([0, 2, 4]), np.array([2, 4, 6])
-    >>> tokens = EncodedTexts(starts, np.array([3]), starts, ends, np.array([0]))
-    >>> [mask.tolist() for mask in trained_tokens(tokens, np.array([[1, 4]]))]
+    >>> masks = trained_tokens(np.array([0, 2, 4]), np.array([2, 4, 6]), np.array([[1, 4]]))
+    >>> [mask.tolist() for mask in masks]
     [[False, True, False], [True, False, False]]
     """
-    starts, ends = (np.append(one, MAX_INT64) for one in (tokens.starts, tokens.ends))
+    starts, ends = (np.append(one, MAX_INT64) for one in (starts, ends))
     edges = np.searchsorted(ends, spans, "right")  # the tokens with the characters there
     # The bytes of one character may be several tokens, of which only the first has a width.
     behind = np.searchsorted(ends, ends[edges], "right")
     behind = np.where(starts[edges] < spans, behind, edges)
-    is_inside, is_across = np.zeros((2, len(tokens.ids)), bool)
+    is_inside, is_across = np.zeros((2, len(ends) - 1), bool)
     for (first, last), (begin, end) in zip(edges.tolist(), behind.tolist(), strict=True):
         is_inside[begin:last] = is_across[first:begin] = is_across[last:end] = True
     return is_inside, is_across
