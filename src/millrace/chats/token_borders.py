@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT64
 from millrace.encoding.flat_ids import flat_ids, starts_and_ends
 from millrace.encoding.hugging_face import JsonVocabulary
 from millrace.encoding.tiktoken_file import TiktokenVocabulary
@@ -94,12 +93,12 @@ def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[Bools, Bools]
     >>> [mask.tolist() for mask in masks]
     [[False, True, False], [True, False, False]]
     """
-    starts, ends = (np.append(one, MAX_INT64) for one in (starts, ends))
     edges = np.searchsorted(ends, spans, "right")  # the tokens with the characters there
+    there = np.minimum(edges, len(ends) - 1)
     # The bytes of one character may be several tokens, of which only the first has a width.
-    behind = np.searchsorted(ends, ends[edges], "right")
-    behind = np.where(starts[edges] < spans, behind, edges)
-    is_inside, is_across = np.zeros((2, len(ends) - 1), bool)
+    behind = np.searchsorted(ends, ends[there], "right")
+    behind = np.where(starts[there] < spans, behind, edges)
+    is_inside, is_across = np.zeros((2, len(ends)), bool)
     for (first, last), (begin, end) in zip(edges.tolist(), behind.tolist(), strict=True):
         is_inside[begin:last] = is_across[first:begin] = is_across[last:end] = True
     return is_inside, is_across
