@@ -96,7 +96,8 @@ def module(path: str) -> Any:
 
 def conversations(texts: list[str]) -> list[dict[str, Any]]:
     """A row of each text that templates take for nothing else: questions, and longer answers."""
-    texts = [one for one in texts if len(one) <= 3 * CHARACTERS and not re.search("<|/think", one)]
+    limit, special = 3 * CHARACTERS, re.compile("<|/think")
+    texts = [one for one in texts if len(one.encode()) <= limit and not special.search(one)]
     rows = []
     for number, text in enumerate(texts):
         thirds = np.linspace(0, len(text), 3 * (number % 3 + 1) + 1).astype(int)

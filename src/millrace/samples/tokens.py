@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from millrace.checks import check_choice, shown
 from millrace.errors import ConfigError
-from millrace.ragged import spread
+from millrace.ragged import sizes_of, spread
 
 Numbers = NDArray[np.int64]
 Field = tuple[str, NDArray[Any]]
@@ -115,12 +115,13 @@ class TokenBatch:
     @property
     def sizes(self) -> Numbers:
         """Number of tokens of each sample: int64 [batch]."""
-        return np.diff(self.ends, prepend=0)
+        return sizes_of(self.ends)
 
     @property
     def part_counts(self) -> Numbers:
         """Number of tokens of each part: int64 [parts]."""
-        return np.diff(self._starts, append=len(self.tokens))
+        starts = self._starts
+        return np.append(starts[1:], len(self.tokens)) - starts
 
     @property
     def part_bounds(self) -> Numbers:
