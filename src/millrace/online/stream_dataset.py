@@ -2,17 +2,18 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from millrace.checks import MAX_INT32, check_choice, check_int, shown
-from millrace.encoding.row_encoders import RowEncoder, check_encoder
+from millrace.encoding.row_encoders import EncodedRows, RowEncoder, check_encoder, encode_rows
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
-from millrace.online.row_documents import BLOCK, Piece, encoded_documents, token_batch
+from millrace.online.row_documents import BLOCK
 from millrace.online.text_dataset import epoch_order
+from millrace.ragged import starts_of
 from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import TokenBatch
 
@@ -24,6 +25,62 @@ _REMEDY = (
 
 _Entry = tuple[int, Any, dict[str, Any]]
 """The number of a row, the row, and the state behind it."""
+
+
+class Piece(NamedTuple):
+    """Some tokens of a row: those from `start` up to `stop` of encoded rows."""
+
+    encoded: EncodedRows
+    start: int
+    stop: int
+    row: int  # its number
+    offset: int  # of the first token in the row
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def cut(self, start: int, stop: int) -> "Piece":
+        """The tokens from `start` up to `stop` of the piece."""
+        first, end = self.start + start, min(self.start + stop, self.stop)
+        return Piece(self.encoded, first, end, self.row, self.offset + start)
+
+
+def encoded_documents(
+    encoder: RowEncoder, numbers: Sequence[int], rows: Sequence[Mapping[str, Any]]
+) -> tuple[EncodedRows, list[list[Piece]]]:
+    """Encoded rows, and the documents of each; `numbers` are those of the rows."""
+    encoded = encode_rows(encoder, rows)
+    documents: list[list[Piece]] = []
+    start, stops = 0, iter(encoded.ends.tolist())
+    for number, count in zip(numbers, encoded.counts.tolist(), strict=True):
+        first, pieces = start, []
+        for stop in itertools.islice(stops, count):
+            pieces.append(Piece(encoded, start, stop, number, start - first))
+            start = stop
+        documents.append(pieces)
+    return encoded, documents
+
+
+def token_batch(samples: Sequence[Sequence[Piece]]) -> TokenBatch:
+    """Samples of pieces that are not empty."""
+    pieces = [piece for sample in samples for piece in sample]
+    ends = starts_of(stop - start for _, start, stop, *_ in pieces)
+    trained = None
+    if any(piece.encoded.trained is not None for piece in pieces):
+        trained = np.ones(ends[-1], np.bool_)
+        for place, (encoded, start, stop, *_) in zip(ends.tolist(), pieces, strict=False):
+            if encoded.trained is not None:
+                trained[place : place + stop - start] = encoded.trained[start:stop]
+    tokens = [encoded.tokens[start:stop] for encoded, start, stop, *_ in pieces]
+    return TokenBatch(
+        tokens=np.concatenate(tokens or [np.empty(0, np.int64)]),
+        ends=ends[starts_of(map(len, samples))[1:]],
+        trained=trained,
+        part_starts=ends[:-1],
+        part_sequence=np.array([piece.row for piece in pieces], np.int64),
+        part_offset=np.array([piece.offset for piece in pieces], np.int64),
+    )
 
 
 class RowStream(Renewed):

@@ -14,7 +14,7 @@ from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
-from millrace.online.row_documents import BLOCK, RowDocuments
+from millrace.online.row_documents import BLOCK, RowDocuments, TokenBlocks, document_batch
 from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
 from millrace.order.order_plans import (
     Arrays,
@@ -82,15 +82,6 @@ class DocumentTokens:
         """See `TokenSource`; a part for each sample that has tokens: a document, by its number."""
         return self.documents.tokens(self.numbers(sample_numbers))
 
-    @property
-    def is_remote(self) -> bool:
-        """See `TokenDataset.is_remote`: documents are encoded several at a time."""
-        return isinstance(self.documents, RowDocuments)
-
-    def prefetch(self, sample_numbers: Numbers) -> None:
-        if isinstance(self.documents, RowDocuments) and len(sample_numbers) < BLOCK:
-            self.documents.prefetch(self.numbers(sample_numbers))
-
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """The same with and without token files: a run may go on with the one or the other."""
         return self._identity
@@ -99,8 +90,10 @@ class DocumentTokens:
 class StoredDocuments(Order):
     """Documents of token files, cut to a number of tokens, counted from document `first` on."""
 
-    def __init__(self, store: IndexedDataset, first: int, capacity: int, has_mask: bool) -> None:
-        self._first, self._capacity = first, capacity
+    def __init__(
+        self, store: IndexedDataset, first: int, capacity: int, has_mask: bool, report: Any
+    ) -> None:
+        self._first, self._capacity, self.report = first, capacity, report
         self._stored = StoredTokens(store, self)
         self._ranges = LossRanges(self._stored) if has_mask else None
 
@@ -128,11 +121,7 @@ class StoredDocuments(Order):
         batch = self._stored.tokens(numbers)
         if self._ranges is not None:
             _, batch = self._ranges(batch, numbers)
-        has_tokens = batch.sizes > 0
-        starts = (batch.ends - batch.sizes)[has_tokens]
-        return batch.with_arrays(
-            part_starts=starts, part_sequence=numbers[has_tokens], part_offset=np.zeros_like(starts)
-        )
+        return document_batch(batch.tokens, batch.ends, batch.trained, numbers)
 
 
 def kept_order(
@@ -274,16 +263,16 @@ class TextDataset(TokenDataset):
             "capacity": capacity,
             **({} if on_error == "stop" else {"on_error": on_error}),
         }
-        self._job_report: dict[str, int] | None = None
         if is_online:
-            documents: Any = RowDocuments(rows, encoder, capacity)
-            source: Any = DocumentTokens(documents, len(rows), identity, seed, num_samples)
+            self._documents: Any = RowDocuments(rows, encoder, capacity)
+            source: Any = DocumentTokens(self._documents, len(rows), identity, seed, num_samples)
+            source = TokenBlocks(source)
         else:
             folder = rows.folder if cache is None else folder_of(cache)
             job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
-            store, self._job_report, start, stop = _tokenized_part(rows, encoder, folder, job)
-            documents = StoredDocuments(store, start, capacity, has_mask)
-            source = DocumentTokens(documents, stop - start, identity, seed, num_samples)
+            store, report, start, stop = _tokenized_part(rows, encoder, folder, job)
+            self._documents = StoredDocuments(store, start, capacity, has_mask, report)
+            source = DocumentTokens(self._documents, stop - start, identity, seed, num_samples)
         if order is None:
             super().__init__(source, options)
             return
@@ -299,7 +288,4 @@ class TextDataset(TokenDataset):
 
         On the fly, of the rows that this process has tokenised, some of them ahead of their use.
         """
-        if self._job_report is not None:
-            return Counter(self._job_report)
-        documents: Any = self.source
-        return Counter(documents.documents.report)
+        return Counter(self._documents.report)

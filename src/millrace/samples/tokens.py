@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from millrace.checks import check_choice, shown
 from millrace.errors import ConfigError
-from millrace.ragged import spread
+from millrace.ragged import sizes_of, spread
 
 Numbers = NDArray[np.int64]
 Field = tuple[str, NDArray[Any]]
@@ -115,7 +115,7 @@ class TokenBatch:
     @property
     def sizes(self) -> Numbers:
         """Number of tokens of each sample: int64 [batch]."""
-        return np.diff(self.ends, prepend=0)
+        return sizes_of(self.ends)
 
     @property
     def part_counts(self) -> Numbers:
@@ -162,7 +162,8 @@ class TokenBatch:
         starts = None
         if self.part_starts is not None:
             bounds = self.part_bounds
-            picks["part"] = _ranges(bounds[:-1][rows], np.diff(bounds)[rows])
+            firsts = bounds[:-1][rows]
+            picks["part"] = _ranges(firsts, bounds[1:][rows] - firsts)
             counts = self.part_counts[picks["part"]]
             starts = np.cumsum(counts) - counts
         columns = {
@@ -230,7 +231,11 @@ def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
     return np.where(following < np.repeat(batch.ends, batch.sizes), following, preceding)
 
 
-def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
+def _ranges(starts: Numbers, counts: Numbers) -> Any:
+    """The places of some ranges; a slice if each starts where the one before it ends."""
+    stops = starts + counts
+    if len(starts) > 0 and (starts[1:] == stops[:-1]).all():
+        return slice(int(starts[0]), int(stops[-1]))
     rows, places = spread(counts)
     return starts[rows] + places
 
