@@ -219,7 +219,7 @@ def test_a_loader_encodes_rows_of_several_steps_at_once(tmp_path: Path) -> None:
 
     dataset = TextDataset(path, Counting(), sequence_length=4, add_extra_token=False)
     whole = b"".join(b"%03d" % n for n in range(150))
-    for source, threads in itertools.product((dataset, BlendedDataset([dataset], [1])), (1, 3)):
+    for source, threads in itertools.product((dataset, BlendedDataset([dataset])), (1, 3)):
         sizes.clear()
         loader = Loader(source, micro_batch_size=5, threads=threads)
         seen = [next(loader)["tokens"][:, :3] for _ in range(30)]

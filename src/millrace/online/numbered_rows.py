@@ -136,9 +136,9 @@ class Rows:
                 f"row numbers {shown(checked.tolist())} are not in 0 to {len(self) - 1}"
             )
         rows = self.read(checked)
-        for number, row in zip(checked.tolist(), rows, strict=True):
-            if isinstance(row, BadDocumentError):
-                raise TextError(f"{self.place(number)}: {row}")
+        if BadDocumentError in map(type, rows):
+            place = [*map(type, rows)].index(BadDocumentError)
+            raise TextError(f"{self.place(int(checked[place]))}: {rows[place]}")
         return rows  # type: ignore[return-value]
 
     def blocks(self) -> Iterator[list[dict[str, Any]]]:

@@ -120,7 +120,11 @@ class TokenBatch:
     @property
     def part_counts(self) -> Numbers:
         """Number of tokens of each part: int64 [parts]."""
-        return np.diff(self._starts, append=len(self.tokens))
+        starts = self._starts
+        counts = np.empty_like(starts)  # not `np.diff`, which takes four times as long
+        counts[:-1] = starts[1:] - starts[:-1]
+        counts[-1:] = len(self.tokens) - starts[-1:]
+        return counts
 
     @property
     def part_bounds(self) -> Numbers:
@@ -157,6 +161,8 @@ class TokenBatch:
         Args:
             rows: Places of the samples in this batch: integers [samples].
         """
+        if len(rows) == len(self) and (rows == np.arange(len(rows))).all():
+            return self
         sizes = self.sizes
         picks = {"sample": rows, "token": _ranges((self.ends - sizes)[rows], sizes[rows])}
         starts = None
