@@ -275,28 +275,23 @@ def test_a_cache_survives_death_at_every_step(tmp_path: Path) -> None:
     assert not [*(tmp_path / "cache").glob("*.journal")]
 
 
-def test_killed_while_it_is_built_and_by_two_processes(tmp_path: Path) -> None:
+def test_one_of_three_processes_builds_the_cache(tmp_path: Path) -> None:
     rows = [{"text": f"row {n} " * 40} for n in range(16_000)]  # several chunks of 1 MB
     path, cache = write_rows(tmp_path / "a.jsonl", rows), tmp_path / "cache"
     build(path, tmp_path / "whole")
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=build, args=(path, cache, 2)) for _ in range(3)]
-    processes[0].start()
+    for one in processes:
+        one.start()
     end = time.monotonic() + 60
-    while not finished_tasks(cache) and processes[0].is_alive():
+    while not finished_tasks(cache) and any(one.is_alive() for one in processes):
         assert time.monotonic() < end
         time.sleep(0.01)
-    processes[0].kill()
-    processes[0].join()
-    num_done = len(finished_tasks(cache))
-    for one in processes[1:]:
-        one.start()
-    for one in processes[1:]:
+    processes[0].kill()  # whether it builds or waits
+    for one in processes:
         one.join(100)
-        assert one.exitcode == 0
+    assert [one.exitcode for one in processes[1:]] == [0, 0]
     assert contents(cache) == contents(tmp_path / "whole")
-    [result] = cache.glob("*.job.info.json")
-    assert json.loads(result.read_text())["result"]["num_chunks_kept"] >= min(num_done, 1)
 
 
 def test_a_cache_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
