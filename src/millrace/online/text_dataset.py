@@ -7,24 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from millrace.cache import arrays
 from millrace.checks import MAX_INT64, check_choice, check_int
-from millrace.deferred import Deferred
 from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
 from millrace.online.row_documents import BLOCK, RowDocuments, TokenBlocks, document_batch
 from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
-from millrace.order.order_plans import (
-    Arrays,
-    OrderPlan,
-    PlanOf,
-    build_arrays,
-    build_order,
-    entries_of,
-    plan_order,
-)
+from millrace.order.order_plans import PlanOf, build_order
 from millrace.order.permutation import KeyedPermutation
 from millrace.ragged import spread
 from millrace.samples.dataset import TokenDataset
@@ -122,52 +112,6 @@ class StoredDocuments(Order):
         if self._ranges is not None:
             _, batch = self._ranges(batch, numbers)
         return document_batch(batch.tokens, batch.ends, batch.trained, numbers)
-
-
-def kept_order(
-    order: Any, order_options: Any, store: IndexedDataset, samples: SampleOptions, **draw: Any
-) -> Order:
-    """The order of token files, whose plan and arrays are kept beside these, for other processes.
-
-    An order of your own is made anew at each start: nothing says whether its code has changed.
-
-    Args:
-        draw: `sequences`, `num_samples` and `seed` of `OrderInputs`.
-    """
-    inputs = OrderInputs(
-        num_sequences=len(store),
-        num_tokens=store.num_tokens,
-        sequence_length=samples.sequence_length,
-        add_extra_token=samples.add_extra_token,
-        drop_last_partial_sequence=True,
-        load_lengths=partial(getattr, store, "sequence_lengths"),
-        **draw,
-    )
-    if not isinstance(order, type) or not order.__module__.startswith("millrace."):
-        return build_order(order, inputs, store.prefix, order_options)
-    folder, file = os.path.split(store.prefix)
-    content = store.fingerprint, store.lengths_checksum
-    key = [order.__module__, order.__qualname__, *content, repr(inputs), repr(order_options)]
-    name = f"{file}.order-{arrays.fingerprint(key)[:16]}"
-    kept = arrays.load(folder, name)
-    if kept is not None and kept.key["inputs"] == key and not kept.damage():
-        plan = order(**kept.key["plan"])
-    else:
-        plan = plan_order(order, inputs, store.prefix, order_options)
-        whole = {"inputs": key, "plan": entries_of(plan)}
-        build = partial(_write_arrays, plan, inputs, store.prefix)
-        kept, _ = arrays.load_or_build(folder, name, whole, plan.arrays(inputs), build)
-    loaded: Order = plan.load(inputs, Deferred(partial(_mapped, kept)))
-    return loaded
-
-
-def _write_arrays(plan: OrderPlan, inputs: OrderInputs, name: str, writers: Any) -> None:
-    for array, values in build_arrays(plan, inputs, name).items():
-        writers[array].write(0, values)
-
-
-def _mapped(kept: arrays.ArraySet) -> Arrays:
-    return {name: kept[name] for name in kept.arrays}
 
 
 def _tokenized_part(
@@ -276,9 +220,18 @@ class TextDataset(TokenDataset):
         if order is None:
             super().__init__(source, options)
             return
-        sequences = tuple(store.document_indices[[start, stop]].tolist())
-        draw = {"sequences": sequences, "num_samples": num_samples, "seed": seed}
-        source = StoredTokens(store, kept_order(order, order_options, store, options, **draw))
+        inputs = OrderInputs(
+            num_sequences=len(store),
+            num_tokens=store.num_tokens,
+            sequence_length=options.sequence_length,
+            add_extra_token=options.add_extra_token,
+            drop_last_partial_sequence=True,
+            load_lengths=partial(getattr, store, "sequence_lengths"),
+            sequences=tuple(store.document_indices[[start, stop]].tolist()),
+            num_samples=num_samples,
+            seed=seed or 0,  # never None where there is an order
+        )
+        source = StoredTokens(store, build_order(order, inputs, store.prefix, order_options))
         source = TokenDataset(source, options) if has_mask else source
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
 
