@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from millrace.checks import check_int, check_ints, check_path, shown
+from millrace.checks import absolute_path, check_int, check_ints, check_path, shown
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, TextError
 from millrace.files import xxh3
@@ -23,6 +23,7 @@ from millrace.order.splits import Bookends
 from millrace.ragged import starts_of
 from millrace.samples.tokens import Numbers
 from millrace.text import BadDocumentError, InputFile, find_inputs
+from millrace.text.streams import STDIN
 
 _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
 _BLOCK = 256  # rows that are read at a time from the first to the last
@@ -211,7 +212,7 @@ def open_rows(
     names: Any = [source] if isinstance(source, (str, bytes, os.PathLike)) else source
     is_list = isinstance(names, (list, tuple)) and len(names) > 0
     if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in names):
-        files = [_numbered(file) for file in find_inputs(names)]
+        files = [_numbered(file) for file in find_inputs(list(map(_absolute, names)))]
         kinds = [TableFile if file.format.unit == "row" else JsonLinesFile for file in files]
         pairs = zip(kinds, files, strict=True)
         return Rows([kind(file, folder, max_size) for kind, file in pairs], folder, max_size)
@@ -224,6 +225,12 @@ def open_rows(
 
 
 _NUMBERED = ("jsonl", "parquet", "arrow", "csv", "tsv")
+
+
+def _absolute(name: Any) -> str:
+    """A path that another working directory does not change."""
+    path = os.fsdecode(name)
+    return path if path == STDIN else absolute_path(path)
 
 
 def _numbered(file: InputFile) -> InputFile:

@@ -93,6 +93,7 @@ class TokenBlocks(Renewed):
     """
 
     is_remote = True  # see `TokenDataset.is_remote`
+    prefix = "rows"  # in messages
     _renewed = ("_lock", "_blocks")
 
     def __init__(self, source: Any) -> None:
