@@ -185,7 +185,9 @@ def our_seconds(model: str, kind: str, epochs: int) -> tuple[float, int]:
         dataset = cached(num_samples=epochs * len(cached()))
     else:
         dataset = StreamDataset(
-            lambda first: itertools.chain.from_iterable(rows.range(first).blocks()),
+            lambda first: itertools.chain.from_iterable(
+                rows.rows(np.arange(n, min(n + 64, len(rows)))) for n in range(first, len(rows), 64)
+            ),
             encoder, packing="packs", **packs,
         )  # fmt: skip
     size = MICRO_BATCH if kind == "documents" else 1

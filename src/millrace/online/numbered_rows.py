@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from millrace.text import BadDocumentError, InputFile, find_inputs
 from millrace.text.streams import STDIN
 
 _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
-_BLOCK = 256  # rows that are read at a time from the first to the last
+BLOCK = 256
+"""Rows that are read at a time from the first to the last."""
 
 
 def folder_of(cache: str | os.PathLike[str] | None) -> str:
@@ -67,8 +68,8 @@ class MemoryPart:
         if self._is_dataset:
             return ["memory", len(self), str(self._source._fingerprint)]
         digest = xxh3()
-        for start in range(0, len(self), _BLOCK):
-            rows = self.read(np.arange(start, min(start + _BLOCK, len(self))))
+        for start in range(0, len(self), BLOCK):
+            rows = self.read(np.arange(start, min(start + BLOCK, len(self))))
             digest.update(json.dumps(rows, default=str).encode())
         return ["memory", len(self), str(digest.hexdigest())]
 
@@ -141,15 +142,6 @@ class Rows:
             place = [*map(type, rows)].index(BadDocumentError)
             raise TextError(f"{self.place(int(checked[place]))}: {rows[place]}")
         return rows  # type: ignore[return-value]
-
-    def blocks(self) -> Iterator[list[dict[str, Any]]]:
-        """All rows, some at a time. Of a part of the rows, whose whole has been read before, bad
-        ones are left out; else they are a TextError."""
-        is_part = len(self) < len(self.range())
-        for start in range(0, len(self), _BLOCK):
-            numbers = np.arange(start, min(start + _BLOCK, len(self)))
-            rows = self.read(numbers) if is_part else self.rows(numbers)
-            yield [row for row in rows if isinstance(row, dict)]
 
     def split(self, split: str | Sequence[Bookends | None]) -> list[Rows | None]:
         """The rows of train, valid and test; None for a split without a share.
