@@ -19,7 +19,7 @@ from millrace.samples.tokens import Numbers, TokenBatch, concatenate
 BLOCK = 64
 """Rows that are encoded at a time: encoders take twice as long for a text alone."""
 
-_MOST_AHEAD = 2048  # samples; of loaders that went elsewhere, the oldest are forgotten
+_MOST_AHEAD = 1024  # samples; of loaders that went elsewhere, the oldest are forgotten
 _EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
@@ -114,9 +114,8 @@ class TokenBlocks(Renewed):
             block = _Block(numbers)
             with self._lock:
                 self._blocks |= {one: (block, place) for place, one in enumerate(numbers.tolist())}
-                for old in [
-                    *itertools.islice(self._blocks, max(len(self._blocks) - _MOST_AHEAD, 0))
-                ]:
+                num_old = max(len(self._blocks) - _MOST_AHEAD, 0)
+                for old in list(itertools.islice(self._blocks, num_old)):
                     del self._blocks[old]
 
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
