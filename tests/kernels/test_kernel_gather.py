@@ -630,8 +630,8 @@ def test_rows_that_end_with_their_parts_equal_their_twin(seed: int) -> None:
     firsts = (ends - sizes)[sizes > 0]
     starts = np.union1d(firsts, np.flatnonzero(random.random(len(tokens)) < random.random()))
     fields = ["tokens", "labels", "loss_mask", "position_ids"]
-    form = {name: bool(random.random() < 0.8) for name in fields}
-    form["token_dtype"] = random.choice(["int64", "int32"])
+    form: dict[str, Any] = {name: bool(random.random() < 0.8) for name in fields}
+    form |= {"token_dtype": random.choice(["int64", "int32"]), "share_labels": False}
     actual, expected = (
         module.fill_rows(tokens, ends, options, module.RowForm(**form), starts)
         for module in MODULES
