@@ -49,7 +49,7 @@ ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2250, "two kinds of items, two plans, a check of the distribution"),
-    "megatron": (2500, "the names of another library"),
+    "megatron": (2360, "the names of another library"),
     "store": (2320, "verification could be a room of its own"),
     "samples": (2320, "token batches, rows, transforms, and the way through the core"),
 }

@@ -15,6 +15,7 @@ from millrace.samples.dataset import Dataset, TokenDataset
 from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import RawTokens
+from millrace.store.info import has_mask
 
 LOSS_CHOICES = ("refuse", "apply", "ignore")
 
@@ -70,18 +71,15 @@ class LossRanges:
         sequences, offsets = batch.part_sequence, batch.part_offset
         if sequences is None or offsets is None or np.any(sequences < 0):
             raise ConfigError("the samples name no sequences: ranges need an order of sequences")
-        counts = batch.part_counts
-        sources = np.zeros_like(sequences) if batch.part_source is None else batch.part_source
-        marks = np.zeros(len(batch.tokens), np.bool_)
-        for source in np.unique(sources).tolist():
-            ranges, here = self._ranges[source], sources == source
-            try:
-                flags = _native.mark_ranges(
-                    ranges.arrays[ARRAY], sequences[here], offsets[here], counts[here]
-                )
-            except DataError as error:  # a page of the mapped file is gone
-                raise DataError(f"{ranges.path}: {error}") from None
-            marks[np.repeat(here, counts)] = flags.view(np.bool_)
+        counts, sources = batch.part_counts, batch.part_source
+        if sources is None or len(self._ranges) == 1:
+            marks = self._ranges[0].marks(sequences, offsets, counts)
+        else:
+            marks = np.zeros(len(batch.tokens), np.bool_)
+            for source in np.unique(sources).tolist():
+                here = sources == source
+                own = self._ranges[source].marks(sequences[here], offsets[here], counts[here])
+                marks[np.repeat(here, counts)] = own
         return None, batch.untrained(~marks if self.only else marks)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -92,7 +90,10 @@ def own_ranges(source: StoredTokens, loss_ranges: str) -> list[LossRanges]:
     """The transform by the ranges of the token file, if `loss_ranges` wants them applied."""
     if check_choice("loss_ranges", loss_ranges, LOSS_CHOICES) == "apply":
         return [LossRanges(source)]
-    if loss_ranges == "refuse" and source.has_mask:
+    record = getattr(source._file, "record", None)  # of a run: of thousands of files, perhaps
+    storage = getattr(source._file, "storage", None)
+    is_masked = has_mask(source.prefix, storage) if record is None else record.has_mask
+    if loss_ranges == "refuse" and is_masked:
         raise ConfigError(
             f"{source.prefix}.info.json says which tokens are not trained on: give "
             'loss_ranges="apply" to leave them out of the loss, or "ignore" to train on all tokens'
@@ -107,13 +108,20 @@ class _Ranges(NamedTuple):
     checksum: str
     path: str = "the ranges in memory"
 
+    def marks(self, sequences: Numbers, offsets: Numbers, counts: Numbers) -> NDArray[np.bool_]:
+        """Which tokens of some parts are in a range: bool [tokens]."""
+        try:
+            flags = _native.mark_ranges(self.arrays[ARRAY], sequences, offsets, counts)
+        except DataError as error:  # a page of the mapped file is gone
+            raise DataError(f"{self.path}: {error}") from None
+        return flags.view(np.bool_)
+
 
 def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
     """Ranges in memory, or those at a path prefix, which must be of the token file."""
     if ranges is not None and not isinstance(ranges, (str, bytes, os.PathLike)):
         rows = checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[union-attr]
         return _Ranges({ARRAY: rows}, ranges_checksum(rows))
-    path = stored.prefix if ranges is None else check_path("ranges", ranges)
-    storage = getattr(stored.store, "storage", None)
-    array_set = read_loss_ranges(path, stored.prefix, stored.fingerprint(), storage)
+    path = None if ranges is None else check_path("ranges", ranges)
+    array_set = read_loss_ranges(stored._file, path)  # type: ignore[arg-type]
     return _Ranges(array_set, array_set.key["ranges"], array_set.path(ARRAY))

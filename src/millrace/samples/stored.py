@@ -12,10 +12,9 @@ from millrace.order import Order, Spans
 from millrace.order.spans import checked_spans
 from millrace.samples.fields import FIELDS, Batch, BatchForm, SampleOptions, needs_parts, row_form
 from millrace.samples.rows import core_errors, find_parts, finish, of_parts
-from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
+from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, fingerprint_of
 from millrace.shards.shard_reader import Shards
 from millrace.store import IndexedDataset, RawTokens
-from millrace.store.info import has_mask
 from millrace.store.token_file import TokenFile
 
 _OUTSIDE = "an index points outside its data: {}. Write it again"
@@ -44,13 +43,6 @@ class StoredTokens:
     @property
     def prefix(self) -> str:
         return self._file.prefix
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether the sidecar of a token file names ranges that are not trained on."""
-        if isinstance(self._file, TokenFile):
-            return self._file.record.has_mask
-        return isinstance(self._file, IndexedDataset) and has_mask(self.prefix, self._file.storage)
 
     @property
     def store(self) -> TokenStore:
@@ -213,6 +205,5 @@ def _token_batch(
         has_tokens = counts > 0
         starts, offsets = starts[has_tokens], offsets[has_tokens]
         sequences = None if sequences is None else sequences[has_tokens]
-    return TokenBatch(tokens, ends).with_arrays(
-        part_starts=starts, part_sequence=sequences, part_offset=offsets
-    )
+    parts = {"part_starts": starts, "part_sequence": sequences, "part_offset": offsets}
+    return EMPTY.with_arrays(tokens=tokens, ends=ends, **parts)

@@ -59,7 +59,7 @@ class TokenFileRecord:
             present = TokenFile.open(self.prefix, storage=storage).record
         except DataError as error:
             return f"{self.prefix} is gone or damaged: {error}"
-        if replace(present, times=self.times, versions=self.versions) == self:
+        if replace(present, times=self.times) == self:  # a new version of an object is a change
             return None
         return f"{self.prefix} is not what it was: other tokens or documents are there now"
 
@@ -100,7 +100,7 @@ class TokenFile:
             num_sequences=len(dataset),
             num_documents=dataset.num_documents,
             num_tokens=dataset.num_tokens,
-            has_mask=has_mask(prefix, dataset.storage),
+            has_mask=has_mask(prefix),
         )
         file = cls(record, access, getattr(storage, "base", storage))  # without the listing
         file._dataset = Deferred.of(dataset)
