@@ -87,8 +87,7 @@ def _wait_until_it_writes(address: str, process: Any, folder: Path) -> None:
             return
         except BaseError:
             if process.poll() is not None or time.monotonic() > end:
-                log = (folder / "log").read_text()[-2000:]
-                raise RuntimeError(f"SeaweedFS does not start: {log}") from None
+                raise RuntimeError((folder / "log").read_text()[-2000:]) from None
             time.sleep(0.1)
 
 

@@ -60,7 +60,7 @@ def taken(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.glob("*.data"))
 
 
-@pytest.mark.parametrize("share", [0.025, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.025, 0.1, 0.5, 0.9, 1.0])
 def test_it_saves_what_the_best_cache_would(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, share: float
 ) -> None:
@@ -106,14 +106,6 @@ def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, prox
     read(paths[2])
     assert [read(path)[1] == 0 for path in (paths[2], paths[1])] == [True, True]
     assert taken(tmp_path / "mirror") <= 2 * len(DATA) + METADATA
-
-
-def test_no_room_for_a_block(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
-    storage = bucket.storage(mirror=tmp_path / "mirror", limit=BLOCK - 1)
-    file = storage.open(bucket.put("a", DATA.tobytes()), "file")
-    proxy.reset()
-    read_all(file, np.arange(0, 300, 3))
-    assert (proxy.bodies, taken(tmp_path / "mirror")) == (100 * SAMPLE, 0)
 
 
 def test_a_full_disk(

@@ -130,8 +130,7 @@ def budget_lines(budget: BucketBudget) -> list[str]:
     """The budget as text for people."""
     one = budget
     lines = [
-        "",
-        f"buckets      a step: {one.requests_per_step:,.1f} requests, "
+        f"\nbuckets      a step: {one.requests_per_step:,.1f} requests, "
         f"{one.bytes_per_step / 1e6:,.2f} MB ({one.bytes_over_used:.2f} times what is used), "
         f"{one.seconds_per_step:.3f} s with {_REQUESTS} in flight",
         f"one prefix   {RATE_OF_PREFIX:,} GETs/s feed {one.accelerators_per_prefix:,} accelerators",

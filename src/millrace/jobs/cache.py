@@ -217,8 +217,7 @@ def _changes(manifest: Manifest) -> list[str]:
     """How the token files of a manifest have changed, as far as can be seen from here."""
     changes = []
     for file, path in zip(manifest.files, manifest.paths, strict=True):
-        # Its folder is missing or may not be read; or its bucket.
-        with contextlib.suppress(OSError, StorageError):
+        with contextlib.suppress(OSError, StorageError):  # its place may be missing, or not be read
             change = dataclasses.replace(file, prefix=path).change()
             if change and os.listdir(os.path.dirname(path)):  # an empty one is not mounted
                 changes.append(change)

@@ -100,9 +100,8 @@ def plan_run(config: DatasetConfig) -> RunPlan:
     with ThreadPoolExecutor(num_threads) as pool:
         files = [*pool.map(TokenFile.open, prefixes, repeat(config.access), storages)]
         compares = len(files) > 1 and not config.any_tokenizer
-        if compares and (
-            conflict := tokenizer_conflict(pool.map(read_tokenizer, prefixes, storages))
-        ):
+        records = pool.map(read_tokenizer, prefixes, storages) if compares else ()
+        if conflict := tokenizer_conflict(records):
             raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [

@@ -171,10 +171,10 @@ class _Finder:
         start = pattern[: re.search(r"[*?\[]", pattern).start()]  # type: ignore[union-attr]
         paths = [path for path in storage.list(start) if fnmatch.fnmatchcase(path, pattern)]
         if pattern == entry:
-            paths = [path for path in paths if not _is_ours(path)]
+            paths = [one for one in paths if not _is_ours(one)]
         else:
-            names = {path: os.path.basename(path) for path in paths}
-            paths = [path for path in paths if self._by_name(path) and not _is_skipped(names[path])]
+            skipped = {one for one in paths if _is_skipped(os.path.basename(one))}
+            paths = [one for one in paths if self._by_name(one) and one not in skipped]
         if not paths:
             raise TextError(f"there are no documents at {entry}. Check the path or pattern")
         return sorted(paths)
