@@ -48,6 +48,14 @@ TokenSource::TokenSource(std::span<const Tokens> shards, std::span<const std::in
 
 Piece TokenSource::locate(const Span& span) const {
   const bool has_shards = !shards_.empty();
+  if (span.sequence == Span::whole_file && !has_shards) {
+    const std::int64_t num_tokens = num_bytes_ / token_size_;
+    if (span.offset < 0 || span.count < 0 || span.count > num_tokens - span.offset) {
+      fail(span.count, " tokens from token ", span.offset, " on lie outside the token file, which has ",
+           num_tokens);
+    }
+    return {span.offset * token_size_, span.count * token_size_};
+  }
   const std::int64_t num_sequences =
       has_shards ? num_bytes_ / (sequence_length_ * token_size_)
                  : static_cast<std::int64_t>(sequence_lengths_.size());

@@ -19,8 +19,10 @@ using Tokens = std::variant<const std::uint8_t*, const std::int8_t*, const std::
 std::int64_t size_of_token(const Tokens& tokens) noexcept;
 const std::uint8_t* bytes_of(const Tokens& tokens) noexcept;
 
-// Some tokens of a sequence: `count` from token `offset` on.
+// Some tokens of a sequence, or of the whole token file: `count` from token `offset` on.
 struct Span {
+  static constexpr std::int64_t whole_file = -1;  // in place of a sequence
+
   std::int64_t sequence;
   std::int64_t offset;
   std::int64_t count;

@@ -3,6 +3,7 @@
 #include "balance.hpp"
 #include "blend.hpp"
 #include "mapping.hpp"
+#include "mixture_tree.hpp"
 #include "mt19937.hpp"
 #include "packing.hpp"
 #include "sample_index.hpp"
@@ -128,6 +129,21 @@ Blend py_blend_by_sizes(const In<std::int64_t>& sizes, std::size_t total, int th
   });
 }
 
+std::tuple<Out<std::int32_t>, Out<std::int64_t>> py_draw_from_tree(
+    const In<std::int32_t>& left, const In<std::int32_t>& right, const In<std::int64_t>& share,
+    const In<std::int64_t>& left_share, const In<std::int64_t>& debt,
+    const In<std::int64_t>& sample_numbers) {
+  const MixtureTree tree{static_cast<std::int64_t>(left.shape(0)) + 1, column_of(left),
+                         column_of(right), column_of(share), column_of(left_share), column_of(debt)};
+  auto leaves = allocate<std::int32_t>(sample_numbers.shape(0));
+  auto numbers = allocate<std::int64_t>(sample_numbers.shape(0));
+  {
+    nb::gil_scoped_release unlocked;
+    draw_from_tree(tree, column_of(sample_numbers), leaves.span(), numbers.span());
+  }
+  return {to_numpy(std::move(leaves)), to_numpy(std::move(numbers))};
+}
+
 // So short that the GIL is kept.
 Blend py_look_up_draws(const In<std::int16_t>& dataset_index,
                        const In<std::int64_t>& dataset_sample_index,
@@ -174,6 +190,8 @@ void add_order(nb::module_& module) {
   add_sample_index(std::int64_t{});
   module.def("blend_by_weights", &py_blend_by_weights, "weights"_array, "size"_a, "threads"_a);
   module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_array, "total"_a, "threads"_a);
+  module.def("draw_from_tree", &py_draw_from_tree, "left"_array, "right"_array, "share"_array,
+             "left_share"_array, "debt"_array, "sample_numbers"_array);
   module.def("look_up_draws", &py_look_up_draws, "dataset_index"_array, "dataset_sample_index"_array,
              "sample_numbers"_array);
 }

@@ -1,0 +1,107 @@
+"""A mixture without an index: a binary tree that deals samples to sources by their shares.
+
+`docs/instant_order.md` defines it (M1 to M5). Its memory depends on the number of sources alone.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace import _native
+
+_BITS = 40
+ONE = 1 << _BITS
+"""The sum of all shares."""
+
+
+def whole_shares(weights: Sequence[float]) -> list[int]:
+    """Whole numbers with the sum `ONE`, in proportion to positive weights, each at least 1 (M1)."""
+    total = math.fsum(weights)
+    shares = [max(1, math.floor(weight / total * ONE)) for weight in weights]
+    shares[shares.index(max(shares))] += ONE - sum(shares)
+    return shares
+
+
+class MixtureTree:
+    """Which source each sample of a stretch is drawn from, and its number among the source's.
+
+    Args:
+        shares: Share of each source, as `whole_shares` returns them.
+        debts: What each source is owed at the start, in samples times `ONE`; half of it is paid.
+            None: nothing.
+
+    Example:
+        >>> leaves, numbers = MixtureTree(whole_shares([2, 1])).draws(np.arange(6))
+        >>> leaves.tolist(), numbers.tolist()
+        ([0, 1, 0, 0, 1, 0], [0, 0, 1, 2, 1, 3])
+    """
+
+    def __init__(self, shares: Sequence[int], debts: Sequence[int] | None = None) -> None:
+        self._num_leaves = len(shares)
+        node_shares = list(shares)
+        halves = [0] * len(shares) if debts is None else [debt // 2 for debt in debts]
+        heap = [(share, leaf) for leaf, share in enumerate(shares)]
+        heapq.heapify(heap)
+        self._parents = [-1] * (2 * len(shares) - 1)
+        nodes = []
+        while len(heap) > 1:
+            (left_share, left), (right_share, right) = heapq.heappop(heap), heapq.heappop(heap)
+            node, share = len(node_shares), left_share + right_share
+            half = halves[left] + halves[right]
+            nodes.append((left, right, share, left_share, halves[left] - left_share * half // share))
+            node_shares.append(share)
+            halves.append(half)
+            self._parents[left] = self._parents[right] = node
+            heapq.heappush(heap, (share, node))
+        self._nodes = nodes
+        columns = list(zip(*nodes, strict=True)) or [()] * 5
+        dtypes = (np.int32, np.int32, np.int64, np.int64, np.int64)
+        self._core = [np.array(one, dtype) for one, dtype in zip(columns, dtypes, strict=True)]
+
+    def draws(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """The source of some samples, int32 [n], and their numbers among its samples, int64 [n]."""
+        return _native.draw_from_tree(*self._core, numbers)
+
+    def counts(self, number: int) -> list[int]:
+        """How many of the first `number` samples each source has."""
+        counts = [0] * len(self._parents)
+        counts[-1] = number
+        for node in reversed(range(self._num_leaves, len(counts))):
+            left, right = self._nodes[node - self._num_leaves][:2]
+            counts[left] = self._left_count(node, counts[node])
+            counts[right] = counts[node] - counts[left]
+        return counts[: self._num_leaves]
+
+    def find(self, leaf: int, number: int) -> int:
+        """The sample that is a source's of that number: the reverse of `draws`."""
+        node = leaf
+        while (parent := self._parents[node]) >= 0:
+            number = self._in_parent(parent, node, number)
+            node = parent
+        return number
+
+    def _in_parent(self, parent: int, child: int, number: int) -> int:
+        """The number, among the samples of a node, of one of its child."""
+        left, _, share, left_share, debt = self._nodes[parent - self._num_leaves]
+        part = left_share if child == left else share - left_share
+        slack = (abs(debt) >> _BITS) + 3
+        low = max(number - slack, 0) * share // part
+        high = (number + slack) * share // part + 1
+        while high - low > 1:  # the child has at most `number` of the first `low`, more of `high`
+            middle = (low + high) // 2
+            count = self._left_count(parent, middle)
+            if (count if child == left else middle - count) > number:
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _left_count(self, node: int, count: int) -> int:
+        """How many of the first samples of a node its left child has (M4)."""
+        _, _, share, left_share, debt = self._nodes[node - self._num_leaves]
+        quotient, rest = divmod(left_share * count, share)
+        rounded = quotient + (((rest << _BITS) // share + debt + ONE // 2) >> _BITS)
+        return min(count, max(0, rounded))

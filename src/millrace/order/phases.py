@@ -1,0 +1,273 @@
+"""A run in phases: which source each sample is drawn from, and where each source is.
+
+Weights, sources and the sequence length may change from a sample on; what was drawn before stays
+what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
+"""
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import MAX_INT64, check_float, check_int, shown
+from millrace.errors import ConfigError
+from millrace.order.instant import Position, num_windows
+from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
+from millrace.order.spans import RULES_VERSION
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a phase may draw from.
+
+    Attributes:
+        num_tokens: Number of tokens.
+        max_epochs: Number of epochs after which it takes no part; None: no limit.
+    """
+
+    num_tokens: int
+    max_epochs: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Samples from `start` up to the next phase.
+
+    Attributes:
+        start: Its first sample number.
+        sequence_length: Tokens to train on in a sample.
+        weights: Positive weights of the sources that take part, by their names.
+    """
+
+    start: int
+    sequence_length: int
+    weights: Mapping[str, float]
+
+
+class Stretch(NamedTuple):
+    """Samples between which neither weights nor sources change (M1 to M5)."""
+
+    start: int
+    phase: int
+    names: list[str]  # of the tree's leaves, sorted
+    shares: list[int]
+    tree: MixtureTree
+    drawn: list[int]  # draws of each source before, since its length segment began
+    debts: dict[str, int]  # at the start
+
+
+class _State(NamedTuple):
+    """A source at the start of a stretch."""
+
+    position: Position
+    sequence_length: int  # of its draws
+    drawn: int  # since the position that `Phases.positions` tells
+    before: "_State | None"  # of the segment before, for a segment without a draw
+
+
+class Phases:
+    """The mixture of a run in phases. Stretches are computed as far as samples ask for them.
+
+    Args:
+        sources: The sources by their names; their order does not matter.
+        phases: Phases by their starts; the first one starts at 0.
+
+    Attributes:
+        positions: Where each source is when the first sample of a sequence length is drawn from it,
+            by the number of the run of phases of one length (`segments`) and the name.
+
+    Raises:
+        ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], phases: Sequence[Phase]) -> None:
+        self._sources, self._phases = dict(sources), list(phases)
+        self._check()
+        lengths = [phase.sequence_length for phase in phases]
+        changes = np.flatnonzero(np.diff(lengths, prepend=-1))
+        self.segments: list[int] = np.repeat(
+            np.arange(len(changes)), np.diff([*changes, len(phases)])
+        ).tolist()
+        self.positions: dict[tuple[int, str], Position] = {}
+        self._stretches: list[Stretch] = []
+        self._starts: list[int] = []
+        self._states: dict[str, _State] = {}
+        self._debts: dict[str, int] = {}
+        self._enter_phase(0)
+        self._add_stretch(0, 0)
+
+    def stretch_of(self, sample_number: int) -> Stretch:
+        """The stretch that a sample is in."""
+        while self._end is not None and sample_number >= self._end:
+            self._advance()
+        return self._stretches[bisect.bisect_right(self._starts, sample_number) - 1]
+
+    def draws(self, sample_numbers: Numbers) -> tuple[list[str], NDArray[np.int32], Numbers]:
+        """The sources of some samples of one sequence length, and the samples' numbers in them.
+
+        A number counts the draws from its source since `positions`.
+
+        Returns:
+            Names; the place of each sample's source among them, int32 [n]; the numbers, int64 [n].
+        """
+        self.stretch_of(int(sample_numbers.max(initial=0)))
+        stretches = np.searchsorted(self._starts, sample_numbers, "right") - 1
+        names: dict[str, int] = {}
+        places, numbers = np.empty(len(stretches), np.int32), np.empty(len(stretches), np.int64)
+        for number in np.unique(stretches).tolist():
+            stretch, here = self._stretches[number], stretches == number
+            leaves, own = stretch.tree.draws(sample_numbers[here] - stretch.start)
+            used = np.unique(leaves)
+            of_used = [names.setdefault(stretch.names[leaf], len(names)) for leaf in used.tolist()]
+            places[here] = np.array(of_used, np.int32)[np.searchsorted(used, leaves)]
+            numbers[here] = own + np.array(stretch.drawn, np.int64)[leaves]
+        return [*names], places, numbers
+
+    # ---- one stretch after the other ----
+
+    def _enter_phase(self, number: int) -> None:
+        """Moves the sources of a phase to its sequence length (S7)."""
+        phase = self._phases[number]
+        length, segment = phase.sequence_length, self.segments[number]
+        for name in phase.weights:
+            if (segment, name) in self.positions:
+                continue
+            state = self._states.get(name)
+            if state is not None and state.drawn == 0:
+                state = state.before
+            position = Position(0, length, 0)
+            if state is not None:
+                position = state.position.with_length(state.sequence_length, length)
+            self.positions[segment, name] = position
+            self._states[name] = _State(position, length, 0, state)
+
+    def _add_stretch(self, start: int, number: int) -> None:
+        """Adds the stretch of a phase that starts at a sample, with the sources that have draws."""
+        phase = self._phases[number]
+        names = sorted(name for name in phase.weights if self._draws_left(name) > 0)
+        if not names:
+            raise ConfigError(
+                f"phase {number}: all of its sources have reached max_epochs at sample {start}: "
+                "raise max_epochs, add a source, or let the phase end there"
+            )
+        self._debts = {name: self._debts.get(name, 0) for name in names}
+        shares = whole_shares([phase.weights[name] for name in names])
+        tree = MixtureTree(shares, [*self._debts.values()])
+        drawn = [self._states[name].drawn for name in names]
+        stretch = Stretch(start, number, names, shares, tree, drawn, dict(self._debts))
+        self._stretches.append(stretch)
+        self._starts.append(start)
+        is_last = number + 1 == len(self._phases)
+        ends = [] if is_last else [self._phases[number + 1].start]
+        counts = tree.counts(ends[0] - start) if ends else None
+        for leaf, name in enumerate(names):
+            left = self._draws_left(name)
+            if left < math.inf and (counts is None or counts[leaf] >= left):
+                ends.append(start + tree.find(leaf, int(left) - 1) + 1)
+        self._end = min(ends, default=None)
+
+    def _advance(self) -> None:
+        """Goes to the end of the last stretch, where the next one starts."""
+        last, end = self._stretches[-1], self._end
+        length = self._phases[last.phase].sequence_length
+        for name, share, count in zip(
+            last.names, last.shares, last.tree.counts(end - last.start), strict=True
+        ):
+            self._debts[name] += share * (end - last.start) - ONE * count
+            state, num_tokens = self._states[name], self._sources[name].num_tokens
+            position = state.position.after(count, num_tokens, length)
+            self._states[name] = state._replace(position=position, drawn=state.drawn + count)
+        number = last.phase
+        if number + 1 < len(self._phases) and end == self._phases[number + 1].start:
+            number += 1
+            self._enter_phase(number)
+        self._add_stretch(end, number)
+
+    def _draws_left(self, name: str) -> float:
+        """Draws until the source has reached its last epoch (C1)."""
+        source, state = self._sources[name], self._states[name]
+        if source.max_epochs is None:
+            return math.inf
+        epochs = source.max_epochs - state.position.epoch - 1
+        if epochs < 0:
+            return 0
+        left = state.position.samples_left(source.num_tokens, state.sequence_length)
+        return left + epochs * num_windows(source.num_tokens, state.sequence_length)
+
+    # ---- what has been drawn ----
+
+    def find(self, segment: int, name: str, number: int) -> int:
+        """The sample that is a source's of that number in a segment; -1: none. See `draws`."""
+        place = 0
+        while True:
+            if place == len(self._stretches):
+                if self._end is None:
+                    return -1
+                self._advance()
+            stretch = self._stretches[place]
+            of = self.segments[stretch.phase]
+            if of > segment:
+                return -1
+            if of == segment and name in stretch.names:
+                leaf = stretch.names.index(name)
+                end = self._end if place + 1 == len(self._stretches) else self._starts[place + 1]
+                sample = stretch.start + stretch.tree.find(leaf, number - stretch.drawn[leaf])
+                if number >= stretch.drawn[leaf] and (end is None or sample < end):
+                    return sample
+            place += 1
+
+    def past(self, sample_number: int) -> list[list[Any]]:
+        """What decides the samples before a number: for each stretch its start, sequence length
+        and shares by name."""
+        if sample_number == 0:
+            return []
+        last = self.stretch_of(sample_number - 1)
+        return [
+            [one.start, self._phases[one.phase].sequence_length, dict(zip(one.names, one.shares))]
+            for one in self._stretches[: self._stretches.index(last) + 1]
+        ]
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """What decides the draws, for comparison with a saved state. See `Mixture`."""
+        past = self.past(MAX_INT64 if consumed_samples is None else consumed_samples)
+        return {"kind": "phases", "rules": RULES_VERSION, "stretches": past}
+
+    def _check(self) -> None:
+        if not self._phases or self._phases[0].start != 0:
+            raise ConfigError("the first phase must start at sample 0: give it no start")
+        starts = [check_int("a phase's start", phase.start, 0) for phase in self._phases]
+        for number, (before, start) in enumerate(zip(starts, starts[1:], strict=False), 1):
+            if start <= before:
+                raise ConfigError(
+                    f"phase {number} starts at sample {start}, the one before it at {before}: "
+                    "phases must be in order, and not be empty"
+                )
+        for number, phase in enumerate(self._phases):
+            length = check_int(f"sequence_length of phase {number}", phase.sequence_length, 1)
+            if not phase.weights:
+                raise ConfigError(f"phase {number} has no source: give it weights")
+            for name, weight in phase.weights.items():
+                what = f"phase {number}, source {name}"
+                source = self._sources.get(name)
+                if source is None:
+                    there = ", ".join(sorted(self._sources))
+                    raise ConfigError(f"{what}: there are only {there}: add it to the sources")
+                if not 0 < check_float(f"{what}: the weight", weight) < math.inf:
+                    raise ConfigError(
+                        f"{what}: the weight is {shown(weight)}; it must be positive and finite. "
+                        "Leave a source out to draw nothing from it"
+                    )
+                if num_windows(source.num_tokens, length) < 1:
+                    raise ConfigError(
+                        f"{what} has {source.num_tokens} tokens; samples of {length} tokens need "
+                        f"{2 * length}: shorten the sequence length, or leave the source out"
+                    )
+        for name, source in self._sources.items():
+            if source.max_epochs is not None:
+                check_int(f"max_epochs of source {name}", source.max_epochs, 1)
