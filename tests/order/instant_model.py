@@ -108,7 +108,7 @@ def joined(left: Node, right: Node) -> Node:
     """M3 and M4: the two smallest nodes become one."""
     share = left.share + right.share
     debt = (left.share * left.debt + right.share * right.debt) // share
-    carry = max(-ONE // 2, min(ONE // 2 - 1, (left.debt - right.debt) // 4))
+    carry = max(-ONE // 2, min(ONE // 2 - 1, 3 * (left.debt - right.debt) // 16))
     return Node(share, debt, "", left, right, (ONE // 2 + carry) * share)
 
 

@@ -194,7 +194,7 @@ def owed(debts: dict[str, float], names: range) -> list[str]:
 def test_shares_hold_where_phases_are_against_them() -> None:
     """Each of these broke an earlier rule for debts: shares were off by 3 to 90 samples."""
     fresh = lambda number, _: {"0": 0.81, str(number + 1): 0.19}  # noqa: E731
-    away = lambda number, _: {"0": 0.55, "1": 0.45} if number % 2 else {"0": 1.0}  # noqa: E731
+    away = lambda number, _: {"0": 0.55, "1": 0.45} if number % 2 else {"2": 1.0}  # noqa: E731
 
     def many_and_one(number: int, debts: dict[str, float]) -> dict[str, float]:
         if number == 0:
@@ -241,7 +241,7 @@ def test_levels_are_the_counts_of_the_page(seed: int) -> None:
         if not (node.left and node.right):
             assert numbers == [number for number in range(num) if draws[number] == node.name]
             return
-        c = min(max((node.left.debt - node.right.debt) // 4, -(2**39)), 2**39 - 1)
+        c = min(max(3 * (node.left.debt - node.right.debt) // 16, -(2**39)), 2**39 - 1)
         left, right = [], []
         for t, number in enumerate(numbers):
             counts = [
@@ -258,6 +258,13 @@ def test_levels_are_the_counts_of_the_page(seed: int) -> None:
 def test_shares_are_whole_numbers_of_2_to_the_40() -> None:
     assert shares({"b": 1, "a": 1, "c": 1}) == {"a": ONE // 3 + 1, "b": ONE // 3, "c": ONE // 3}
     assert shares({"a": 1e-300, "b": 1e300}) == {"a": 1, "b": ONE - 1}
+
+
+def test_equal_sources_are_drawn_by_name() -> None:
+    """By hand: the first takes what 2^40 / 3 leaves; (b, c) and ((a, b), (c, d)) are the trees."""
+    for names, expected in (("ab", "abab"), ("abc", "bacbac"), ("abcd", "acbdacbd")):
+        model = Model(1, dict.fromkeys(names, 50), [(0, 2, dict.fromkeys(names, 0.5))])
+        assert "".join(model.draw().source for _ in expected) == expected
 
 
 def random_history(rng: random.Random) -> tuple[dict[str, int | tuple[int, int]], Phases]:
