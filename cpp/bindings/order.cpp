@@ -15,6 +15,8 @@ namespace {
 
 using Ranges =
     nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using TreeTable =
+    nb::ndarray<const std::int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 using Key = In<std::uint32_t>;
 
 // The state after the draws, as numpy.random.RandomState.set_state() takes it.
@@ -130,16 +132,16 @@ Blend py_blend_by_sizes(const In<std::int64_t>& sizes, std::size_t total, int th
 }
 
 std::tuple<Out<std::int32_t>, Out<std::int64_t>> py_draw_from_tree(
-    const In<std::int32_t>& left, const In<std::int32_t>& right, const In<std::int64_t>& share,
-    const In<std::int64_t>& left_share, const In<std::int64_t>& debt,
-    const In<std::int64_t>& sample_numbers) {
-  const MixtureTree tree{static_cast<std::int64_t>(left.shape(0)) + 1, column_of(left),
-                         column_of(right), column_of(share), column_of(left_share), column_of(debt)};
+    const TreeTable& table, const In<std::int64_t>& sample_numbers) {
+  std::vector<TreeNode> nodes(table.shape(0));
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    nodes[i] = {table(i, 0), table(i, 1), table(i, 2), table(i, 3), table(i, 4)};
+  }
   auto leaves = allocate<std::int32_t>(sample_numbers.shape(0));
   auto numbers = allocate<std::int64_t>(sample_numbers.shape(0));
   {
     nb::gil_scoped_release unlocked;
-    draw_from_tree(tree, column_of(sample_numbers), leaves.span(), numbers.span());
+    draw_from_tree(nodes, column_of(sample_numbers), leaves.span(), numbers.span());
   }
   return {to_numpy(std::move(leaves)), to_numpy(std::move(numbers))};
 }
@@ -190,8 +192,7 @@ void add_order(nb::module_& module) {
   add_sample_index(std::int64_t{});
   module.def("blend_by_weights", &py_blend_by_weights, "weights"_array, "size"_a, "threads"_a);
   module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_array, "total"_a, "threads"_a);
-  module.def("draw_from_tree", &py_draw_from_tree, "left"_array, "right"_array, "share"_array,
-             "left_share"_array, "debt"_array, "sample_numbers"_array);
+  module.def("draw_from_tree", &py_draw_from_tree, "nodes"_array, "sample_numbers"_array);
   module.def("look_up_draws", &py_look_up_draws, "dataset_index"_array, "dataset_sample_index"_array,
              "sample_numbers"_array);
 }

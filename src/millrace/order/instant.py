@@ -26,30 +26,32 @@ def source_key(seed: int, name: str) -> int:
 
 
 class Position(NamedTuple):
-    """Where a source is: `drawn` tokens of the windows of an epoch (S5)."""
+    """Where a source is: behind the first `drawn` tokens of the windows of an epoch (S5)."""
 
     epoch: int
     window_length: int
     drawn: int
 
+    def before_draw(self, num_tokens: int, sequence_length: int) -> "Position":
+        """The position at which the next sample of that length is drawn (S6)."""
+        length = self.window_length
+        drawn = -(-self.drawn // sequence_length) * sequence_length
+        if length % sequence_length == 0 and drawn < num_windows(num_tokens, length) * length:
+            return self._replace(drawn=drawn)
+        return Position(self.epoch + 1, sequence_length, 0)
+
     def samples_left(self, num_tokens: int, sequence_length: int) -> int:
-        """Samples of that length that are left in the epoch."""
+        """Samples of that length that are left in the epoch, for a position before a draw."""
         size = num_windows(num_tokens, self.window_length) * self.window_length
         return (size - self.drawn) // sequence_length
 
     def after(self, draws: int, num_tokens: int, sequence_length: int) -> "Position":
-        """The position some draws later (S6). The end of an epoch stays in it."""
+        """The position some draws later, at least one, for a position before a draw."""
         left = self.samples_left(num_tokens, sequence_length)
         if draws <= left:
             return self._replace(drawn=self.drawn + draws * sequence_length)
         epochs, rest = divmod(draws - left - 1, num_windows(num_tokens, sequence_length))
         return Position(self.epoch + 1 + epochs, sequence_length, (rest + 1) * sequence_length)
-
-    def with_length(self, length: int, sequence_length: int) -> "Position":
-        """The position of a source that was drawn in samples of `length`, for another one (S7)."""
-        if length % sequence_length == 0:
-            return self
-        return Position(self.epoch + (self.drawn > 0), sequence_length, 0)
 
 
 class InstantOrder(CoreOrder):
@@ -105,10 +107,11 @@ class InstantOrder(CoreOrder):
 
     @cached_property
     def core(self) -> _native.Order:
+        epoch, length, drawn = self.position
         return _native.InstantOrder(
             (self.first_token, self.num_tokens),
             source_key(self.seed, self.name),
-            tuple(self.position),
+            (epoch, length, drawn),
             self.sequence_length,
             self.add_extra_token,
             self.num_samples,

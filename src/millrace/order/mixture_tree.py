@@ -30,8 +30,7 @@ class MixtureTree:
 
     Args:
         shares: Share of each source, as `whole_shares` returns them.
-        debts: What each source is owed at the start, in samples times `ONE`; half of it is paid.
-            None: nothing.
+        debts: What each source is owed at the start, in samples times `ONE`. None: nothing.
 
     Example:
         >>> leaves, numbers = MixtureTree(whole_shares([2, 1])).draws(np.arange(6))
@@ -42,7 +41,7 @@ class MixtureTree:
     def __init__(self, shares: Sequence[int], debts: Sequence[int] | None = None) -> None:
         self._num_leaves = len(shares)
         node_shares = list(shares)
-        halves = [0] * len(shares) if debts is None else [debt // 2 for debt in debts]
+        node_debts = [0] * len(shares) if debts is None else list(debts)
         heap = [(share, leaf) for leaf, share in enumerate(shares)]
         heapq.heapify(heap)
         self._parents = [-1] * (2 * len(shares) - 1)
@@ -50,20 +49,20 @@ class MixtureTree:
         while len(heap) > 1:
             (left_share, left), (right_share, right) = heapq.heappop(heap), heapq.heappop(heap)
             node, share = len(node_shares), left_share + right_share
-            half = halves[left] + halves[right]
-            nodes.append((left, right, share, left_share, halves[left] - left_share * half // share))
+            left_debt, right_debt = node_debts[left], node_debts[right]
+            # Three sixteenths: more is too much for a phase, less for the sum of many.
+            carry = max(-ONE // 2, min(ONE // 2 - 1, 3 * (left_debt - right_debt) // 16))
+            nodes.append((left, right, share, left_share, carry))
             node_shares.append(share)
-            halves.append(half)
+            node_debts.append((left_share * left_debt + right_share * right_debt) // share)
             self._parents[left] = self._parents[right] = node
             heapq.heappush(heap, (share, node))
         self._nodes = nodes
-        columns = list(zip(*nodes, strict=True)) or [()] * 5
-        dtypes = (np.int32, np.int32, np.int64, np.int64, np.int64)
-        self._core = [np.array(one, dtype) for one, dtype in zip(columns, dtypes, strict=True)]
+        self._table = np.array(nodes, np.int64).reshape(-1, 5)
 
     def draws(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
         """The source of some samples, int32 [n], and their numbers among its samples, int64 [n]."""
-        return _native.draw_from_tree(*self._core, numbers)
+        return _native.draw_from_tree(self._table, numbers)
 
     def counts(self, number: int) -> list[int]:
         """How many of the first `number` samples each source has."""
@@ -77,7 +76,7 @@ class MixtureTree:
 
     def find(self, leaf: int, number: int) -> int:
         """The sample that is a source's of that number: the reverse of `draws`."""
-        node = leaf
+        node, number = int(leaf), int(number)
         while (parent := self._parents[node]) >= 0:
             number = self._in_parent(parent, node, number)
             node = parent
@@ -85,11 +84,9 @@ class MixtureTree:
 
     def _in_parent(self, parent: int, child: int, number: int) -> int:
         """The number, among the samples of a node, of one of its child."""
-        left, _, share, left_share, debt = self._nodes[parent - self._num_leaves]
+        left, _, share, left_share, _ = self._nodes[parent - self._num_leaves]
         part = left_share if child == left else share - left_share
-        slack = (abs(debt) >> _BITS) + 3
-        low = max(number - slack, 0) * share // part
-        high = (number + slack) * share // part + 1
+        low, high = max(number - 1, 0) * share // part, (number + 2) * share // part + 1
         while high - low > 1:  # the child has at most `number` of the first `low`, more of `high`
             middle = (low + high) // 2
             count = self._left_count(parent, middle)
@@ -101,7 +98,5 @@ class MixtureTree:
 
     def _left_count(self, node: int, count: int) -> int:
         """How many of the first samples of a node its left child has (M4)."""
-        _, _, share, left_share, debt = self._nodes[node - self._num_leaves]
-        quotient, rest = divmod(left_share * count, share)
-        rounded = quotient + (((rest << _BITS) // share + debt + ONE // 2) >> _BITS)
-        return min(count, max(0, rounded))
+        _, _, share, left_share, carry = self._nodes[node - self._num_leaves]
+        return ((left_share * count << _BITS) // share + carry + ONE // 2) >> _BITS

@@ -5,6 +5,7 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,16 +60,6 @@ class Stretch(NamedTuple):
     shares: list[int]
     tree: MixtureTree
     drawn: list[int]  # draws of each source before, since its length segment began
-    debts: dict[str, int]  # at the start
-
-
-class _State(NamedTuple):
-    """A source at the start of a stretch."""
-
-    position: Position
-    sequence_length: int  # of its draws
-    drawn: int  # since the position that `Phases.positions` tells
-    before: "_State | None"  # of the segment before, for a segment without a draw
 
 
 class Phases:
@@ -79,8 +70,8 @@ class Phases:
         phases: Phases by their starts; the first one starts at 0.
 
     Attributes:
-        positions: Where each source is when the first sample of a sequence length is drawn from it,
-            by the number of the run of phases of one length (`segments`) and the name.
+        segments: Of each phase, which part of the run it is in: a part has one sequence length.
+        positions: Where a source is when it is first drawn in a segment, by segment and name.
 
     Raises:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
@@ -97,15 +88,16 @@ class Phases:
         self.positions: dict[tuple[int, str], Position] = {}
         self._stretches: list[Stretch] = []
         self._starts: list[int] = []
-        self._states: dict[str, _State] = {}
+        # Of each source: where its last draw left it, its draws in its last segment, and its debt.
+        self._lefts: dict[str, Position] = {}
+        self._drawn: dict[str, int] = {}
         self._debts: dict[str, int] = {}
-        self._enter_phase(0)
         self._add_stretch(0, 0)
 
     def stretch_of(self, sample_number: int) -> Stretch:
         """The stretch that a sample is in."""
         while self._end is not None and sample_number >= self._end:
-            self._advance()
+            self._advance(self._end)
         return self._stretches[bisect.bisect_right(self._starts, sample_number) - 1]
 
     def draws(self, sample_numbers: Numbers) -> tuple[list[str], NDArray[np.int32], Numbers]:
@@ -131,74 +123,62 @@ class Phases:
 
     # ---- one stretch after the other ----
 
-    def _enter_phase(self, number: int) -> None:
-        """Moves the sources of a phase to its sequence length (S7)."""
-        phase = self._phases[number]
-        length, segment = phase.sequence_length, self.segments[number]
-        for name in phase.weights:
-            if (segment, name) in self.positions:
-                continue
-            state = self._states.get(name)
-            if state is not None and state.drawn == 0:
-                state = state.before
-            position = Position(0, length, 0)
-            if state is not None:
-                position = state.position.with_length(state.sequence_length, length)
-            self.positions[segment, name] = position
-            self._states[name] = _State(position, length, 0, state)
-
     def _add_stretch(self, start: int, number: int) -> None:
         """Adds the stretch of a phase that starts at a sample, with the sources that have draws."""
-        phase = self._phases[number]
-        names = sorted(name for name in phase.weights if self._draws_left(name) > 0)
+        phase, segment = self._phases[number], self.segments[number]
+        lefts = {name: self._draws_left(name, phase.sequence_length) for name in phase.weights}
+        names = sorted(name for name, left in lefts.items() if left > 0)
         if not names:
             raise ConfigError(
                 f"phase {number}: all of its sources have reached max_epochs at sample {start}: "
                 "raise max_epochs, add a source, or let the phase end there"
             )
-        self._debts = {name: self._debts.get(name, 0) for name in names}
+        for name in names:
+            if (segment, name) not in self.positions:
+                self.positions[segment, name] = self._next_position(name, phase.sequence_length)
+                self._drawn[name] = 0
         shares = whole_shares([phase.weights[name] for name in names])
-        tree = MixtureTree(shares, [*self._debts.values()])
-        drawn = [self._states[name].drawn for name in names]
-        stretch = Stretch(start, number, names, shares, tree, drawn, dict(self._debts))
-        self._stretches.append(stretch)
+        tree = MixtureTree(shares, [self._debts.get(name, 0) for name in names])
+        drawn = [self._drawn[name] for name in names]
+        self._stretches.append(Stretch(start, number, names, shares, tree, drawn))
         self._starts.append(start)
         is_last = number + 1 == len(self._phases)
         ends = [] if is_last else [self._phases[number + 1].start]
         counts = tree.counts(ends[0] - start) if ends else None
         for leaf, name in enumerate(names):
-            left = self._draws_left(name)
-            if left < math.inf and (counts is None or counts[leaf] >= left):
+            if (left := lefts[name]) < math.inf and (counts is None or counts[leaf] >= left):
                 ends.append(start + tree.find(leaf, int(left) - 1) + 1)
         self._end = min(ends, default=None)
 
-    def _advance(self) -> None:
+    def _advance(self, end: int) -> None:
         """Goes to the end of the last stretch, where the next one starts."""
-        last, end = self._stretches[-1], self._end
-        length = self._phases[last.phase].sequence_length
-        for name, share, count in zip(
-            last.names, last.shares, last.tree.counts(end - last.start), strict=True
+        last, number = self._stretches[-1], self._stretches[-1].phase
+        length, count = self._phases[number].sequence_length, end - last.start
+        for name, share, draws in zip(
+            last.names, last.shares, last.tree.counts(count), strict=True
         ):
-            self._debts[name] += share * (end - last.start) - ONE * count
-            state, num_tokens = self._states[name], self._sources[name].num_tokens
-            position = state.position.after(count, num_tokens, length)
-            self._states[name] = state._replace(position=position, drawn=state.drawn + count)
-        number = last.phase
-        if number + 1 < len(self._phases) and end == self._phases[number + 1].start:
-            number += 1
-            self._enter_phase(number)
+            self._debts[name] = self._debts.get(name, 0) + share * count - ONE * draws
+            if draws > 0:
+                position = self._next_position(name, length)
+                self._lefts[name] = position.after(draws, self._sources[name].num_tokens, length)
+                self._drawn[name] += draws
+        number += number + 1 < len(self._phases) and end == self._phases[number + 1].start
         self._add_stretch(end, number)
 
-    def _draws_left(self, name: str) -> float:
-        """Draws until the source has reached its last epoch (C1)."""
-        source, state = self._sources[name], self._states[name]
+    def _next_position(self, name: str, length: int) -> Position:
+        left = self._lefts.get(name)
+        if left is None:
+            return Position(0, length, 0)
+        return left.before_draw(self._sources[name].num_tokens, length)
+
+    def _draws_left(self, name: str, length: int) -> float:
+        """Draws of that length until the source has reached its last epoch (C1)."""
+        source, position = self._sources[name], self._next_position(name, length)
         if source.max_epochs is None:
             return math.inf
-        epochs = source.max_epochs - state.position.epoch - 1
-        if epochs < 0:
-            return 0
-        left = state.position.samples_left(source.num_tokens, state.sequence_length)
-        return left + epochs * num_windows(source.num_tokens, state.sequence_length)
+        epochs = source.max_epochs - position.epoch - 1
+        rest = position.samples_left(source.num_tokens, length)
+        return 0 if epochs < 0 else rest + epochs * num_windows(source.num_tokens, length)
 
     # ---- what has been drawn ----
 
@@ -209,7 +189,7 @@ class Phases:
             if place == len(self._stretches):
                 if self._end is None:
                     return -1
-                self._advance()
+                self._advance(self._end)
             stretch = self._stretches[place]
             of = self.segments[stretch.phase]
             if of > segment:
@@ -229,7 +209,11 @@ class Phases:
             return []
         last = self.stretch_of(sample_number - 1)
         return [
-            [one.start, self._phases[one.phase].sequence_length, dict(zip(one.names, one.shares))]
+            [
+                one.start,
+                self._phases[one.phase].sequence_length,
+                dict(zip(one.names, one.shares, strict=True)),
+            ]
             for one in self._stretches[: self._stretches.index(last) + 1]
         ]
 
@@ -242,7 +226,7 @@ class Phases:
         if not self._phases or self._phases[0].start != 0:
             raise ConfigError("the first phase must start at sample 0: give it no start")
         starts = [check_int("a phase's start", phase.start, 0) for phase in self._phases]
-        for number, (before, start) in enumerate(zip(starts, starts[1:], strict=False), 1):
+        for number, (before, start) in enumerate(itertools.pairwise(starts), 1):
             if start <= before:
                 raise ConfigError(
                     f"phase {number} starts at sample {start}, the one before it at {before}: "
