@@ -1,17 +1,16 @@
 """Chats: tokens per second with proven masks, against Megatron-LM's SFT dataset.
 
-    .venv/bin/python benchmarks/bench_chats.py --megatron CHECKOUT --qwen3 FILE
+    MEGATRON_LM=CHECKOUT QWEN3_TEMPLATE=FILE .venv/bin/python benchmarks/bench_chats.py
 
 CHECKOUT is Megatron-LM 0.19, of which two files are run on the installed megatron-core, `datasets`
-and transformers. FILE is Qwen3's chat template for training, as in the package trl. Without an
-option, the environment variables MEGATRON_LM and QWEN3_TEMPLATE name them.
+and transformers. FILE is Qwen3's chat template for training, as in the package trl.
 """
 
 import importlib.util
 import itertools
 import json
 import os
-import random
+import re
 import tempfile
 import time
 from functools import partial
@@ -32,7 +31,7 @@ TEXT_BYTES, CHARACTERS = 60_000_000, 2600  # of the texts, and of a conversation
 COUNT, SLOW_COUNT, QUICK_COUNT = 4000, 400, 100  # conversations
 LINES, QUICK_LINES = 30, 2  # of theirs, each with about 10 conversations
 EPOCHS = 40  # from the cache
-CAPACITY, MICRO_BATCH = 8192, 8
+CAPACITY = 8192
 SPECIAL = [work.EOD, "<unk>", "<pad>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += [f"<SPECIAL_{number}>" for number in (10, 11, 12, 233)]
 CHATML = (
@@ -40,6 +39,7 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BARS = {"ChatML": 10, "Qwen3": 4, "masked": 20, "reference encoder": 1, "cache": 50}
+MEGATRON, QWEN3 = os.environ.get("MEGATRON_LM"), os.environ.get("QWEN3_TEMPLATE")
 DATASET = "megatron/training/datasets/sft_dataset.py"
 TOKENIZER = "megatron/core/tokenizers/text/libraries/sft_tokenizer.py"
 
@@ -48,50 +48,44 @@ NOTES = [
     "tokens on average, of the texts of `bench_tokenize.py` that have no '<'. Padding does not "
     "count. Every run is a fresh process, with one thread that renders and encodes.",
     "Theirs: `SFTDataset` of 0.19 and torch's `default_collate`, a line a batch; a line holds the "
-    "conversations, one after the other, that fit into 8,192 tokens. It gets the first 30 lines, "
+    "conversations that fit into 8,192 tokens, one after the other. It gets the first 30 lines, "
     "we all {count:,} conversations. The tokens of the first line were compared: equal.",
-    "Ours: `ChatEncoder`, with two routes or more for each mask, and a `Loader`. Documents: "
-    "`TextDataset`, shuffled, 8 conversations a batch, each padded to 8,192 tokens. Packs: "
-    "`StreamDataset`, packed to 8,192 as they come. Cache: packs of a `TextDataset` whose cache "
-    "is there. All trained on the same number of tokens. Both sides have the same template.",
+    "Ours: `ChatEncoder`, with two routes or more for each mask, `StreamDataset`, packed to 8,192 "
+    "tokens, and `Loader`. Cache: packs of a `TextDataset` whose cache is there. All trained on "
+    "the same number of tokens. Both sides have the same template.",
     "Masked: their format nemotron-nano-v2; in the others they train on all tokens. Reference "
     "encoder: the vocabulary with the normaliser NFKC; 400 conversations.",
 ]
 
 
 def main() -> None:
-    add = (arguments := parser(__doc__ or "")).add_argument
-    add("--megatron", default=os.environ.get("MEGATRON_LM"), metavar="DIR", help="its checkout")
-    add("--qwen3", default=os.environ.get("QWEN3_TEMPLATE"), metavar="FILE", help="a template")
-    work.add_inputs(arguments)
+    work.add_inputs(arguments := parser(__doc__ or ""))
     options = arguments.parse_args()
-    if not options.megatron or not importlib.util.find_spec("datasets"):
-        print("left out: it needs --megatron, and the package datasets")
+    if not MEGATRON or not importlib.util.find_spec("datasets"):
+        print("left out: it needs MEGATRON_LM, and the package datasets")
         return  # results of an earlier run stay
     count, lines = (QUICK_COUNT, QUICK_LINES) if options.quick else (COUNT, LINES)
     notes, runs = [note.format(count=count) for note in NOTES], number_of_runs(options)
     report = Report("Chats: tokens per second", notes, runs, peer="Megatron-LM")
-    masked = module(options.megatron, TOKENIZER).nemotron_nano_v2_custom_template
+    masked = module(TOKENIZER).nemotron_nano_v2_custom_template
     templates = {"ChatML": CHATML, "masked": masked, "reference encoder": CHATML}
-    if options.qwen3:
-        templates["Qwen3"] = Path(options.qwen3).read_text()
+    templates |= {"Qwen3": Path(QWEN3).read_text()} if QWEN3 else {}
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         source, tokenizer = work.write_inputs(Path(name), options, TEXT_BYTES)
         rows = conversations(work.documents_of(source, CHARACTERS))[:count]
         for label, template in templates.items():
             print(label, flush=True)
             is_slow = label == "reference encoder"
-            model = str(Path(name) / label)
+            model = f"{name}/{label}"
             write_model(model, tokenizer, template, has_normalizer=is_slow)
-            report.rows += compare(
-                label, model, rows[:SLOW_COUNT] if is_slow else rows, options.megatron, lines, runs
-            )
+            some = rows[:SLOW_COUNT] if is_slow else rows
+            report.rows += compare(label, model, some, lines, runs)
         finish(report, options)
 
 
-def module(checkout: str, path: str) -> Any:
-    """A module of a checkout of Megatron-LM, which imports the installed megatron-core."""
-    spec: Any = importlib.util.spec_from_file_location(Path(path).stem, Path(checkout, path))
+def module(path: str) -> Any:
+    """A module of the checkout of Megatron-LM, which imports the installed megatron-core."""
+    spec: Any = importlib.util.spec_from_file_location(Path(path).stem, Path(str(MEGATRON), path))
     result = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(result)
     return result
@@ -102,16 +96,14 @@ def module(checkout: str, path: str) -> Any:
 
 def conversations(texts: list[str]) -> list[dict[str, Any]]:
     """A row of each text that templates take for nothing else: questions, and longer answers."""
-    draw, rows = random.Random(1), []
-    for text in texts:
-        if len(text) > 3 * CHARACTERS or "<" in text or "/think" in text:
-            continue
-        messages, turns, place = [{"role": "system", "content": "Answer."}], draw.randint(1, 3), 0
-        for role, share in [("user", 1), ("assistant", 2)] * turns:
-            stop = place + share * len(text) // (3 * turns)
-            messages.append({"role": role, "content": text[place:stop].strip() or "Yes."})
-            place = stop
-        rows.append({"messages": messages})
+    texts = [one for one in texts if len(one) <= 3 * CHARACTERS and not re.search("<|/think", one)]
+    rows = []
+    for number, text in enumerate(texts):
+        thirds = np.linspace(0, len(text), 3 * (number % 3 + 1) + 1).astype(int)
+        cuts = itertools.pairwise(np.delete(thirds, slice(2, None, 3)))
+        contents = [text[start:stop].strip() or "Yes." for start, stop in cuts]
+        turns = [("system", "Answer."), *zip(itertools.cycle(("user", "assistant")), contents)]
+        rows.append({"messages": [{"role": role, "content": one} for role, one in turns]})
     return rows
 
 
@@ -134,7 +126,7 @@ def write_model(folder: str, path: Path, template: str, *, has_normalizer: bool)
 
 
 def compare(
-    label: str, model: str, rows: list[dict[str, Any]], megatron: str, num_lines: int, runs: int
+    label: str, model: str, rows: list[dict[str, Any]], num_lines: int, runs: int
 ) -> list[Row]:
     encoded = ChatEncoder(Tokenizer(model)).encode(rows)
     if encoded.problems or encoded.trained is None:
@@ -151,52 +143,39 @@ def compare(
 
     def theirs() -> float:
         form = "nemotron-nano-v2" if label == "masked" else "default"
-        some, first = lines[: num_lines + 1], encoded.tokens[: before[1]]
-        seconds = call(megatron_seconds, megatron, model, form, some, first)
+        first = encoded.tokens[: before[1]]
+        seconds = call(megatron_seconds, model, form, lines[: num_lines + 1], first)
         return (before[num_lines + 1] - before[1]) / seconds
 
-    def ours(kind: str) -> float:
-        epochs = EPOCHS if kind == "cache" else 1
-        seconds, trained = call(our_seconds, model, kind, epochs)
+    def ours(epochs: int) -> float:
+        seconds, trained = call(our_seconds, model, epochs)
         if trained != epochs * num_trained:
-            raise RuntimeError(f"{label}, {kind}: {trained} targets, not {num_trained} x {epochs}")
+            raise RuntimeError(f"{label}: {trained} targets, not {num_trained} x {epochs}")
         return epochs * num_tokens / seconds
 
-    kinds = ["documents", "packs"] + ["cache"] * (label == "ChatML")
-    results = alternate(runs, {"theirs": theirs, **{kind: partial(ours, kind) for kind in kinds}})
-    peer, bars = results.pop("theirs"), {"cache": BARS["cache"]}
-    compared = partial(Row.compare, peer=peer, unit="tokens/s", better=HIGHER)
-    return [
-        compared(f"{label}: {kind}", values, bar=bars.get(kind, BARS[label]))
-        for kind, values in results.items()
-    ]
+    cache = {"cache": partial(ours, EPOCHS)} if label == "ChatML" else {}
+    results = alternate(runs, {"theirs": theirs, label: partial(ours, 1), **cache})
+    compared = partial(Row.compare, peer=results.pop("theirs"), unit="tokens/s", better=HIGHER)
+    return [compared(name, values, bar=BARS[name]) for name, values in results.items()]
 
 
-def our_seconds(model: str, kind: str, epochs: int) -> tuple[float, int]:
+def our_seconds(model: str, epochs: int) -> tuple[float, int]:
     """The seconds of samples of all conversations, and how many tokens these train on."""
     rows, encoder = open_rows(f"{model}/rows.jsonl", cache=model), ChatEncoder(Tokenizer(model))
-    encoder.encode(rows.rows(range(MICRO_BATCH)))
+    encoder.encode(rows.rows(range(8)))
     packs: Any = {"sequence_length": CAPACITY, "add_extra_token": False, "boundaries": "documents"}
-    dataset: Any
-    if kind == "documents":
-        dataset = TextDataset(rows, encoder, seed=1, sequence_length=CAPACITY)
-    elif kind == "cache":
+    if epochs > 1:
         cached = partial(TextDataset, rows, encoder, seed=1, order="packs", cache=model, **packs)
-        dataset = cached(num_samples=epochs * len(cached()))
+        dataset: Any = cached(num_samples=epochs * len(cached()))
     else:
-        dataset = StreamDataset(
-            lambda first: itertools.chain.from_iterable(rows.range(first).blocks()),
-            encoder, packing="packs", **packs,
-        )  # fmt: skip
-    size = MICRO_BATCH if kind == "documents" else 1
-    loader = Loader(dataset, micro_batch_size=size, drop_last=False)
-    start, trained = time.perf_counter(), 0
-    for batch in loader:
-        trained += int(batch["loss_mask"].sum())
+        stream = itertools.chain.from_iterable(rows.range().blocks())
+        dataset = StreamDataset(stream, encoder, packing="packs", **packs)
+    loader, start = Loader(dataset, micro_batch_size=1), time.perf_counter()
+    trained = sum(int(batch["loss_mask"].sum()) for batch in loader)
     return time.perf_counter() - start, trained
 
 
-def megatron_seconds(checkout: str, model: str, form: str, lines: list[Any], first: Any) -> float:
+def megatron_seconds(model: str, form: str, lines: list[Any], first: Any) -> float:
     """The seconds of samples of all lines but the first, whose tokens are compared."""
     import torch
 
@@ -204,15 +183,14 @@ def megatron_seconds(checkout: str, model: str, form: str, lines: list[Any], fir
     with quiet_megatron():
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
         from megatron.core.datasets.utils import Split
-    tokenizer = module(checkout, TOKENIZER).SFTTokenizer(model, form)
+    tokenizer = module(TOKENIZER).SFTTokenizer(model, form)
     # The dataset reads `pad`, which this class lacks: a wrapper of Megatron-LM's gives it.
     tokenizer.pad, tokenizer.unique_identifiers = tokenizer.pad_id, {}
     names = ("reset_position_ids", "reset_attention_mask", "create_attention_mask", "eod_mask_loss")
     options: Any = {**dict.fromkeys(names, False), "context_parallel_size": 1, "random_seed": 1}
     config = GPTDatasetConfig(tokenizer=tokenizer, sequence_length=CAPACITY, **options)
-    numbers = np.arange(len(lines))
-    kind = module(checkout, DATASET).SFTDataset
-    dataset = kind(lines, None, numbers, len(lines), Split.train, config)
+    parts = lines, None, np.arange(len(lines)), len(lines), Split.train, config
+    dataset = module(DATASET).SFTDataset(*parts)
     if not np.array_equal(dataset[0]["tokens"][: len(first)], first):
         raise RuntimeError("the tokens of the first line differ")
     start = time.perf_counter()

@@ -88,11 +88,10 @@ def documents_of(path: Path, mean: float) -> list[str]:
     """The texts of a file, cut into documents of this many characters on average, log-normal."""
     draw, sigma, documents = random.Random(1), 0.8, []
     for text in texts_of(path):
-        place = 0
-        while place < len(text):
-            size = draw.lognormvariate(-(sigma**2) / 2, sigma) * mean
-            documents.append(text[place : place + max(int(size), 20)])
-            place += len(documents[-1])
+        while text:
+            size = max(int(draw.lognormvariate(-(sigma**2) / 2, sigma) * mean), 20)
+            documents.append(text[:size])
+            text = text[size:]
     draw.shuffle(documents)
     return documents
 

@@ -21,16 +21,19 @@ from millrace.inspect import format_chat
 from millrace.online import TextDataset
 
 CHATS = Path(__file__).with_name("chats.jsonl")
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # the last two are ChatML's
 TEXT_STEPS, CHAT_STEPS = 64, 24
-WINDOW, WIDTH, NUM_NEURONS = 16, 24, 96  # tokens that the model sees, and their embeddings' size
+WINDOW, WIDTH = 16, 8  # tokens that the model sees, and the size of their embeddings
 RATE = 0.03  # of AdaGrad
 
 
 def main(folder: Path) -> None:
-    tokenizer = find_tokenizer(folder)
+    path, text = folder / "tokenizer.json", folder / "packages_text_document"
+    if not path.exists():
+        (folder / "chats.txt").write_text(CHATS.read_text())
+        specials = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+        train_tokenizer([folder / "chats.txt"], path, vocabulary_size=500, special_tokens=specials)
+    tokenizer = Tokenizer(path)
     model = TinyModel(tokenizer.vocabulary_size)
-    text = folder / "packages_text_document"
     if text.with_suffix(".idx").exists():
         print(f"\nA tiny model ({model.num_weights:,} weights), trained on {text}")
         dataset = GPTDataset(IndexedDataset(text), sequence_length=64, seed=1234)
@@ -62,15 +65,6 @@ def main(folder: Path) -> None:
         print(f"   {row['messages'][-2]['content']}\n      {answer}")
 
 
-def find_tokenizer(folder: Path) -> Tokenizer:
-    """The demo's, or one that is trained on the chats."""
-    path, text = folder / "tokenizer.json", folder / "chats.txt"
-    if not path.exists():
-        text.write_text(CHATS.read_text())
-        train_tokenizer([text], path, vocabulary_size=500, special_tokens=SPECIAL_TOKENS)
-    return Tokenizer(path)
-
-
 def train(model: "TinyModel", loader: Loader, num_steps: int) -> None:
     """Trains, and prints the mean loss of each eighth of the steps as soon as it is known."""
     print("   loss", end="", flush=True)
@@ -81,19 +75,15 @@ def train(model: "TinyModel", loader: Loader, num_steps: int) -> None:
 
 
 class TinyModel:
-    """One layer of neurons that sees the last tokens of a document."""
+    """Embeddings of the last tokens of a document, and a matrix that scores the next one."""
 
     def __init__(self, vocabulary_size: int) -> None:
-        random, num_inputs = np.random.default_rng(1), WINDOW * WIDTH
-        weights = {
-            "embedding": random.standard_normal((vocabulary_size + 1, WIDTH)),
-            "neurons": random.standard_normal((num_inputs, NUM_NEURONS)) / num_inputs**0.5,
-            "output": np.zeros((NUM_NEURONS, vocabulary_size)),
-        }
-        self.weights = {name: one.astype(np.float32) for name, one in weights.items()}
+        embedding = np.random.default_rng(1).standard_normal((vocabulary_size + 1, WIDTH))
+        output = np.zeros((WINDOW * WIDTH, vocabulary_size), np.float32)
+        self.weights = {"embedding": embedding.astype(np.float32), "output": output}
         self.squares = {name: np.full_like(one, 1e-8) for name, one in self.weights.items()}
         self.nothing = vocabulary_size  # the token before a document
-        self.num_weights = sum(one.size for one in weights.values())
+        self.num_weights = sum(one.size for one in self.weights.values())
 
     def train_step(self, batch: dict[str, np.ndarray]) -> float:
         """One step on a batch of a `Loader`; the mean loss of the tokens that are trained on."""
@@ -112,35 +102,30 @@ class TinyModel:
         tokens = [self.nothing] * WINDOW + prompt
         answer: list[int] = []
         while len(answer) < max_tokens and stop not in answer:
-            context = np.array([tokens[: -WINDOW - 1 : -1]])
-            answer.append(int(self.scores(context)[-1].argmax()))
+            inputs = self.inputs(np.array([tokens[: -WINDOW - 1 : -1]]))
+            answer.append(int((inputs @ self.weights["output"]).argmax()))
             tokens.append(answer[-1])
         return answer
 
-    def scores(self, contexts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What the neurons get, what they give, and a score for each token."""
-        inputs = self.weights["embedding"][contexts].reshape(len(contexts), -1)
-        neurons = np.tanh(inputs @ self.weights["neurons"])
-        return inputs, neurons, neurons @ self.weights["output"]
+    def inputs(self, contexts: np.ndarray) -> np.ndarray:
+        """The embeddings of contexts [n, WINDOW], which begin with the last token."""
+        return self.weights["embedding"][contexts].reshape(len(contexts), -1)
 
     def gradients(
         self, contexts: np.ndarray, labels: np.ndarray
     ) -> tuple[float, dict[str, np.ndarray]]:
-        """The mean loss and its gradients; contexts [n, WINDOW] begin with the last token."""
-        inputs, neurons, errors = self.scores(contexts)
-        errors -= errors.max(axis=1, keepdims=True)
-        np.exp(errors, out=errors)  # in place: by far the largest array
-        errors /= errors.sum(axis=1, keepdims=True)
-        targets = np.arange(len(labels)), labels
-        loss = -np.log(errors[targets]).mean()
-        errors[targets] -= 1
-        errors /= len(labels)
-        to_neurons = (errors @ self.weights["output"].T) * (1 - neurons**2)
-        to_inputs = (to_neurons @ self.weights["neurons"].T).reshape(*contexts.shape, -1)
+        """The mean loss of the labels behind some contexts, and its gradients."""
+        inputs, targets = self.inputs(contexts), (np.arange(len(labels)), labels)
+        shares = inputs @ self.weights["output"]
+        shares = np.exp(shares - shares.max(axis=1, keepdims=True))
+        shares /= shares.sum(axis=1, keepdims=True)
+        loss = -np.log(shares[targets]).mean()
+        shares[targets] -= 1
+        errors = shares / len(labels)
+        to_inputs = (errors @ self.weights["output"].T).reshape(*contexts.shape, -1)
         embedding = np.zeros_like(self.weights["embedding"])
         np.add.at(embedding, contexts, to_inputs)
-        gradients = {"neurons": inputs.T @ to_neurons, "output": neurons.T @ errors}
-        return float(loss), {"embedding": embedding, **gradients}
+        return float(loss), {"embedding": embedding, "output": inputs.T @ errors}
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2250, "two kinds of items, two plans, a check of the distribution"),
-    "megatron": (2450, "the names of another library"),
+    "megatron": (2260, "the names of another library"),
     "store": (2260, "verification could be a room of its own"),
-    "samples": (2320, "token batches, rows, transforms, and the way through the core"),
+    "samples": (2280, "token batches, rows, transforms, and the way through the core"),
 }
 WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),

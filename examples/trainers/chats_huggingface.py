@@ -18,7 +18,7 @@ from millrace.torch import MapDataset, collate
 
 def main() -> None:
     options = tiny_data.arguments("fine-tune on chats with Hugging Face's Trainer")
-    packs = tiny_chats.pack_chats(*tiny_chats.make_chats(options), tiny_data.PACK_LENGTH)
+    packs = tiny_chats.pack_chats(tiny_chats.make_chats(options), tiny_data.PACK_LENGTH)
     batches = FinishedDataset(packs, padding_free)
     dataset = MapDataset(batches, fields=("input_ids", "labels", "position_ids"))
     huggingface_trainer.train(options, dataset, collate)

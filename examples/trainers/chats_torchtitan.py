@@ -18,30 +18,26 @@ from millrace.outputs import FinishedDataset, torchtitan
 from millrace.torch import to_tensors
 
 
-def inputs_and_labels(batch):
-    """The pair that torchtitan's trainer takes."""
-    tensors = to_tensors(batch)
-    labels = tensors.pop("labels")
-    return tensors, labels
-
-
 class ChatDataLoader(torchtitan_loader.MillraceDataLoader):
-    transform = staticmethod(inputs_and_labels)
-
     @dataclass(kw_only=True, slots=True)
     class Config(torchtitan_loader.MillraceDataLoader.Config):
-        tokenizer_path: str
+        """It builds the class in which it stands."""
+
+    @staticmethod
+    def transform(batch):
+        """The pair that torchtitan's trainer takes."""
+        tensors = to_tensors(batch)
+        labels = tensors.pop("labels")
+        return tensors, labels
 
     def dataset(self, config, seq_len):
-        chats, tokenizer = Path(config.dataset_path), Path(config.tokenizer_path)
-        packs = tiny_chats.pack_chats(chats, tokenizer, seq_len)
+        packs = tiny_chats.pack_chats(Path(config.dataset_path), seq_len)
         return FinishedDataset(packs, partial(torchtitan, sequence_length=seq_len))
 
 
 def main() -> None:
     options = tiny_data.arguments("fine-tune on chats with torchtitan's loader interface")
-    chats, tokenizer = tiny_chats.make_chats(options)
-    config = ChatDataLoader.Config(dataset_path=str(chats), tokenizer_path=str(tokenizer))
+    config = ChatDataLoader.Config(dataset_path=str(tiny_chats.make_chats(options)))
     torchtitan_loader.train(options, config, tiny_data.PACK_LENGTH)
 
 

@@ -13,7 +13,6 @@ import tiny_gpt
 import torch
 from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from millrace.torch import MapDataset, collate
 
@@ -40,6 +39,13 @@ class Losses(TrainerCallback):
     def on_log(self, arguments, state, control, logs, **_):
         if "loss" in logs:
             tiny_data.log(self.options, state.global_step, logs["loss"])
+
+
+def last_checkpoint(folder):
+    """The last one that is whole, or None: its state is the last file that the Trainer writes."""
+    states = folder.glob("checkpoint-*/trainer_state.json")
+    whole = [path.parent for path in states if path.read_text().endswith("\n}\n")]
+    return max(map(str, whole), key=lambda path: int(path.rpartition("-")[2]), default=None)
 
 
 def train(options, dataset, collator) -> None:
@@ -78,8 +84,7 @@ def train(options, dataset, collator) -> None:
         data_collator=collator,
         callbacks=[Losses(options)],
     )
-    last = arguments.output_dir if (options.folder / "checkpoints").exists() else None
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(last) if last else None)
+    trainer.train(resume_from_checkpoint=last_checkpoint(options.folder / "checkpoints"))
     if distributed.is_initialized():
         distributed.destroy_process_group()
 

@@ -11,7 +11,7 @@ import numpy as np
 import millrace
 from millrace.order import PackedOrder
 
-VOCABULARY, SEQUENCE_LENGTH, PACK_LENGTH, GLOBAL_BATCH = 300, 16, 64, 8
+VOCABULARY, SEQUENCE_LENGTH, PACK_LENGTH, GLOBAL_BATCH = 300, 16, 256, 8
 
 
 def arguments(description: str) -> argparse.Namespace:

@@ -1,9 +1,6 @@
 """Pairs with a mask: who writes them, and that nobody loses the mask silently."""
 
 import json
-import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +34,7 @@ from tests.online.encoders import Marked, write_rows
 from tests.store.test_faults import size_limit
 
 TEXTS = [f"mill race {n}" for n in range(9)]
+REPORT = {"rows": 9, "trained tokens": 81}  # of letters below "m"
 
 
 class Below(Marked):
@@ -67,6 +65,17 @@ def samples(prefix: Path, loss_ranges: str = "refuse") -> GPTDataset:
     return GPTDataset(IndexedDataset(prefix), loss_ranges=loss_ranges, **options)
 
 
+def assert_refused(prefix: Path | str) -> None:
+    with pytest.raises(ConfigError, match="which tokens are not trained on"):
+        samples(Path(prefix))
+
+
+def assert_mask_is_missing(prefix: Path) -> None:
+    assert_refused(prefix)
+    with pytest.raises(DataError, match=r"loss\.json is missing.*write it again"):
+        samples(prefix, "apply")
+
+
 def assert_mask_is(prefix: Path, letter: str) -> None:
     batch = samples(prefix, "apply").batch(range(5))
     expected = batch["labels"] < ord(letter)
@@ -95,11 +104,7 @@ def test_a_pair_with_a_mask_is_refused_until_something_is_said_of_it(pair: Path)
         samples(pair, True)  # type: ignore[arg-type]
     sidecar = Path(f"{pair}.info.json")
     sidecar.write_text(sidecar.read_text()[:-9])  # what is damaged cannot say that there is none
-    with pytest.raises(ConfigError, match="which tokens are not trained on"):
-        samples(pair)
-    Path(f"{pair}.loss.json").unlink()
-    with pytest.raises(DataError, match="write it again"):
-        samples(pair, "apply")
+    assert_refused(pair)
 
 
 @pytest.mark.parametrize("order", [{}, {"order": "millrace.order:PackPlan"}])
@@ -155,6 +160,8 @@ def test_megatrons_dataset_cannot_mask(pair: Path) -> None:
 
     with pytest.raises(AssertionError, match=r"use millrace\.GPTDataset, or give"):
         build("refuse")
+    with pytest.raises(AssertionError, match="loss_ranges is 'apply'; give"):
+        build("apply")
     assert build("ignore")[0]["loss_mask"].all()
 
 
@@ -168,13 +175,11 @@ def test_death_at_every_step_leaves_no_pair_without_its_mask(pair: Path) -> None
         data = IndexedDataset(pair)
         info = data.info()
         assert info is not None
-        with pytest.raises(ConfigError, match="which tokens are not trained on"):
-            samples(pair)
         if Path(f"{pair}.loss.json").exists():
+            assert_refused(pair)
             assert_mask_is(pair, info.provenance["row_encoder"]["letter"])
         else:
-            with pytest.raises(DataError, match=r"loss\.json is missing"):
-                samples(pair, "apply")
+            assert_mask_is_missing(pair)
     assert pair.with_suffix(".bin").read_bytes() == old
     assert_mask_is(pair, "f")
 
@@ -185,10 +190,7 @@ def test_a_full_disk_that_has_room_for_all_but_the_mask(tmp_path: Path) -> None:
     size = Path(f"{pair}.loss-ranges.npy").stat().st_size
     with size_limit(size - 64), pytest.raises(OSError, match="loss"):
         run_job(path, restart=True)
-    with pytest.raises(ConfigError, match="which tokens are not trained on"):
-        samples(pair)
-    with pytest.raises(DataError, match=r"loss\.json is missing"):
-        samples(pair, "apply")
+    assert_mask_is_missing(pair)
     assert run_job(path).num_chunks_kept == 1
     assert_mask_is(pair, "m")
     with size_limit(400), pytest.raises(OSError, match="large"):  # not even a chunk: the pair stays
@@ -197,32 +199,20 @@ def test_a_full_disk_that_has_room_for_all_but_the_mask(tmp_path: Path) -> None:
 
 
 def test_the_report_survives_kills(tmp_path: Path) -> None:
-    rows = [{"text": f"row {n} " * 40} for n in range(16_000)]
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    if (child := os.fork()) == 0:
-        run_job(path, chunk_size=1_000_000)
-        os._exit(0)
-    end = time.monotonic() + 60
-    while not finished_tasks(tmp_path / "out") and time.monotonic() < end:
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    result = run_job(path, chunk_size=1_000_000)
-    assert result.num_chunks_kept > 0
-    letters = np.frombuffer("".join(row["text"] for row in rows).encode(), np.uint8)
-    expected = {"rows": 16_000, "trained tokens": int((letters < ord("m")).sum())}
-    assert result.report == expected
+    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    kept = [finished_tasks(tmp_path) for _ in deaths_of(lambda: run_job(path))]
+    assert any(kept)
+    result = run_job(path)  # it is there already
     info = IndexedDataset(result.prefixes["text"]).info()
     assert info is not None
-    assert info.provenance["report"] == expected
-    assert run_job(path, chunk_size=1_000_000).report == expected  # it is there already
+    assert result.report == info.provenance["report"] == REPORT
 
 
 def test_a_cache_keeps_the_report(tmp_path: Path) -> None:
     rows = open_rows([{"text": text} for text in TEXTS])
     options: Any = {"show_progress": False, "on_error": "stop", "workers": 1}
     found = [tokenized(rows, Below(), str(tmp_path), **options) for _ in range(2)]
-    assert found[0][1] == found[1][1] == {"rows": 9, "trained tokens": 81}
+    assert found[0][1] == found[1][1] == REPORT
     assert found[0][0].fingerprint == found[1][0].fingerprint
 
 
@@ -230,9 +220,8 @@ def test_without_checksums_the_sidecar_still_names_the_mask(tmp_path: Path) -> N
     path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     prefix = Path(run_job(path, checksums=False).prefixes["text"])
     assert_mask_is(prefix, "m")
-    with pytest.raises(ConfigError, match="which tokens are not trained on"):
-        samples(prefix)
     Path(f"{prefix}.loss.json").unlink()  # the job is not whole any more
+    assert_mask_is_missing(prefix)
     with pytest.raises(ConfigError, match="--restart"):
         run_job(path, checksums=False)
     run_job(path, checksums=False, restart=True)

@@ -1,4 +1,4 @@
-"""Cases for `SFTDataset`, and what two releases of Megatron-LM make of them.
+"""Cases for `SFTDataset`, and what two releases of Megatron-LM and their tokenizers make of them.
 
     python tests/oracle/record_sft.py /path/of/a/Megatron-LM/clone
 
@@ -126,6 +126,15 @@ def samples_of(dataset: Any) -> list[Any]:
     return samples
 
 
+def tokenized(tokenizer: Any, conversation: Any) -> Any:
+    """The tokens and the targets of a conversation as lists, or the name of an error."""
+    try:
+        pair = tokenizer.tokenize_conversation(conversation, True, False)
+        return [array.tolist() for array in pair]
+    except Exception as error:
+        return type(error).__name__
+
+
 def main(clone: str) -> None:
     warnings.simplefilter("ignore")
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -153,18 +162,22 @@ def main(clone: str) -> None:
                 run(tag, "training.tokenizer.multimodal_tokenizer")
                 old = run(tag, "training.tokenizer.sft_tokenizer").SFTTokenizer
                 kinds |= dict.fromkeys(MASKED, old)
-            lines = data.SFTLowLevelDataset(path)
+            lines, split = data.SFTLowLevelDataset(path), data.SFTDataset._split_conversations
+            parts = [one for line in LINES for one in split(None, line)]
             for prompt, kind in kinds.items():
                 tokenizer = kind(folder, prompt)
                 if kind is new:  # as megatron.core's wrapper gives it
                     tokenizer.pad, tokenizer.unique_identifiers = tokenizer.pad_id, {}
+                pairs = {
+                    json.dumps(one, sort_keys=True): tokenized(tokenizer, one) for one in parts
+                }
+                golden[f"{release} {prompt}"] = tokenizer.pad, tokenizer.eod, pairs
                 options, rows = {**OPTIONS, "tokenizer": tokenizer}, np.arange(len(lines))
                 for length, size in LENGTHS:
                     sizes = {"sequence_length": length, "context_parallel_size": size}
                     config = GPTDatasetConfig(**options, **sizes)
-                    parts = lines, path, rows, len(rows), Split.train, config
-                    key = f"{release} {prompt} {length} {size}"
-                    golden[key] = samples_of(data.SFTDataset(*parts))
+                    dataset = data.SFTDataset(lines, path, rows, len(rows), Split.train, config)
+                    golden[f"{release} {prompt} {length} {size}"] = samples_of(dataset)
     GOLDEN.write_bytes(gzip.compress(json.dumps(golden).encode(), mtime=0))
     print(GOLDEN, GOLDEN.stat().st_size)
 

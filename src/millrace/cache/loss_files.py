@@ -9,8 +9,7 @@ that ranges belong to it, so that nobody trains on all of its tokens without say
 """
 
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,6 +21,7 @@ from millrace.files import checksum
 from millrace.names import LOSS
 from millrace.store import IndexedDataset
 from millrace.store.info import has_mask
+from millrace.store.token_file import TokenFile
 
 KIND = "loss_ranges"
 ARRAY = "ranges"
@@ -61,23 +61,23 @@ def write_loss_ranges(
     folder, name = _place(prefix if path is None else check_path("path", path))
     with IndexedDataset(prefix) as dataset:
         rows = checked_ranges(ranges, dataset.sequence_lengths)
-        key = {"kind": KIND, **_content_of(dataset)}
+        key = {"kind": KIND, "content": dataset.fingerprint, "lengths": dataset.lengths_checksum}
         key["ranges"] = ranges_checksum(rows)
     layout = {ARRAY: (rows.dtype, rows.shape)}
     arrays.load_or_build(folder, name, key, layout, lambda to: to[ARRAY].write(0, rows))
     return os.path.join(folder, name + arrays.JSON)
 
 
-def read_loss_ranges(path: str, prefix: str, content: Mapping[str, Any]) -> arrays.ArraySet:
-    """The ranges at a path prefix; DataError unless they are of `prefix` with this fingerprint."""
-    folder, name = _place(path)
-    array_set = arrays.load(folder, name)
+def read_loss_ranges(file: IndexedDataset | TokenFile, path: str | None = None) -> arrays.ArraySet:
+    """The ranges beside a token file, or at a path prefix; DataError unless they are its own."""
+    path = file.prefix if path is None else path
+    array_set = arrays.load(*_place(path))
     key = getattr(array_set, "key", None)
     if array_set is None or not isinstance(key, dict) or key.get("kind") != KIND:
         remedy = "write it again, or use write_loss_ranges, with an empty list if it has none"
         raise DataError(f"{path}{LOSS} is missing, damaged or of another version: {remedy}")
-    if any(key[name] != content[name] for name in ("content", "lengths")):
-        what = f"{path}{LOSS} holds ranges of other data than {prefix}"
+    if (key["content"], key["lengths"]) != (file.fingerprint, file.lengths_checksum):
+        what = f"{path}{LOSS} holds ranges of other data than {file.prefix}"
         raise DataError(f"{what}: write them again with write_loss_ranges")
     array_set[ARRAY]  # maps it: damage shows now, not in mid-training
     return array_set
@@ -99,8 +99,7 @@ def joined_ranges(
     for dataset, documents in parts:
         start, stop = dataset.check_documents(*(documents or (0, dataset.num_documents)))
         if has_ranges(dataset.prefix):
-            prefix = dataset.prefix
-            ranges = read_loss_ranges(prefix, prefix, _content_of(dataset))
+            ranges = read_loss_ranges(dataset)
             if problems := ranges.damage(contents=True):
                 raise DataError("; ".join(problems))
             rows = ranges[ARRAY]
@@ -108,10 +107,6 @@ def joined_ranges(
             tables.append(rows[own] + np.array([num_sequences - start, 0, 0], np.int32))
         num_sequences += stop - start
     return np.concatenate(tables) if tables else None
-
-
-def _content_of(dataset: IndexedDataset) -> dict[str, str]:
-    return {"content": dataset.fingerprint, "lengths": dataset.lengths_checksum}
 
 
 def _place(prefix: str) -> tuple[str, str]:

@@ -24,20 +24,16 @@ def format_chat(documents: Sequence[dict[str, Any]], *, has_colour: bool = False
             f"document {number}: {num_trained:,} of {total:,} tokens are trained on "
             f"({num_trained / total:.1%}); routes that agree: {', '.join(one['routes'])}"
         )
+        lines.append("")
         tokens = zip(one["trained"], one["texts"], strict=True)
-        runs = []
         for is_trained, run in itertools.groupby(tokens, lambda token: token[0]):
             text = printable_lines("".join(text for _, text in run))
-            runs.append(f"{start}{text}{end}" if is_trained else text)
-        lines.append("".join(runs))
+            lines[-1] += f"{start}{text}{end}" if is_trained else text
     return "\n".join(lines)
 
 
 def format_report(report: Mapping[str, int]) -> str:
-    """The counts of encoded rows as lines of a table, with the share of tokens that are trained on.
-
-    Args:
-        report: An `EncodedRows.report`, or the sum of several.
+    """The counts of `EncodedRows.report` as a table, with the share of tokens that are trained on.
 
     >>> print(format_report({"tokens": 2000, "trained tokens": 500}))
     tokens          2,000
@@ -45,7 +41,6 @@ def format_report(report: Mapping[str, int]) -> str:
     trained share   25.0%
     """
     rows = [[name, f"{count:,}"] for name, count in report.items()]
-    if report.get("tokens"):
-        share = report.get("trained tokens", 0) / report["tokens"]
-        rows.append(["trained share", f"{share:.1%}"])
+    if total := report.get("tokens"):
+        rows.append(["trained share", f"{report.get('trained tokens', 0) / total:.1%}"])
     return "\n".join(text_table(rows))

@@ -1,141 +1,26 @@
-"""Megatron-LM's dataset of packed conversations, and its tokenizer of conversations."""
+"""Megatron-LM's dataset of packed conversations."""
 
 import os
-import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from millrace.checks import check_choice, check_int, check_path, shown
-from millrace.encoding import Tokenizer
-from millrace.encoding.vocabulary import package, sha256
+from millrace.checks import check_choice, check_int, shown
 from millrace.errors import TextError
 from millrace.megatron.base import MegatronDataset
 from millrace.megatron.errors import ConversationError, require
 from millrace.megatron.utils import GPTDatasetConfig
 from millrace.online import open_rows
-from millrace.samples.dataset import check_numbers
 
-__all__ = ["IGNORE_INDEX", "SFTDataset", "SFTLowLevelDataset", "SFTTokenizer"]
+__all__ = ["IGNORE_INDEX", "SFTDataset", "SFTLowLevelDataset"]
 
 IGNORE_INDEX = -100
 """Target of a token that is not trained on."""
-
-Messages = Sequence[Mapping[str, Any]]
-
-
-class _Format(NamedTuple):
-    pad: str | None = "<unk>"  # None: the tokenizer's own, or EOS
-    turns: Mapping[str, tuple[str, str]] = {}  # texts around the content; none: nothing is masked
-    num_masked: int = 0  # of the assistant's first tokens
-    switches: tuple[str, ...] = ()  # removed from what the others say
-
-
-_SYSTEM, _USER, _ASSISTANT = "<SPECIAL_10>System\n", "<SPECIAL_11>User\n", "<SPECIAL_11>Assistant\n"
-_STOP = "\n<SPECIAL_12>\n"
-_NANO = {"system": (_SYSTEM, "\n"), "user": (_USER, "\n"), "assistant": (_ASSISTANT, _STOP)}
-_ALIGNED = {"system": (_SYSTEM, "\n"), "user": (_USER, f"\n{_ASSISTANT}"), "assistant": ("", "\n")}
-_CONTENTS = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
-_FORMATS = {
-    "nemotron-nano-v2": _Format(turns=_NANO, num_masked=3, switches=("/think", "/no_think")),
-    "nemotron-h-aligned": _Format("<SPECIAL_233>", _ALIGNED),
-    "identity": _Format(),
-    "default": _Format(pad=None),
-}
-
-
-class SFTTokenizer:
-    """Conversations to tokens and targets, as Megatron-LM's tokenizer of this name.
-
-    Args:
-        tokenizer_path: Folder of a fast Hugging Face tokenizer.
-        prompt_format: "nemotron-nano-v2" or "nemotron-h-aligned", where the assistant's turns are
-            trained on; "identity" (the contents alone) or "default" (the tokenizer's own template),
-            where every token is.
-
-    Attributes:
-        pad, pad_id: Id of the format's padding token. For "default" it is the tokenizer's own, or
-            EOS if it has none.
-        eod: Id of the EOS token, or None.
-        vocab_size, unique_identifiers: Number of tokens; what decides the ids, as plain values.
-
-    Raises:
-        ConfigError: An unknown format.
-        TextError: transformers is not installed.
-    """
-
-    def __init__(self, tokenizer_path: str, prompt_format: str) -> None:
-        self._format = _FORMATS[check_choice("prompt_format", prompt_format, tuple(_FORMATS))]
-        path = check_path("tokenizer_path", tokenizer_path)
-        self._library = hf = package("transformers").AutoTokenizer.from_pretrained(path)
-        self._template = _CONTENTS if prompt_format == "identity" else hf.chat_template
-        self.eod, self.vocab_size, pad = hf.eos_token_id, len(hf), self._format.pad
-        own_pad = self.eod if hf.pad_token_id is None else hf.pad_token_id
-        self.pad = self.pad_id = hf.convert_tokens_to_ids(pad) if pad else own_pad
-        with tempfile.TemporaryDirectory() as folder:
-            file = os.path.join(folder, "tokenizer.json")
-            hf.backend_tokenizer.save(file)
-            self._encoder = Tokenizer(file, special_tokens_in_text=not hf.split_special_tokens)
-        self._encoder.load()  # here, once: forked workers need not check the encoder again
-        rules = [self._encoder.fingerprint, prompt_format, self._template, hf.special_tokens_map]
-        versions = self._encoder.versions
-        self.unique_identifiers = {"sha256": sha256(str(rules).encode()), "versions": versions}
-
-    def tokenize_conversation(
-        self, conversation: Messages, return_target: bool, add_generation_prompt: bool
-    ) -> Any:
-        """The tokens of a conversation (int64 [n]), or its tokens and targets.
-
-        Args:
-            conversation: Messages with `role` and `content`, at least one.
-            return_target: Whether to return targets, where masked tokens are IGNORE_INDEX.
-            add_generation_prompt: Whether to ask the template for it; only "default" has one.
-
-        Raises:
-            ConversationError: Roles, contents or tokens that the format cannot mask.
-            TextError: A text that cannot be encoded.
-        """
-        if turns := self._turns(conversation):
-            text = "".join(turns)
-        else:
-            options = {"chat_template": self._template, "tokenize": False}
-            prompt = {"add_generation_prompt": add_generation_prompt}
-            text = self._library.apply_chat_template(list(conversation), **options, **prompt)
-        ids, sizes = self._encoder.encode_batch([text, *turns])
-        tokens = ids[: sizes[0]].astype(np.int64)
-        if turns and not np.array_equal(tokens, ids[sizes[0] :]):
-            what = f"its turns have other tokens alone: {shown(turns)}"
-            raise ConversationError(f"{what}. This tokenizer merges across turns")
-        targets, start = tokens.copy(), 0
-        for message, size in zip(conversation, sizes[1:].tolist(), strict=False):
-            is_trained = message["role"].lower() == "assistant"
-            num_masked = self._format.num_masked if is_trained else size
-            targets[start : start + num_masked] = IGNORE_INDEX
-            start += size
-        return (tokens, targets) if return_target else tokens
-
-    def _turns(self, conversation: Messages) -> list[str]:
-        """The text of each turn, in a format that masks."""
-        texts: list[str] = []
-        for place, message in enumerate(conversation if self._format.turns else ()):
-            role, content = message["role"], message.get("content")
-            kind, before = role.lower(), conversation[place - 1]["role"].lower()  # -1: the last
-            is_answer = bool(content) and before in ("user", "tool")
-            is_valid = is_answer if kind == "assistant" else kind in ("system", "user", "tool")
-            if not is_valid or (role in self._format.turns and not isinstance(content, str)):
-                rules = "a text of system, user or tool, or of an assistant behind user or tool"
-                raise ConversationError(f"turn {place + 1} is {shown(message, 80)}; give {rules}")
-            for switch in self._format.switches if kind != "assistant" else ():
-                content = str(content).replace(switch, "")
-            left, right = self._format.turns.get(role, ("", ""))
-            texts.append(f"{left}{str(content).strip()}{right}" if left or right else "")
-        return texts
 
 
 class SFTLowLevelDataset:
@@ -172,14 +57,15 @@ class SFTDataset(MegatronDataset):
     """Packed conversations: sample i is line `indices[i % len(indices)]` of a JSONL file.
 
     Each system turn starts a conversation. What lies behind the cut at `sequence_length` is lost,
-    which is a warning, and `summary` counts it. A `millrace.Loader` reads these samples, too.
+    which is a warning, and `summary` counts it.
 
     Args:
         dataset: `SFTLowLevelDataset`, or any sequence of lists of messages.
         dataset_path, indices, num_samples, index_split: As in `MegatronDataset`.
         config: Options. `sft_release` is the release of Megatron-LM to follow; with a
             `context_parallel_size` above 1, conversations end at multiples of twice that size; the
-            `tokenizer` is an `SFTTokenizer`, or has its `tokenize_conversation`, `pad` and `eod`.
+            `tokenizer` is Megatron-LM's `SFTTokenizer`, or another that has `pad`, `eod` and its
+            `tokenize_conversation`.
 
     Raises:
         ConfigError: Options that packed conversations do not have.
@@ -224,36 +110,12 @@ class SFTDataset(MegatronDataset):
         Raises:
             ConversationError, TextError: A line that cannot be used; the message names it.
         """
-        batch = self.batch([range(len(self))[idx]])
-        return {name: torch.from_numpy(array)[0] for name, array in batch.items()}
-
-    def batch(self, sample_numbers: ArrayLike) -> dict[str, NDArray[Any]]:
-        """The samples of some numbers: arrays as those of `__getitem__`, [batch, ...] each."""
-        numbers = check_numbers(sample_numbers, len(self))
-        can_stack = len(numbers) < 2 or self.config.sft_release == "0.19"
-        require(can_stack, "cu_seqlens can be stacked from sft_release 0.19 on")
-        samples = []
-        for number in numbers.tolist() or [0]:  # a rank may get none at the last step
-            arrays, counts = self._pack(int(self.indices[number % len(self.indices)]))
-            samples.append(arrays)
-            if counts["cut_tokens"] or counts["dropped_conversations"] or counts["untrained_lines"]:
-                what = "lines are cut, or have nothing to learn from; summary() counts them"
-                warnings.warn(f"{self.dataset_path}: {what}", stacklevel=3)
-        stacked = {name: np.stack([one[name] for one in samples]) for name in samples[0]}
-        return {name: array[: len(numbers)] for name, array in stacked.items()}
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What decides the samples of an `SFTLowLevelDataset`, for a `millrace.Loader`'s state."""
-        require(hasattr(self.dataset, "rows"), "a Loader needs the lines of an SFTLowLevelDataset")
-        return {
-            "kind": "megatron_sft",
-            "rows": self.dataset.rows.fingerprint(),
-            "indices": sha256(np.asarray(self.indices, np.int64).tobytes()),
-            "tokenizer": dict(self.config.tokenizer.unique_identifiers),
-            "sequence_length": self.config.sequence_length,
-            "padded_to_multiples_of": self._unit,
-            "sft_release": self.config.sft_release,
-        }
+        number = range(len(self))[idx]
+        arrays, counts = self._pack(int(self.indices[number % len(self.indices)]))
+        if counts["cut_tokens"] or counts["dropped_conversations"] or counts["untrained_lines"]:
+            what = "lines are cut, or have nothing to learn from; summary() counts them"
+            warnings.warn(f"{self.dataset_path}: {what}", stacklevel=2)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def summary(self) -> dict[str, int]:
         """Counts over the lines of one epoch, all of which are tokenized for it.
@@ -274,7 +136,7 @@ class SFTDataset(MegatronDataset):
         try:
             pair = tokenizer.tokenize_conversation(conversation, return_target=True, **options)
         except Exception as error:  # also what templates and other tokenizers raise
-            raise ConversationError(f"{place}: {error or type(error).__name__}") from error
+            raise ConversationError(f"{place}: {str(error) or type(error).__name__}") from error
         if self.config.sft_release == "0.16" and pair[0][-1:].tolist() != [tokenizer.eod]:
             pair = [np.append(array, tokenizer.eod) for array in pair]
         return pair

@@ -212,6 +212,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         super().__post_init__()
         for name in ("tokenizer", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             require(getattr(self, name) is not None, f"{name} is None: give it")
+        is_known = self.loss_ranges in ("refuse", "ignore")
+        require(is_known, f'loss_ranges is {self.loss_ranges!r}; give "refuse" or "ignore"')
         vocabulary_size = self.tokenizer.vocab_size
         if vocabulary_size is not None:
             dtype = DType.int32 if vocabulary_size > 2**16 else DType.uint16

@@ -15,6 +15,7 @@ from millrace.samples.dataset import Dataset, TokenDataset
 from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import RawTokens
+from millrace.store.info import has_mask
 
 LOSS_CHOICES = ("refuse", "apply", "ignore")
 
@@ -92,7 +93,9 @@ def own_ranges(source: StoredTokens, loss_ranges: str) -> list[LossRanges]:
     """The transform by the ranges of the token file, if `loss_ranges` wants them applied."""
     if check_choice("loss_ranges", loss_ranges, LOSS_CHOICES) == "apply":
         return [LossRanges(source)]
-    if loss_ranges == "refuse" and source.has_mask:
+    record = getattr(source._file, "record", None)  # of a run: of thousands of files, perhaps
+    is_masked = has_mask(source.prefix) if record is None else record.has_mask
+    if loss_ranges == "refuse" and is_masked:
         raise ConfigError(
             f"{source.prefix}.info.json says which tokens are not trained on: give "
             'loss_ranges="apply" to leave them out of the loss, or "ignore" to train on all tokens'
@@ -113,6 +116,6 @@ def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:
     if ranges is not None and not isinstance(ranges, (str, bytes, os.PathLike)):
         rows = checked_ranges(ranges, stored.store.sequence_lengths)  # type: ignore[union-attr]
         return _Ranges({ARRAY: rows}, ranges_checksum(rows))
-    path = stored.prefix if ranges is None else check_path("ranges", ranges)
-    array_set = read_loss_ranges(path, stored.prefix, stored.fingerprint())
+    path = None if ranges is None else check_path("ranges", ranges)
+    array_set = read_loss_ranges(stored._file, path)  # type: ignore[arg-type]
     return _Ranges(array_set, array_set.key["ranges"], array_set.path(ARRAY))

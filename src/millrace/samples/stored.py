@@ -16,7 +16,6 @@ from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
 from millrace.shards.shard_reader import Shards
 from millrace.storage import LOCAL, storage_of
 from millrace.store import IndexedDataset, RawTokens
-from millrace.store.info import has_mask
 from millrace.store.token_file import TokenFile
 
 _OUTSIDE = "an index points outside its data: {}. Write it again"
@@ -45,13 +44,6 @@ class StoredTokens:
     @property
     def prefix(self) -> str:
         return self._file.prefix
-
-    @property
-    def has_mask(self) -> bool:
-        """Whether the sidecar of a token file names ranges that are not trained on."""
-        if isinstance(self._file, TokenFile):
-            return self._file.record.has_mask
-        return isinstance(self._file, IndexedDataset) and has_mask(self.prefix, self._file.storage)
 
     @property
     def store(self) -> TokenStore:

@@ -12,7 +12,7 @@ from millrace.errors import DataError
 from millrace.files import atomic_file, xxh3
 from millrace.names import INFO, LOSS
 from millrace.records import Count, record_from
-from millrace.storage import LOCAL, Storage, exists, read_file
+from millrace.storage import LOCAL, Storage, exists, read_file, storage_of
 from millrace.store.publish import paths_to_read
 
 BLOCK_SIZE = 4 << 20
@@ -101,8 +101,9 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
         ) from None
 
 
-def has_mask(prefix: str, storage: Storage = LOCAL) -> bool:
+def has_mask(prefix: str) -> bool:
     """Whether the sidecar of a pair names ranges of tokens that are not trained on."""
+    storage = storage_of(prefix)
     try:
         return "loss_ranges" in (read_info(prefix, storage) or Info()).provenance
     except (OSError, DataError):

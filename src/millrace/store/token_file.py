@@ -80,7 +80,7 @@ class TokenFile:
             num_sequences=len(dataset),
             num_documents=dataset.num_documents,
             num_tokens=dataset.num_tokens,
-            has_mask=has_mask(prefix, dataset.storage),
+            has_mask=has_mask(prefix),
         )
         file = cls(record, access)
         file._dataset = Deferred.of(dataset)
