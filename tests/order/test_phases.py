@@ -58,7 +58,8 @@ def test_every_sample_is_the_models(seed: int) -> None:
                 mixture.stretch_of(number)
             return
         segment = mixture.segments[mixture.stretch_of(number).phase]
-        [name], _, [own] = mixture.draws(np.array([number]))
+        [source], [own] = mixture.draws(np.array([number]))
+        name = mixture.names[source]
         if (segment, name) not in orders:
             size = sources[name]
             orders[segment, name] = InstantOrder(
@@ -76,10 +77,10 @@ def test_every_sample_is_the_models(seed: int) -> None:
 def test_batches_and_single_samples_are_the_same() -> None:
     sources, plan = random_run(random.Random(4))
     plan = [(start, 8, weights) for start, _, weights in plan]
-    names, places, numbers = phases_of(sources, plan).draws(np.arange(300))
+    all_sources, numbers = phases_of(sources, plan).draws(np.arange(300))
     for sample in (0, 5, 77, 299):
-        name, _, number = phases_of(sources, plan).draws(np.array([sample]))
-        assert (name, number.tolist()) == ([names[places[sample]]], [numbers[sample]])
+        [source], [number] = phases_of(sources, plan).draws(np.array([sample]))
+        assert (source, number) == (all_sources[sample], numbers[sample])
 
 
 def test_the_kernel_of_trees_deals_as_python_counts() -> None:

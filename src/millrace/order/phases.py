@@ -57,9 +57,10 @@ class Stretch(NamedTuple):
     start: int
     phase: int
     names: list[str]  # of the tree's leaves, sorted
+    sources: NDArray[np.int32]  # the leaves' places among `Phases.names`
     shares: list[int]
     tree: MixtureTree
-    drawn: list[int]  # draws of each source before, since its length segment began
+    drawn: Numbers  # draws of each source before, in this segment: int64 [leaves]
 
 
 class Phases:
@@ -70,6 +71,7 @@ class Phases:
         phases: Phases by their starts; the first one starts at 0.
 
     Attributes:
+        names: The names of all sources, sorted.
         segments: Of each phase, which part of the run it is in: a part has one sequence length.
         positions: Where a source is when it is first drawn in a segment, by segment and name.
 
@@ -80,6 +82,8 @@ class Phases:
     def __init__(self, sources: Mapping[str, Source], phases: Sequence[Phase]) -> None:
         self._sources, self._phases = dict(sources), list(phases)
         self._check()
+        self.names = sorted(self._sources)
+        self._places = {name: place for place, name in enumerate(self.names)}
         lengths = [phase.sequence_length for phase in phases]
         changes = np.flatnonzero(np.diff(lengths, prepend=-1))
         self.segments: list[int] = np.repeat(
@@ -100,26 +104,25 @@ class Phases:
             self._advance(self._end)
         return self._stretches[bisect.bisect_right(self._starts, sample_number) - 1]
 
-    def draws(self, sample_numbers: Numbers) -> tuple[list[str], NDArray[np.int32], Numbers]:
-        """The sources of some samples of one sequence length, and the samples' numbers in them.
+    def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
+        """The sources of some samples, and the samples' numbers in them.
 
-        A number counts the draws from its source since `positions`.
+        Args:
+            sample_numbers: int64 [n].
 
         Returns:
-            Names; the place of each sample's source among them, int32 [n]; the numbers, int64 [n].
+            The place of each sample's source among `names`, int32 [n]; and the number of its draw,
+            counted from the one that `positions` tells of, int64 [n].
         """
         self.stretch_of(int(sample_numbers.max(initial=0)))
         stretches = np.searchsorted(self._starts, sample_numbers, "right") - 1
-        names: dict[str, int] = {}
-        places, numbers = np.empty(len(stretches), np.int32), np.empty(len(stretches), np.int64)
-        for number in np.unique(stretches).tolist():
+        sources, numbers = np.empty(len(stretches), np.int32), np.empty(len(stretches), np.int64)
+        for number in {*stretches.tolist()}:
             stretch, here = self._stretches[number], stretches == number
             leaves, own = stretch.tree.draws(sample_numbers[here] - stretch.start)
-            used = np.unique(leaves)
-            of_used = [names.setdefault(stretch.names[leaf], len(names)) for leaf in used.tolist()]
-            places[here] = np.array(of_used, np.int32)[np.searchsorted(used, leaves)]
-            numbers[here] = own + np.array(stretch.drawn, np.int64)[leaves]
-        return [*names], places, numbers
+            sources[here] = stretch.sources[leaves]
+            numbers[here] = own + stretch.drawn[leaves]
+        return sources, numbers
 
     # ---- one stretch after the other ----
 
@@ -139,8 +142,9 @@ class Phases:
                 self._drawn[name] = 0
         shares = whole_shares([phase.weights[name] for name in names])
         tree = MixtureTree(shares, [self._debts.get(name, 0) for name in names])
-        drawn = [self._drawn[name] for name in names]
-        self._stretches.append(Stretch(start, number, names, shares, tree, drawn))
+        sources = np.array([self._places[name] for name in names], np.int32)
+        drawn = np.array([self._drawn[name] for name in names], np.int64)
+        self._stretches.append(Stretch(start, number, names, sources, shares, tree, drawn))
         self._starts.append(start)
         is_last = number + 1 == len(self._phases)
         ends = [] if is_last else [self._phases[number + 1].start]
@@ -197,8 +201,9 @@ class Phases:
             if of == segment and name in stretch.names:
                 leaf = stretch.names.index(name)
                 end = self._end if place + 1 == len(self._stretches) else self._starts[place + 1]
-                sample = stretch.start + stretch.tree.find(leaf, number - stretch.drawn[leaf])
-                if number >= stretch.drawn[leaf] and (end is None or sample < end):
+                before = int(stretch.drawn[leaf])
+                sample = stretch.start + stretch.tree.find(leaf, number - before)
+                if number >= before and (end is None or sample < end):
                     return sample
             place += 1
 
