@@ -77,6 +77,37 @@ Piece TokenSource::locate(const Span& span) const {
   return {pointer + span.offset * token_size_, span.count * token_size_};
 }
 
+void TokenSource::cut_at_sequences(std::vector<Span>& spans) const {
+  if (spans.empty() || spans.back().sequence != Span::whole_file) {
+    return;
+  }
+  if (!shards_.empty()) {
+    spans.back().sequence = 0;  // of raw tokens, which are one
+    return;
+  }
+  Span rest = spans.back();
+  spans.pop_back();
+  const std::size_t above = first_not(sequence_pointers_.size(), [&](std::size_t place) {
+    return sequence_pointers_[place] / token_size_ <= rest.offset;
+  });
+  for (auto sequence = static_cast<std::int64_t>(above) - 1; rest.count > 0; ++sequence) {
+    const auto place = static_cast<std::size_t>(
+        checked(sequence, static_cast<std::int64_t>(sequence_lengths_.size()), "a span's sequence"));
+    const std::int64_t pointer = sequence_pointers_[place];
+    const std::int64_t offset = pointer < 0 ? -1 : rest.offset - pointer / token_size_;
+    const std::int64_t count = std::min(rest.count, sequence_lengths_[place] - offset);
+    if (offset < 0 || count < 0) {
+      fail("token ", rest.offset, " of the token file is in no sequence: sequence ", sequence, " has ",
+           sequence_lengths_[place], " tokens from byte ", pointer, " on");
+    }
+    if (count > 0) {
+      spans.push_back({sequence, offset, count});
+    }
+    rest.offset += count;
+    rest.count -= count;
+  }
+}
+
 const std::uint8_t* TokenSource::start_of(const Piece& piece) const noexcept {
   if (shards_.empty()) {
     return bytes_of(tokens_) + piece.offset;

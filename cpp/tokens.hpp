@@ -49,6 +49,10 @@ class TokenSource {
   // sequence or the token file.
   Piece locate(const Span& span) const;
 
+  // Cuts a span of the whole file, the last of `spans`, into spans of its sequences. Throws
+  // std::invalid_argument where their arrays do not lead from one to the next.
+  void cut_at_sequences(std::vector<Span>& spans) const;
+
   // Where a piece of the mapped tokens starts in memory.
   const std::uint8_t* start_of(const Piece& piece) const noexcept;
 

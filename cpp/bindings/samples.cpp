@@ -107,10 +107,10 @@ Numbers field_of(const std::vector<Span>& spans, std::int64_t Span::*field) {
 }
 
 std::tuple<Numbers, Numbers, Numbers, Numbers> py_spans(
-    const Order& order, const In<std::int64_t>& sample_numbers) {
+    const Order& order, const In<std::int64_t>& sample_numbers, const TokenSource* tokens) {
   std::vector<Span> spans;
   Numbers bounds = make_array<std::int64_t>(sample_numbers.shape(0) + 1, [&](auto out) {
-    read_mapped([&] { collect_spans(order, column_of(sample_numbers), spans, out); });
+    read_mapped([&] { collect_spans(order, column_of(sample_numbers), tokens, spans, out); });
   });
   return {field_of(spans, &Span::sequence), field_of(spans, &Span::offset),
           field_of(spans, &Span::count), bounds};
@@ -323,7 +323,7 @@ nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& ord
     nb::gil_scoped_release unlocked;
     std::optional<BadToken> bad;
     read_mapped([&] {
-      locate_samples(sources, column_of(sample_numbers), located);
+      locate_samples(sources, column_of(sample_numbers), form.parts, located);
       bad = survey_samples(located.runs, plain, form, has_pads);
     });
     if (bad) {
@@ -376,7 +376,7 @@ nb::tuple py_gather_tokens(const nb::tuple& token_sources, const nb::tuple& orde
   std::int64_t num_tokens = 0;
   {
     nb::gil_scoped_release unlocked;
-    read_mapped([&] { locate_samples(sources, column_of(sample_numbers), located); });
+    read_mapped([&] { locate_samples(sources, column_of(sample_numbers), true, located); });
     for (std::size_t i = 0; i < located.runs.size(); ++i) {
       num_tokens += located.runs.num_tokens(i);
       if (located.runs.types[i].index() != type.index()) {
@@ -436,7 +436,8 @@ void add_samples(nb::module_& module) {
            "add_extra_token"_a, "num_samples"_a);
   nb::class_<SequenceOrder, Order>(module, "SequenceOrder")
       .def(nb::init<std::int64_t, std::int64_t>(), "num_sequences"_a, "sequence_length"_a);
-  module.def("spans", &py_spans, "order"_a, "sample_numbers"_array);
+  module.def("spans", &py_spans, "order"_a, "sample_numbers"_array,
+             "token_source"_a = nb::none());
   module.def("locate_spans", &py_locate_spans, "token_source"_a, "sequences"_array,
              "offsets"_array, "counts"_array);
   module.def("gather_samples", &py_gather_samples, "token_sources"_a, "orders"_a,

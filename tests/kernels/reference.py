@@ -131,7 +131,12 @@ class TokenSource(NamedTuple):
     num_bytes: int
 
     def locate(self, sequence: int, offset: int, count: int) -> tuple[int, int]:
-        """The byte offset and byte count of a span."""
+        """The byte offset and byte count of a span; sequence -1 is the whole file."""
+        if sequence == -1:
+            num_tokens, width = self.num_bytes // self.tokens.itemsize, self.tokens.itemsize
+            if not 0 <= offset <= offset + count <= num_tokens or count < 0:
+                raise ValueError(f"{count} tokens from {offset} on are outside the file")
+            return offset * width, count * width
         length = int(_entry(self.sequence_lengths, sequence))
         if not 0 <= offset <= offset + count <= length or count < 0:
             raise ValueError(f"{count} tokens from {offset} on are outside a sequence of {length}")
@@ -140,6 +145,18 @@ class TokenSource(NamedTuple):
         if not 0 <= pointer <= pointer + (offset + count) * width <= self.num_bytes:
             raise ValueError(f"sequence {sequence} lies outside the token file")
         return pointer + offset * width, count * width
+
+    def cut(self, spans: list[Span]) -> list[Span]:
+        """A span of the whole file (sequence -1), as spans of its sequences."""
+        if not spans or spans[0][0] >= 0:
+            return spans
+        [(_, start, count)] = spans
+        first = np.asarray(self.sequence_pointers) // self.tokens.itemsize
+        begin = np.maximum(first, start)
+        counts = np.minimum(first + self.sequence_lengths, start + count) - begin
+        places = np.flatnonzero(counts > 0)
+        columns = places, (begin - first)[places], counts[places]
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def read(self, sequence: int, offset: int, count: int) -> list[int]:
         """The tokens of a span; a sequence may start at any byte of the token file."""
@@ -212,8 +229,12 @@ Sources = tuple[TokenSource, ...]
 Orders = tuple[AnyOrder, ...]
 
 
-def spans(order: AnyOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def spans(
+    order: AnyOrder, sample_numbers: Numbers, token_source: TokenSource | None = None
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     samples = [order.spans(number) for number in sample_numbers.tolist()]
+    if token_source is not None:
+        samples = [token_source.cut(sample) for sample in samples]
     return *_columns(samples), np.cumsum([0, *map(len, samples)], dtype=np.int64)
 
 

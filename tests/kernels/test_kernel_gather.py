@@ -730,3 +730,40 @@ def test_draws_of_arrays_that_do_not_match_are_refused() -> None:
     for wrong in ((samples, samples), (datasets, datasets), (datasets[:, None], samples)):
         with pytest.raises(TypeError, match="incompatible"):
             _native.look_up_draws(*wrong, samples)
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_spans_of_the_whole_file_are_cut_as_the_twin_cuts_them(data: st.DataObject) -> None:
+    lengths = np.array(data.draw(st.lists(st.integers(0, 5), min_size=6, max_size=12)), np.int32)
+    lengths[0] += 20
+    tokens = np.arange(lengths.sum(), dtype=data.draw(st.sampled_from(["uint8", "int32"])))
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.itemsize
+    arrays = tokens, pointers, lengths, tokens.nbytes
+    order = _native.InstantOrder((0, len(tokens)), 7, (0, 4, 0), 4, True, 10)
+    whole, cut = _native.spans(order, np.arange(9)), np.empty(0, np.int64)
+    actual = _native.spans(order, np.arange(9), _native.TokenSource(*arrays))
+    twin = reference.TokenSource(*arrays)
+    expected = [twin.cut([span]) for span in zip(*(c.tolist() for c in whole[:3]), strict=True)]
+    assert list(zip(*(c.tolist() for c in actual[:3]), strict=True)) == sum(expected, [])
+    assert np.diff(actual[3]).tolist() == [len(spans) for spans in expected]
+    cut = np.concatenate(
+        [
+            tokens[twin.locate(*span)[0] // tokens.itemsize :][: span[2]]
+            for span in sum(expected, [])
+        ]
+    )
+    start = np.concatenate([tokens[offset : offset + 5] for offset in whole[1].tolist()])
+    np.testing.assert_array_equal(cut, start)
+
+
+def test_a_damaged_index_cuts_nothing() -> None:
+    tokens, lengths = np.arange(40), np.full(4, 10, np.int32)
+    order = _native.InstantOrder((0, 40), 7, (0, 4, 0), 4, True, 10)
+    numbers = np.arange(9)
+    for place, pointer in ((0, 80), (2, -(2**63)), (2, 240), (3, 2**62), (1, 8)):
+        pointers = np.arange(0, 320, 80)
+        pointers[place] = pointer
+        source = _native.TokenSource(tokens, pointers, lengths, tokens.nbytes)
+        with pytest.raises(ValueError, match="in no sequence|outside"):
+            _native.spans(order, numbers, source)

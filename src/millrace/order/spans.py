@@ -77,9 +77,13 @@ class CoreOrder:
         return {name: value for name, value in vars(self).items() if name != "core"}
 
 
-def core_spans(core: _native.Order, sample_numbers: NDArray[np.int64]) -> Spans:
-    """The spans of some samples of an order of the core."""
-    spans = Spans(*_native.spans(core, sample_numbers))
+def core_spans(
+    core: _native.Order,
+    sample_numbers: NDArray[np.int64],
+    tokens: _native.TokenSource | None = None,
+) -> Spans:
+    """The spans of some samples of an order of the core; with tokens, cut at their sequences."""
+    spans = Spans(*_native.spans(core, sample_numbers, tokens))
     is_whole_file = len(spans.offsets) > 0 and spans.sequences[0] < 0  # type: ignore[index]
     return spans._replace(sequences=None) if is_whole_file else spans
 

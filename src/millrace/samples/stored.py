@@ -75,11 +75,11 @@ class StoredTokens:
         return Leaves([self], np.zeros(len(sample_numbers), np.int64), sample_numbers)
 
     def spans(self, sample_numbers: Numbers) -> Spans:
-        core = self.core[1]
+        tokens, order, _ = self.core
         with core_errors(_OUTSIDE):
-            if core is None:
+            if order is None:
                 return checked_spans(self.order, sample_numbers)
-            return core_spans(core, sample_numbers)
+            return core_spans(order, sample_numbers, tokens)
 
     def _bytes_of(self, spans: Spans) -> tuple[Numbers, Numbers]:
         sequences, offsets, counts, _ = spans
