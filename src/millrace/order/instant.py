@@ -19,6 +19,15 @@ def num_windows(num_tokens: int, length: int) -> int:
     return (num_tokens - length) // length
 
 
+def check_windows(what: str, num_tokens: int, length: int) -> None:
+    """Raises ConfigError for too few tokens for a sample (S8)."""
+    if num_windows(num_tokens, length) < 1:
+        raise ConfigError(
+            f"{what} has {num_tokens} tokens; samples of {length} tokens need {2 * length}: shorten "
+            "the sequence length, or leave the source out"
+        )
+
+
 def source_key(seed: int, name: str) -> int:
     """What decides the permutations of a source: its name, not its place in a list (S1)."""
     text = json.dumps(["instant", seed, name], separators=(",", ":"))
@@ -96,11 +105,7 @@ class InstantOrder(CoreOrder):
         num_samples = MAX_INT64 if num_samples is None else num_samples
         self.num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
         self.position = Position(0, sequence_length, 0) if position is None else position
-        if num_windows(num_tokens, sequence_length) < 1:
-            raise ConfigError(
-                f"source {name} has {num_tokens} tokens; samples of {sequence_length} tokens need "
-                f"{2 * sequence_length}: shorten the sequence length, or leave the source out"
-            )
+        check_windows(f"source {name}", num_tokens, sequence_length)
 
     def __len__(self) -> int:
         return self.num_samples

@@ -7,6 +7,7 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 import bisect
 import itertools
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT64, check_float, check_int, shown
 from millrace.errors import ConfigError
-from millrace.order.instant import Position, num_windows
+from millrace.forks import Renewed
+from millrace.order.instant import Position, check_windows, num_windows
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
 from millrace.order.spans import RULES_VERSION
 
@@ -34,6 +36,11 @@ class Source:
 
     num_tokens: int
     max_epochs: int | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """A limit of `num_tokens`, for one that takes time to find: it is asked for last."""
+        return self.num_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +70,7 @@ class Stretch(NamedTuple):
     drawn: Numbers  # draws of each source before, in this segment: int64 [leaves]
 
 
-class Phases:
+class Phases(Renewed):
     """The mixture of a run in phases. Stretches are computed as far as samples ask for them.
 
     Args:
@@ -89,6 +96,13 @@ class Phases:
         self.segments: list[int] = np.repeat(
             np.arange(len(changes)), np.diff([*changes, len(phases)])
         ).tolist()
+        self.renew()
+
+    _renewed = ("_lock", "_starts", "_stretches", "_end", "positions", "_lefts", "_drawn", "_debts")
+
+    def after_fork(self) -> None:
+        """Begins again: the parent may have been between two stretches."""
+        self._lock = threading.RLock()
         self.positions: dict[tuple[int, str], Position] = {}
         self._stretches: list[Stretch] = []
         self._starts: list[int] = []
@@ -100,8 +114,9 @@ class Phases:
 
     def stretch_of(self, sample_number: int) -> Stretch:
         """The stretch that a sample is in."""
-        while self._end is not None and sample_number >= self._end:
-            self._advance(self._end)
+        with self._lock:
+            while self._end is not None and sample_number >= self._end:
+                self._advance(self._end)
         return self._stretches[bisect.bisect_right(self._starts, sample_number) - 1]
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
@@ -164,7 +179,7 @@ class Phases:
             self._debts[name] = self._debts.get(name, 0) + share * count - ONE * draws
             if draws > 0:
                 position = self._next_position(name, length)
-                self._lefts[name] = position.after(draws, self._sources[name].num_tokens, length)
+                self._lefts[name] = position.after(draws, self._num_tokens(name, length), length)
                 self._drawn[name] += draws
         number += number + 1 < len(self._phases) and end == self._phases[number + 1].start
         self._add_stretch(end, number)
@@ -181,8 +196,14 @@ class Phases:
         if source.max_epochs is None:
             return math.inf
         epochs = source.max_epochs - position.epoch - 1
-        rest = position.samples_left(source.num_tokens, length)
-        return 0 if epochs < 0 else rest + epochs * num_windows(source.num_tokens, length)
+        num_tokens = self._num_tokens(name, length)
+        rest = position.samples_left(num_tokens, length)
+        return 0 if epochs < 0 else rest + epochs * num_windows(num_tokens, length)
+
+    def _num_tokens(self, name: str, length: int) -> int:
+        num_tokens = self._sources[name].num_tokens
+        check_windows(f"source {name}", num_tokens, length)
+        return num_tokens
 
     # ---- what has been drawn ----
 
@@ -193,7 +214,7 @@ class Phases:
             if place == len(self._stretches):
                 if self._end is None:
                     return -1
-                self._advance(self._end)
+                self.stretch_of(self._end)
             stretch = self._stretches[place]
             of = self.segments[stretch.phase]
             if of > segment:
@@ -252,11 +273,7 @@ class Phases:
                         f"{what}: the weight is {shown(weight)}; it must be positive and finite. "
                         "Leave a source out to draw nothing from it"
                     )
-                if num_windows(source.num_tokens, length) < 1:
-                    raise ConfigError(
-                        f"{what} has {source.num_tokens} tokens; samples of {length} tokens need "
-                        f"{2 * length}: shorten the sequence length, or leave the source out"
-                    )
+                check_windows(what, source.most_tokens, length)
         for name, source in self._sources.items():
             if source.max_epochs is not None:
                 check_int(f"max_epochs of source {name}", source.max_epochs, 1)
