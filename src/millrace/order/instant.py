@@ -23,8 +23,8 @@ def check_windows(what: str, num_tokens: int, length: int) -> None:
     """Raises ConfigError for too few tokens for a sample (S8)."""
     if num_windows(num_tokens, length) < 1:
         raise ConfigError(
-            f"{what} has {num_tokens} tokens; samples of {length} tokens need {2 * length}: shorten "
-            "the sequence length, or leave the source out"
+            f"{what} has {num_tokens} tokens; samples of {length} tokens need {2 * length}: "
+            "shorten the sequence length, or leave the source out"
         )
 
 

@@ -229,14 +229,15 @@ class Phases(Renewed):
             place += 1
 
     def past(self, sample_number: int) -> list[list[Any]]:
-        """What decides the samples before a number: for each stretch its start, sequence length
-        and shares by name."""
+        """What decides the samples before a number: for each stretch its start, phase, sequence
+        length and shares by name."""
         if sample_number == 0:
             return []
         last = self.stretch_of(sample_number - 1)
         return [
             [
                 one.start,
+                one.phase,
                 self._phases[one.phase].sequence_length,
                 dict(zip(one.names, one.shares, strict=True)),
             ]

@@ -226,7 +226,9 @@ class TokenDataset:
         Raises:
             ConfigError: Token files of several dtypes.
         """
-        prefixes = {one.store.dtype: one.prefix for one in self.stores if one is not None}
+        stores = [one for one in self.stores if one is not None]
+        # The dtype of a source that is not open is known, too.
+        prefixes = {getattr(one, "dtype", None) or one.store.dtype: one.prefix for one in stores}
         if len(prefixes) > 1:
             some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in prefixes.items())
             raise ConfigError(f"the files have several dtypes ({some}): use 'int32' or 'int64'")

@@ -1,0 +1,283 @@
+"""The datasets of a run in the instant order."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from millrace.cache import arrays
+from millrace.checks import MAX_INT64
+from millrace.deferred import cached_property
+from millrace.errors import ConfigError
+from millrace.order import RULES_VERSION, SPLITS, Spans
+from millrace.order.instant import InstantOrder, num_windows
+from millrace.order.mixture_tree import ONE
+from millrace.order.phases import Phase, Phases
+from millrace.provenance.tokenizers import TokenizerRecord
+from millrace.run.instant_config import InstantConfig
+from millrace.run.instant_files import SourceFile, SourceRange, ranges_of
+from millrace.run.skips import Skips
+from millrace.samples import BlendedDataset, GPTDataset, TokenBatch, TokenDataset
+from millrace.samples.dataset import check_numbers
+from millrace.samples.fields import Batch, BatchForm, SampleOptions
+from millrace.samples.tokens import Numbers
+
+_MOST_NAMES = 64  # sources that a fingerprint names; of more it has a checksum
+
+
+class PhasedDataset(TokenDataset):
+    """Samples of a run in phases, in the instant order: nothing is built, and no file opened before
+    a sample is drawn from it.
+
+    Sample p of the dataset is the p-th one that no skip leaves out. All samples of a batch have one
+    sequence length.
+
+    Args:
+        ranges: Tokens to draw from, by the names of sources.
+        phases: Phases by their starts.
+        config: The configuration of the run.
+        skips: Samples that are left out.
+        num_samples: Number of samples; None: without end.
+        leaves_out_small: Whether a source with too few tokens for a sample is left out, which is
+            else an error. All files are opened for it, at the first sample.
+
+    Attributes:
+        stores: The token file of each source, by their names' order; `dataset_numbers` and
+            `part_source` count them.
+    """
+
+    _place = "{samples} of the run"
+
+    def __init__(
+        self,
+        ranges: Mapping[str, SourceRange],
+        phases: Sequence[Phase],
+        config: InstantConfig,
+        skips: Skips,
+        num_samples: int | None,
+        *,
+        leaves_out_small: bool = False,
+    ) -> None:
+        self._ranges = {name: ranges[name] for name in sorted(ranges)}
+        self._phases, self._config, self._skips = phases, config, skips
+        most = MAX_INT64 - skips.num_samples
+        self._num_samples = most if num_samples is None else min(num_samples, most)
+        self.stores: Sequence[Any] = [one.file for one in self._ranges.values()]
+        self._leaves_out_small = leaves_out_small
+        lengths = [phase.sequence_length for phase in phases]
+        changes = [n for n, length in enumerate(lengths) if n == 0 or length != lengths[n - 1]]
+        self._starts = [phases[number].start for number in changes]
+        views = [replace(config.sample_options, sequence_length=lengths[n]) for n in changes]
+        self._segments = [_Segment(self, number, view) for number, view in enumerate(views)]
+        self.options = views[0] if len(views) == 1 else None
+        self.source, self.transforms = None, []
+        if not leaves_out_small:
+            _ = self.mixture  # an error now
+
+    @property
+    def prefix(self) -> str:
+        return type(self).__name__
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    @cached_property
+    def mixture(self) -> Phases:
+        """Which source, and which of its draws, each sample number is."""
+        phases = self._phases
+        if self._leaves_out_small:
+            phases = [self._without_small(phase) for phase in phases]
+        return Phases(self._ranges, phases)  # type: ignore[arg-type]
+
+    def _without_small(self, phase: Phase) -> Phase:
+        length = phase.sequence_length
+        weights = {
+            name: weight
+            for name, weight in phase.weights.items()
+            if num_windows(self._ranges[name].num_tokens, length) > 0
+        }
+        if not weights:
+            raise ConfigError(
+                f"no source has {2 * length} tokens in this split, which a sample of {length} "
+                "needs: give the split a larger share"
+            )
+        return replace(phase, weights=weights)
+
+    # ---- batches ----
+
+    def sample_numbers(self, positions: ArrayLike) -> Numbers:
+        """The sample numbers of the run, skipped ones included, at positions of the dataset."""
+        return self._skips.samples(check_numbers(positions, len(self)))
+
+    def _located(self, numbers: Numbers) -> tuple["_Segment", Numbers]:
+        """The sample numbers at some positions, and what they are in."""
+        samples = self._skips.samples(numbers)
+        if len(self._starts) == 1 or len(samples) == 0:
+            return self._segments[0], samples
+        first, last = np.searchsorted(self._starts, [samples.min(), samples.max()], "right") - 1
+        if first < last:
+            start, size = self._starts[last], len(numbers)
+            position = self._skips.position(start)
+            near = [position // size * size + step for step in (0, size)]
+            raise ConfigError(
+                f"samples {samples.min()} to {samples.max()} are of two sequence lengths: a phase "
+                f"starts at {start}. Start it with a global batch; the nearest multiples of "
+                f"{size} samples are {' and '.join(map(str, self._skips.samples(np.array(near))))}"
+            )
+        return self._segments[first], samples
+
+    def check_steps(self, sampler: Any) -> None:
+        """Raises ConfigError where another sequence length starts in the middle of a step."""
+        for start in self._starts[1:]:
+            position = self._skips.position(start)
+            if position < len(self) and getattr(sampler, "step_at", None):
+                try:
+                    sampler.step_at(position)
+                except ConfigError as error:
+                    raise ConfigError(
+                        f"a phase with another sequence length starts at sample {start}, in the "
+                        f"middle of a step: {error}. Start it with a step"
+                    ) from None
+
+    def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
+        segment, samples = self._located(numbers)
+        return segment._batch(samples, form)
+
+    def _tokens(self, numbers: Numbers) -> TokenBatch:
+        segment, samples = self._located(numbers)
+        return segment._tokens(samples)
+
+    def _read_alone(self, read: Any, number: Numbers, *form: Any) -> None:
+        segment, sample = self._located(number)
+        segment._read_alone(read, sample, *form)
+
+    def spans(self, sample_numbers: ArrayLike) -> Spans:
+        """Which tokens the samples are made of; each source numbers sequences of its own."""
+        segment, samples = self._located(check_numbers(sample_numbers, len(self)))
+        return segment.spans(samples)
+
+    def prefetch(self, sample_numbers: ArrayLike) -> None:
+        segment, samples = self._located(check_numbers(sample_numbers, len(self)))
+        segment.prefetch(samples)
+
+    def make_dataset(self, segment: int, options: SampleOptions, number: int) -> GPTDataset:
+        """The samples of a source in a part of the run with one sequence length."""
+        name = self.mixture.names[number]
+        source = self._ranges[name]
+        first, end = source.tokens
+        order = InstantOrder(
+            end - first,
+            name,
+            self._config.seed,
+            sequence_length=options.sequence_length,
+            add_extra_token=options.add_extra_token,
+            first_token=first,
+            position=self.mixture.positions[segment, name],
+        )
+        choice = self._config.loss_ranges
+        return GPTDataset(source.file.store, order=order, options=options, loss_ranges=choice)
+
+    # ---- the past ----
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """See `Dataset`: what decides the past, by phases and sources, and how samples look."""
+        view = self._config.sample_options.identity()
+        for name in ("sequence_length", "add_extra_token"):
+            del view[name]
+        return {
+            "kind": "instant",
+            "rules": RULES_VERSION,
+            "seed": self._config.seed,
+            "add_extra_token": self._config.add_extra_token,
+            **self._past(len(self) if consumed_samples is None else consumed_samples),
+            "view": view,
+        }
+
+    def _past(self, consumed_samples: int) -> dict[str, Any]:
+        if consumed_samples == 0:
+            return {"phases": {}, "skips": [], "sources": {}}
+        last = int(self._skips.samples(np.array([consumed_samples - 1]))[0])
+        phases, names = {}, set()
+        for start, phase, length, shares in self.mixture.past(last + 1):
+            names |= shares.keys()
+            parts = _short({name: share / ONE for name, share in shares.items()})
+            phases[f"{phase} from sample {start}"] = {"sequence_length": length, "shares": parts}
+        sources = {
+            name: [one.file.num_tokens, one.file.dtype.name, *one.bounds]
+            for name, one in self._ranges.items()
+            if name in names
+        }
+        skips = self._skips.before(consumed_samples)
+        return {"phases": phases, "skips": skips, "sources": _short(sources)}
+
+
+def _short(entries: dict[str, Any]) -> Any:
+    return entries if len(entries) <= _MOST_NAMES else arrays.fingerprint(entries)
+
+
+class _Segment(BlendedDataset):
+    """A part of a run with one sequence length, by sample numbers."""
+
+    _place = PhasedDataset._place
+    _has_one_kind_of_boundaries = True
+
+    def __init__(self, run: PhasedDataset, number: int, options: SampleOptions) -> None:
+        self._run, self.options, self.stores = run, options, run.stores
+        self._first_stores = np.arange(len(run.stores), dtype=np.int32)
+        self.datasets: Any = _OnDemand(len(run.stores), partial(run.make_dataset, number, options))
+        self.source, self.transforms = None, []
+
+    @property
+    def order(self) -> Any:
+        return self._run.mixture
+
+    def __len__(self) -> int:
+        return MAX_INT64
+
+
+class _OnDemand:
+    """A list of datasets, each of which is made when it is asked for."""
+
+    def __init__(self, size: int, make: Any) -> None:
+        self._size, self._make = size, make
+        self._datasets: dict[int, GPTDataset] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OnDemand, (self._size, self._make)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, number: int) -> GPTDataset:
+        if number not in self._datasets:
+            self._datasets[number] = self._make(number)
+        return self._datasets[number]
+
+
+def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
+    """The train, valid and test datasets of a configuration; None for a split without a share.
+
+    It looks at the size of each file, and opens none whose dtype the configuration gives.
+    """
+    tokenizers: list[TokenizerRecord] = []
+    files = {
+        name: SourceFile(name, source, config, tokenizers)
+        for name, source in config.sources.items()
+    }
+    phases = config.run_phases({name: file.num_tokens for name, file in files.items()})
+    ranges = {name: ranges_of(file, config.sources[name], config) for name, file in files.items()}
+    datasets: list[PhasedDataset | None] = []
+    for number, count in enumerate(config.num_samples):
+        own = {name: one for name, each in ranges.items() if (one := each[number]) is not None}
+        if not own:
+            datasets.append(None)
+        elif SPLITS[number] == "train":
+            skips = Skips(config.skips)
+            datasets.append(PhasedDataset(own, phases, config, skips, count))
+        else:
+            place = own, phases[:1], config, Skips([]), count
+            datasets.append(PhasedDataset(*place, leaves_out_small=True))
+    return datasets
