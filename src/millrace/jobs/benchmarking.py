@@ -156,7 +156,7 @@ def run_of(
         values = arguments.read_arguments(source)
         values.pop("tokenizer_identifiers", None)
         arguments.unknown_arguments(values)
-        return arguments.config_from(values)
+        return arguments.built_config_from(values)
     if sequence_length is None:
         raise ConfigError(
             f"{source} is taken as the path prefix of a token file, as it does not end with .yaml, "

@@ -38,8 +38,8 @@ class Source:
     max_epochs: int | None = None
 
     @property
-    def most_tokens(self) -> int:
-        """A limit of `num_tokens`, for one that takes time to find: it is asked for last."""
+    def rough_tokens(self) -> int:
+        """About `num_tokens`, where that takes time to find: it is asked for last."""
         return self.num_tokens
 
 
@@ -274,7 +274,7 @@ class Phases(Renewed):
                         f"{what}: the weight is {shown(weight)}; it must be positive and finite. "
                         "Leave a source out to draw nothing from it"
                     )
-                check_windows(what, source.most_tokens, length)
+                check_windows(what, source.rough_tokens, length)
         for name, source in self._sources.items():
             if source.max_epochs is not None:
                 check_int(f"max_epochs of source {name}", source.max_epochs, 1)

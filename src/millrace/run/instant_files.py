@@ -133,9 +133,11 @@ class SourceRange:
     max_epochs: int | None
 
     @property
-    def most_tokens(self) -> int:
-        """Number of tokens before the ends are moved, which takes no look at the file."""
-        return self.bounds[1] - self.bounds[0]
+    def rough_tokens(self) -> int:
+        """The number of tokens, before the ends are moved if they have not been: the file stays
+        closed."""
+        first, end = vars(self).get("tokens", self.bounds)
+        return int(end - first)
 
     @property
     def num_tokens(self) -> int:
