@@ -108,9 +108,9 @@ class PhasedDataset(TokenDataset):
 
     # ---- batches ----
 
-    def sample_numbers(self, positions: ArrayLike) -> Numbers:
-        """The sample numbers of the run, skipped ones included, at positions of the dataset."""
-        return self._skips.samples(check_numbers(positions, len(self)))
+    def run_numbers(self, numbers: Numbers) -> Numbers:
+        """The sample numbers of the run, skipped ones included, of samples of the dataset."""
+        return self._skips.samples(numbers)
 
     def _located(self, numbers: Numbers) -> tuple["_Segment", Numbers]:
         """The sample numbers at some positions, and what they are in."""
