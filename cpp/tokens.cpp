@@ -48,7 +48,7 @@ TokenSource::TokenSource(std::span<const Tokens> shards, std::span<const std::in
 
 Piece TokenSource::locate(const Span& span) const {
   const bool has_shards = !shards_.empty();
-  if (span.sequence == Span::whole_file && !has_shards) {
+  if (span.sequence == Span::whole_file && shards_.size() <= 1) {
     const std::int64_t num_tokens = num_bytes_ / token_size_;
     if (span.offset < 0 || span.count < 0 || span.count > num_tokens - span.offset) {
       fail(span.count, " tokens from token ", span.offset, " on lie outside the token file, which has ",

@@ -128,7 +128,7 @@ def drawn(config: InstantConfig, states: Any, steps: int, ranks: int) -> tuple[l
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_run_with_changes_is_the_models(seed: int, tmp_path: Path) -> None:
-    """Extended, re-weighted and resumed by other ranks, three times; all samples are the model's."""
+    """Extended, re-weighted and resumed by other ranks, three times."""
     rng, samples, states = random.Random(seed), [], None
     history = History(rng, tmp_path)
     for _ in range(3):
@@ -214,7 +214,7 @@ def opens(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_only_what_is_drawn_is_opened(tmp_path: Path, opens: Counter[str]) -> None:
-    sources = write_sources(random.Random(1), tmp_path, {name: 500 for name in NAMES})
+    sources = write_sources(random.Random(1), tmp_path, dict.fromkeys(NAMES, 500))
     for name, source in sources.items():
         source["weight"] = {"web": 1, "code": 2}.get(name)
     for split in (None, "9,1,0"):
@@ -275,12 +275,12 @@ def saved(config: InstantConfig, steps: int) -> Any:
 
 def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -> None:
     make = lambda **changes: make_run(tmp_path, **changes)  # noqa: E731
-    phases = [{"until": 50}, {"weights": {"code": 3}, "until": 200}, {"seq-length": 4}]
+    phases = [{"until": 50}, {"weights": {"code": 3}, "until": 210}, {"seq-length": 4}]
     state = saved(make(phases=phases, skips=[(20, 30)]), 10)  # up to sample 110
     same = {"phases": phases, "skips": [(20, 30)]}
     futures: list[dict[str, Any]] = [
         {},
-        {"skips": [(20, 30), (110, 120)]},
+        {"skips": [(20, 30), (110, 130)]},
         {"phases": [phases[0], {"weights": {"code": 3}}]},
         {"phases": [phases[0], phases[1] | {"until": 110}, {"weights": {"web": 0}}]},
         {"num_samples": (300, None, None), "access": "file"},
@@ -293,7 +293,7 @@ def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -
     pasts: list[tuple[dict[str, Any], str]] = [
         ({"seed": 4}, "seed: saved 3, now 4"),
         ({"skips": []}, "skips: saved 1 entries, now 0"),
-        ({"skips": [(20, 30), (109, 120)]}, "skips: saved 1 entries, now 2"),
+        ({"skips": [(20, 30), (109, 119)]}, "skips: saved 1 entries, now 2"),
         ({"weights": {"web": 1, "code": 1}}, r"phases.0 from sample 0.shares.code: saved 0.25"),
         ({"phases": [phases[0], {"weights": {"code": 4}}]}, "phases.1 from sample 50.shares.code"),
         ({"phases": [{"until": 50}, {"seq-length": 4}]}, "phases.1 from sample 50.sequence_length"),
@@ -315,7 +315,7 @@ def test_many_sources_have_a_checksum(tmp_path: Path) -> None:
     assert len(past["phases"]["0 from sample 0"]["shares"]) == len(past["sources"]) == 32
     sources["s3"]["weight"] = 9
     loader = Loader(train_of(make_run(tmp_path, sources)), micro_batch_size=10)
-    with pytest.raises(ResumeError, match="0 from sample 0.shares"):
+    with pytest.raises(ResumeError, match=r"0 from sample 0.shares"):
         loader.load_state_dict(state)
 
 
@@ -328,7 +328,7 @@ def test_a_batch_has_one_length(tmp_path: Path) -> None:
         train.batch(np.arange(8, 16))
     Loader(train, micro_batch_size=7)
     for dataset in (train, TransformedDataset(train, [])):
-        with pytest.raises(ConfigError, match="starts at sample 20.*a step starts at 8 and at 16"):
+        with pytest.raises(ConfigError, match=r"starts at sample 20.*a step starts at 8 and at 16"):
             Loader(dataset, micro_batch_size=4, data_parallel_size=2)
     sampler = GlobalBatchSampler(14, global_batch_size=4, micro_batch_size=2)
     Loader(train_of(make_run(tmp_path, phases=phases, skips=[(5, 11)])), sampler=sampler)
@@ -351,7 +351,10 @@ def test_transforms_see_the_numbers_of_the_run(tmp_path: Path) -> None:
     transform = Numbers()
     train = train_of(make_run(tmp_path, skips=[(2, 5)]))
     loader = Loader(
-        TransformedDataset(train, [transform]), micro_batch_size=4, fields=("sample_numbers",)
+        TransformedDataset(train, [transform]),
+        micro_batch_size=4,
+        fields=("sample_numbers", "loss_mask"),
+        prefetch=0,
     )
     assert next(loader)["sample_numbers"].tolist() == transform.seen == [0, 1, 5, 6]
     fields = ("sample_numbers", "dataset_numbers", "tokens")
@@ -397,8 +400,8 @@ def test_frozen_run(tmp_path: Path) -> None:
     assert train.batch([10, 10**15])["tokens"][:, 0].tolist() == FROZEN_LATER
 
 
-FROZEN: list[int] = []
-FROZEN_LATER: list[int] = []
+FROZEN = [465, 10291, 177, 10107, 17, 161]
+FROZEN_LATER = [237, 344]
 
 
 def test_run_files(tmp_path: Path) -> None:
@@ -479,7 +482,7 @@ def test_weights_from_sizes(tmp_path: Path) -> None:
         ({"phases": [{"until": 9}, {"seq-length": 999}]}, "phase 1, source web has 900 tokens"),
         ({"skips": [(5, 5)]}, r"skips\[0\] is \(5, 5\); give \[start, stop\]"),
         ({"skips": [(5, 9), (2, 6)]}, r"skips \(2, 6\) and \(5, 9\) overlap"),
-        ({"split": "x"}, "holds no numbers"),
+        ({"split": "x"}, "must be one to three shares"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"num_samples": (1, 2)}, "num_samples must have three entries"),
         ({"sources": {}}, "sources must be one or more"),
@@ -488,7 +491,6 @@ def test_weights_from_sizes(tmp_path: Path) -> None:
         ({"sources": {"web": {"prefix": "a", "max_epochs": 0}}}, "source web: max_epochs must be"),
         ({"sources": {"web": {"prefix": "a", "dtype": "uint7"}}}, "source web: dtype is 'uint7'"),
         ({"sources": {"web": {"prefix": "no", "weight": 1}}}, "source web: no.bin not found"),
-        ({"dtype": "int64"}, "source web: .*web.bin has 1800 bytes"),
         (
             {"dtype": "int32"},
             "source web: .* has 900 tokens, uint16; the run began with 450, int32",

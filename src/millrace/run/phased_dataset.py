@@ -133,7 +133,7 @@ class PhasedDataset(TokenDataset):
         """Raises ConfigError where another sequence length starts in the middle of a step."""
         for start in self._starts[1:]:
             position = self._skips.position(start)
-            if position < len(self) and getattr(sampler, "step_at", None):
+            if getattr(sampler, "step_at", None) and sampler.has_step(position):
                 try:
                     sampler.step_at(position)
                 except ConfigError as error:
