@@ -42,6 +42,8 @@ class Skips:
 
     def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sample numbers at some positions: int64 [n]."""
+        if not self.ranges:
+            return positions
         return positions + self._totals[np.searchsorted(self._places, positions, "right")]
 
     def position(self, sample_number: int) -> int:
