@@ -96,7 +96,8 @@ def module(path: str) -> Any:
 
 def conversations(texts: list[str]) -> list[dict[str, Any]]:
     """A row of each text that templates take for nothing else: questions, and longer answers."""
-    texts = [one for one in texts if len(one) <= 3 * CHARACTERS and not re.search("<|/think", one)]
+    limit, special = 3 * CHARACTERS, re.compile("<|/think")
+    texts = [one for one in texts if len(one.encode()) <= limit and not special.search(one)]
     rows = []
     for number, text in enumerate(texts):
         thirds = np.linspace(0, len(text), 3 * (number % 3 + 1) + 1).astype(int)
@@ -168,7 +169,9 @@ def our_seconds(model: str, epochs: int) -> tuple[float, int]:
         cached = partial(TextDataset, rows, encoder, seed=1, order="packs", cache=model, **packs)
         dataset: Any = cached(num_samples=epochs * len(cached()))
     else:
-        stream = itertools.chain.from_iterable(rows.range().blocks())
+        starts = range(0, len(rows), 64)
+        blocks = (rows.rows(range(n, min(n + 64, len(rows)))) for n in starts)
+        stream = itertools.chain.from_iterable(blocks)
         dataset = StreamDataset(stream, encoder, packing="packs", **packs)
     loader, start = Loader(dataset, micro_batch_size=1), time.perf_counter()
     trained = sum(int(batch["loss_mask"].sum()) for batch in loader)

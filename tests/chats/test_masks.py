@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from millrace.chats import ChatEncoder
+from millrace.chats.conversations import conversation_of
+from millrace.chats.proof import prove
+from millrace.chats.stand_ins import prove_chat
 from millrace.encoding import Tokenizer
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, TextError
 from tests.conftest import train_tokenizer
 
 CHAT = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
@@ -228,11 +231,57 @@ def test_long_chats_are_rendered_a_fixed_number_of_times(
     encoder, counts = ChatEncoder(tokenizer, PLAIN), list[int]()
     render = type(encoder.rules.template).render
 
-    def counting(self: Any, messages: Any, *rest: Any) -> Any:
+    def counting(self: Any, messages: Any, *rest: Any, **options: Any) -> Any:
         counts.append(len(messages))
-        return render(self, messages, *rest)
+        return render(self, messages, *rest, **options)
 
     monkeypatch.setattr(type(encoder.rules.template), "render", counting)
-    (document,) = encoder.documents({"messages": CHAT * 150})
-    assert len(document.turns) == 150
-    assert sum(counts) < 800  # the whole and the marked chat, and the first turn
+    said = [{**one, "content": f"{one['content']} {at}"} for at, one in enumerate(CHAT * 150)]
+    # The chat and its stand-in with and without markers; then the chat alone, and the first turn.
+    for messages, most in ((CHAT * 150, 910), (said, 305)):
+        counts.clear()
+        (document,) = encoder.documents({"messages": messages})
+        assert len(document.turns) == 150
+        assert sum(counts) < most
+
+
+ODD_WORDS = [
+    "a",
+    " a",
+    "b\n",
+    "9001",
+    "904170001",
+    "<think>x",
+    "[|user|]",
+    "assistant",
+    "long " * 9,
+]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(ODD_WORDS), min_size=2, max_size=6),
+    said=st.sampled_from(
+        [
+            "{{ m.content }}",
+            "{{ m.content | trim }}",
+            "{{ m.content | upper if m.content | length < 2 else m.content }}",
+            "{{ m.content | tojson }}",
+        ]
+    ),
+    prompt=st.sampled_from(["", "<think>", "{{ '<t>' if messages[-1].content | length > 5 }}"]),
+)
+def test_chats_are_proven_as_their_stand_ins(words: list[str], said: str, prompt: str) -> None:
+    template = PLAIN.replace("{{ m.content }}", said).replace(
+        "[|assistant|]", "[|assistant|]" + prompt
+    )
+    rules = ChatEncoder(Tokenizer("bytes"), template).rules
+    row = {"messages": [{**CHAT[at % 2], "content": text} for at, text in enumerate(words)]}
+    chat = conversation_of(row)
+    outcomes = []
+    for proving in (prove_chat, prove_chat, prove):
+        try:
+            outcomes.append(proving(chat, rules))
+        except TextError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1] == outcomes[2]

@@ -146,6 +146,14 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path, kind: str) -> None:
         assert again.rows([len(again) - 1]) == [{"text": "c"}]
 
 
+def test_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    monkeypatch.chdir(tmp_path)
+    rows = open_rows("*.jsonl", cache="cache")
+    monkeypatch.chdir("/")
+    assert rows.rows([0]) == [{"text": "a"}]
+
+
 def test_a_damaged_index_is_made_again(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": str(n)} for n in range(2000)])
     open_rows(path, cache=tmp_path / "cache")

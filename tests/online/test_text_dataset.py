@@ -1,5 +1,6 @@
 """Samples of raw rows: on the fly, from the cache and from token files they are the same."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,7 +16,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from millrace import ConfigError, GPTDataset, IndexedDataset, Loader, ResumeError, TextError
+from millrace import (
+    BlendedDataset,
+    ConfigError,
+    GPTDataset,
+    IndexedDataset,
+    Loader,
+    ResumeError,
+    TextError,
+)
 from millrace.online import TextDataset, open_rows
 from millrace.order import PackedOrder
 from millrace.testing import assert_resumes
@@ -102,7 +111,7 @@ def test_orders_of_token_files_are_those_of_the_cache(
         path, encoder = write_rows(place / "a.jsonl", rows), Marked() if is_marked else BYTES
         tokenize([path], place / "whole", BYTES.tokenizer, append_eod=True, workers=1)
         file = IndexedDataset(place / "whole_text_document")
-        kept = {"cache": place / "cache"}  # the second order of each kind is found there
+        kept = {"cache": place / "cache"}
         gpt = {"order": "gpt", "seed": seed, "sequence_length": length, "num_samples": 9, **kept}
         form: Any = {"sequence_length": 32, "add_extra_token": False, "boundaries": "documents"}
         packs = {"order": "packs", "seed": seed, "order_options": {"long_documents": "split"}}
@@ -110,15 +119,13 @@ def test_orders_of_token_files_are_those_of_the_cache(
         whole = GPTDataset(file, sequence_length=length, seed=seed, num_samples=9)
         for options, other in ((gpt, whole), (packs | form | kept, None)):
             other = other or GPTDataset(file, order=packed, **form)
-            for one in (TextDataset(path, encoder, **options) for _ in range(2)):
-                numbers = range(len(other))
-                batch, tokens = one.batch(numbers), one.tokens(numbers)
-                assert tokens.tokens.tolist() == other.tokens(numbers).tokens.tolist()
-                for name, array in other.batch(numbers).items():
-                    if name == "loss_mask" and is_marked:
-                        array = array * (batch["labels"] < ord("m"))
-                    assert batch[name].tolist() == array.tolist(), name
-        assert len([*(place / "cache").glob("*.order-*.json")]) == 2
+            one, numbers = TextDataset(path, encoder, **options), range(len(other))
+            batch, tokens = one.batch(numbers), one.tokens(numbers)
+            assert tokens.tokens.tolist() == other.tokens(numbers).tokens.tolist()
+            for name, array in other.batch(numbers).items():
+                if name == "loss_mask" and is_marked:
+                    array = array * (batch["labels"] < ord("m"))
+                assert batch[name].tolist() == array.tolist(), name
 
     law()
 
@@ -209,16 +216,15 @@ def test_a_loader_encodes_rows_of_several_steps_at_once(tmp_path: Path) -> None:
             return super().encode(rows)
 
     dataset = TextDataset(path, Counting(), sequence_length=4, add_extra_token=False)
-    for threads in (1, 3):
+    whole = b"".join(b"%03d" % n for n in range(150))
+    for source, threads in itertools.product((dataset, BlendedDataset([dataset])), (1, 3)):
         sizes.clear()
-        loader = Loader(dataset, micro_batch_size=5, threads=threads)
+        loader = Loader(source, micro_batch_size=5, threads=threads)
         seen = [next(loader)["tokens"][:, :3] for _ in range(30)]
-        assert bytes(np.concatenate(seen).astype(np.uint8).ravel()) == b"".join(
-            b"%03d" % n for n in range(150)
-        )
+        assert bytes(np.concatenate(seen).astype(np.uint8).ravel()) == whole
         with pytest.raises(TextError, match="line 151: there is no key"):
             next(loader)
-        assert sizes.count(64) >= 2  # the rows of the block of the bad one are encoded alone
+        assert sorted(sizes)[-2] >= 64  # the rows of the block of the bad one are encoded alone
         loader.close()
 
 
@@ -267,28 +273,23 @@ def test_a_cache_survives_death_at_every_step(tmp_path: Path) -> None:
     assert not [*(tmp_path / "cache").glob("*.journal")]
 
 
-def test_killed_while_it_is_built_and_by_two_processes(tmp_path: Path) -> None:
+def test_one_of_three_processes_builds_the_cache(tmp_path: Path) -> None:
     rows = [{"text": f"row {n} " * 40} for n in range(16_000)]  # several chunks of 1 MB
     path, cache = write_rows(tmp_path / "a.jsonl", rows), tmp_path / "cache"
     build(path, tmp_path / "whole")
     spawn = multiprocessing.get_context("spawn")
     processes = [spawn.Process(target=build, args=(path, cache, 2)) for _ in range(3)]
-    processes[0].start()
+    for one in processes:
+        one.start()
     end = time.monotonic() + 60
-    while not finished_tasks(cache) and processes[0].is_alive():
+    while not finished_tasks(cache) and any(one.is_alive() for one in processes):
         assert time.monotonic() < end
         time.sleep(0.01)
-    processes[0].kill()
-    processes[0].join()
-    num_done = len(finished_tasks(cache))
-    for one in processes[1:]:
-        one.start()
-    for one in processes[1:]:
+    processes[0].kill()  # whether it builds or waits
+    for one in processes:
         one.join(100)
-        assert one.exitcode == 0
+    assert [one.exitcode for one in processes[1:]] == [0, 0]
     assert contents(cache) == contents(tmp_path / "whole")
-    [result] = cache.glob("*.job.info.json")
-    assert json.loads(result.read_text())["result"]["num_chunks_kept"] >= min(num_done, 1)
 
 
 def test_a_cache_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ from millrace.errors import TextError
 
 Message = dict[str, Any]
 
+_PLAIN_ROLES = ("system", "user", "assistant", "tool", "developer")
 ROLES = {
-    **{role: role for role in ("system", "user", "assistant", "tool", "developer")},
+    **{role: role for role in _PLAIN_ROLES},
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "model", "bot", "chatgpt"), "assistant"),
     **dict.fromkeys(("observation", "function", "tool_response"), "tool"),
@@ -22,6 +23,10 @@ ROLES = {
 
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 """The columns that make a conversation: the first form of which a row has all."""
+
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
+_COLUMNS = (*itertools.chain(*FORMS), "input", "system", "tools")
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning; templates read the first two."""
@@ -56,49 +61,66 @@ def conversation_of(row: Any) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise TextError(f"a row is {shown(row)}; give a dictionary")
-    names = (*itertools.chain(*FORMS), "input", "system", "tools")
-    columns = {name: plain(row.get(name), name) for name in names}
-    form = next((one for one in FORMS if all(columns[name] is not None for name in one)), None)
+    there = [name for name in _COLUMNS if row.get(name) is not None]
+    if there == ["messages"] and _is_plain(row["messages"]):
+        messages = row["messages"]
+        return Conversation(messages, None, [None] * len(messages))
+    columns = {name: plain(row[name], name) for name in there}
+    form = next((one for one in FORMS if columns.keys() >= {*one}), None)
     if form is None:
         forms = ", or ".join(" and ".join(one) for one in FORMS)
-        there = shown(sorted(map(str, row)))
-        raise TextError(f"the row has the columns {there}; it needs {forms}: rename them")
+        names = shown(sorted(map(str, row)))
+        raise TextError(f"the row has the columns {names}; it needs {forms}: rename them")
     if form[0] == "instruction":
-        texts = [_text_of(name, columns[name]) for name in ("instruction", "input")]
+        texts = [_text_of(name, columns.get(name)) for name in ("instruction", "input")]
         columns["instruction"] = "\n\n".join(filter(None, texts))
     messages = [_message(place, one) for place, one in _messages_of(form, columns)]
-    if columns["system"] and (not messages or messages[0]["role"] != "system"):
+    if columns.get("system") and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, _message("system", {"role": "system", "content": columns["system"]}))
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
     weights = [_weight_of(number, message) for number, message in enumerate(messages)]
-    return Conversation(messages, _tools_of(columns["tools"]), weights)
+    return Conversation(messages, _tools_of(columns.get("tools")), weights)
+
+
+def _is_plain(messages: Any) -> bool:
+    """Whether messages are already as templates read them: most are, and this takes no time."""
+    roles = [
+        one["role"]
+        for one in (messages if type(messages) is list else ())
+        if type(one) is dict and [*map(type, one.values())] == [str, str]
+        if one.get("role") in _PLAIN_ROLES and one.get("content", "").strip()
+    ]
+    return "assistant" in roles and len(roles) == len(messages)
 
 
 def plain(value: Any, place: str) -> Any:
     """A value in JSON's types, from Python's and NumPy's; TextError for another."""
-    if value is None or type(value) in (str, int, float, bool):
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if type(value) in _PLAIN:
         return value
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {str(key): plain(one, f"{place}.{key}") for key, one in value.items()}
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist(), place)
+    if isinstance(value, (dict, Mapping)) and all(isinstance(key, str) for key in value):
+        return {
+            str(key): one if type(one) in _PLAIN else plain(one, f"{place}.{key}")
+            for key, one in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [plain(one, f"{place}[{number}]") for number, one in enumerate(value)]
     if isinstance(value, str):
         return str(value)
-    if isinstance(value, (np.bool_, np.integer, np.floating)):
-        return value.item()
     raise TextError(f"{place} is {shown(value)}; give texts, numbers, lists or objects")
 
 
-def texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: Any) -> list[str]:
     """All texts in a plain value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for one in value if isinstance(value, list) else (*value, *value.values()):
-            yield from texts_in(one)
+    texts, pending = [], [value]
+    for one in pending:
+        if isinstance(one, str):
+            texts.append(one)
+        elif isinstance(one, (list, dict)):
+            pending += one if isinstance(one, list) else (*one, *one.values())
+    return texts
 
 
 def _messages_of(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:

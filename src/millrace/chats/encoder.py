@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from millrace.chats import conversations
+from millrace.chats.conversations import conversation_of, texts_in
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
-from millrace.chats.proof import Document, Rules, prove
+from millrace.chats.proof import Document, Rules
+from millrace.chats.stand_ins import prove_chat
 from millrace.chats.templates import find_template
 from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
 from millrace.checks import shown
@@ -95,29 +96,29 @@ class ChatEncoder:
             except TextError as error:
                 problems[number] = str(error)
         masks = _Masks(self._borders, [one for _, one in documents])
-        for place, problem in masks.problems.items():
-            problems.setdefault(documents[place][0], problem)
-        is_kept = np.array([number not in problems for number, _ in documents], bool)
-        owners = np.array([number for number, _ in documents], np.int64)[is_kept]
-        counts = np.bincount(owners, minlength=len(rows)).astype(np.int64)
-        keep = np.repeat(is_kept, masks.tokens.lengths)
-        ids, trained = masks.tokens.ids[keep].astype(self.dtype, copy=False), masks.trained[keep]
-        kept = [one for number, one in documents if number not in problems]
-        turns = [turn for one in kept for turn in one.turns]
+        if masks.problems:
+            for place, problem in masks.problems.items():
+                problems.setdefault(documents[place][0], problem)
+            documents = [pair for pair in documents if pair[0] not in problems]
+            masks = _Masks(self._borders, [one for _, one in documents])
+        tokens, trained = masks.tokens, masks.trained
+        counts = np.bincount([number for number, _ in documents], minlength=len(rows))
+        stops = [turn.stop for _, one in documents for turn in one.turns]
         report = {
             "rows": len(rows),
             "bad rows": len(problems),
             "rows without a target": sum("has no target" in one for one in problems.values()),
-            "documents": len(kept),
-            "documents of rewritten history": len(kept) - int((counts > 0).sum()),
-            "turns": len(turns),
-            "turns without a stop token": sum(turn.stop[0] == turn.stop[1] for turn in turns),
-            "tokens": len(ids),
+            "documents": len(documents),
+            "documents of rewritten history": len(documents) - int((counts > 0).sum()),
+            "turns": len(stops),
+            "turns without a stop token": sum(start == end for start, end in stops),
+            "tokens": len(trained),
             "trained tokens": int(trained.sum()),
-            "tokens across a border": int(masks.is_border[keep].sum()),
-            **Counter(f"routes: {', '.join(one.routes)}" for one in kept),
+            "tokens across a border": int(masks.is_across.sum()),
         }
-        ends = np.cumsum(masks.tokens.lengths[is_kept])
+        routes = Counter(one.routes for _, one in documents)
+        report |= {f"routes: {', '.join(names)}": count for names, count in routes.items()}
+        ids, ends = tokens.ids.astype(self.dtype, copy=False), np.cumsum(tokens.lengths)
         return EncodedRows(ids, ends, trained, counts, dict(sorted(problems.items())), report)
 
     def documents(self, row: Mapping[str, Any]) -> list[Document]:
@@ -127,11 +128,13 @@ class ChatEncoder:
             TextError: A row that is a problem.
         """
         try:
-            chat = conversations.conversation_of(row)
-            for number, message in enumerate(chat.messages):
-                self._check_texts(f"message {number}", message)
-            self._check_texts("the tools", chat.tools)
-            return prove(chat, self.rules)
+            chat = conversation_of(row)
+            if self._problem_of([chat.messages, chat.tools]):
+                for number, message in enumerate(chat.messages):
+                    if problem := self._problem_of(message):
+                        raise TextError(f"message {number} {problem}")
+                raise TextError(f"the tools {self._problem_of(chat.tools)}")
+            return prove_chat(chat, self.rules)
         except RecursionError:
             raise TextError("the row is nested too deeply: make it flat") from None
 
@@ -167,18 +170,20 @@ class ChatEncoder:
             "options": identity_of(self.options),
         }
 
-    def _check_texts(self, name: str, value: Any) -> None:
-        """Raises TextError for texts that cannot be encoded, or hold special tokens."""
-        for text in conversations.texts_in(value):
-            if not text.isascii() and (lone := re.search(r"[\ud800-\udfff]", text)):
-                what = f"the lone surrogate U+{ord(lone[0]):04X}: repair the text"
-                raise TextError(f"{name} has {what}")
-            special = self._special.search(text)
-            if special and self.options.special_text == "refuse":
-                raise TextError(
-                    f"{name} holds the text of the special token {special[0]!r}: remove it, or "
-                    'give special_text="keep" to encode it as that token'
-                )
+    def _problem_of(self, value: Any) -> str | None:
+        """Why texts in a value cannot be encoded, or that they hold special tokens."""
+        text = "\0".join(texts_in(value))
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            return f"has the lone surrogate U+{ord(text[error.start]):04X}: repair the text"
+        special = self._special.search(text)
+        if special is None or self.options.special_text == "keep":
+            return None
+        return (
+            f"holds the text of the special token {special[0]!r}: remove it, or give "
+            'special_text="keep" to encode it as that token'
+        )
 
 
 class _Masks:
@@ -187,17 +192,20 @@ class _Masks:
 
     def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
         self.tokens = borders.encode([one.text for one in documents])
-        spans: list[list[int]] = []
-        stops: list[tuple[int, int]] = []
-        for number, document in enumerate(documents):
-            of_turns = [turn.stop for turn in document.turns if turn.stop[0] < turn.stop[1]]
-            pairs = np.array([*document.spans, *of_turns], np.int64).reshape(-1, 2)
-            places = byte_places(document.text, pairs) + self.tokens.bases[number]
-            count = len(document.spans)
-            spans += places[:count].tolist()
-            stops += [(end - 1, number) for end in places[count:, 1].tolist()]
+        spans: list[tuple[int, int]] = []
+        stops: list[tuple[int, int]] = []  # the last byte, and the document
+        for number, base in enumerate(self.tokens.bases.tolist()):
+            pairs = [*documents[number].spans]
+            count = len(pairs)
+            pairs += [turn.stop for turn in documents[number].turns if turn.stop[0] < turn.stop[1]]
+            if not documents[number].text.isascii():
+                array = np.array(pairs, np.int64).reshape(-1, 2)
+                pairs = byte_places(documents[number].text, array).tolist()
+            spans += [(base + start, base + end) for start, end in pairs[:count]]
+            stops += [(base + end - 1, number) for _, end in pairs[count:]]
         array = np.array(spans, np.int64).reshape(-1, 2)
-        self.trained, self.is_border = trained_tokens(self.tokens, array)
+        places = self.tokens.starts, self.tokens.ends
+        self.trained, self.is_across = trained_tokens(*places, array)
         ends, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
         empty = np.flatnonzero(sums[ends] == sums[ends - self.tokens.lengths]).tolist()
         self.problems = dict.fromkeys(empty, "it has no target: no token of its turns is whole")

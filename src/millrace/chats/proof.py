@@ -9,7 +9,6 @@ Trained are the characters from the end of the generation prompt to the end of t
 """
 
 import bisect
-import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
@@ -25,7 +24,7 @@ from millrace.errors import TextError
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Rules:
     """What to train on, and what is known of the template."""
 
@@ -60,14 +59,24 @@ class _RewrittenError(Exception):
     """A turn whose context is another one in the whole chat."""
 
 
-def prove(chat: Conversation, rules: Rules) -> list[Document]:
+def prove(
+    chat: Conversation, rules: Rules, texts: dict[tuple[int, bool], str] | None = None
+) -> list[Document]:
     """The documents of a conversation: one, or more where a template rewrites its history.
-    TextError for a chat that the template refuses, a mask that is not proven, or no target."""
-    pending, template = _turns_to_train(chat, rules.options.turns), rules.template
 
-    @functools.cache
+    `texts` gets what is rendered of the first messages, with a generation prompt or without.
+
+    Raises:
+        TextError: A chat that the template refuses, a mask that is not proven, or no target.
+    """
+    pending, template = _turns_to_train(chat, rules.options.turns), rules.template
+    texts = {} if texts is None else texts
+
     def text_of(length: int, has_prompt: bool) -> str:
-        return template.render(chat.messages[:length], chat.tools, has_prompt)
+        if (length, has_prompt) not in texts:
+            text = template.render(chat.messages[:length], chat.tools, has_prompt)
+            texts[length, has_prompt] = text
+        return texts[length, has_prompt]
 
     documents: list[Document] = []
     length = len(chat.messages)

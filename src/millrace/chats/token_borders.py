@@ -51,20 +51,19 @@ class BorderEncoder:
     def encode(self, texts: list[str]) -> EncodedTexts:
         """The tokens of some texts, in one call of the encoder."""
         counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-        bases, totals = starts_and_ends(np.array(counts, np.int64))
+        bases, totals = starts_and_ends(np.array(counts, np.int64) + 1)  # apart by a byte
         if self._sizes is None:
-            encodings = self._reference(texts)
+            others, encodings = [*range(len(texts))], self._reference(texts)
             ids, lengths = flat_ids([one.ids for one in encodings])
-            sizes, others = np.zeros(len(ids), np.int64), [*range(len(texts))]
+            firsts, lasts = starts_and_ends(lengths)
+            ends = np.zeros(len(ids), np.int64)
         else:
             ids, lengths = self.tokenizer.encode_batch(texts)
-            sizes = self._sizes[ids].astype(np.int64)
-        firsts, lasts = starts_and_ends(lengths)
-        sums = np.append(0, np.cumsum(sizes, dtype=np.int64))
-        ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
-        if self._sizes is not None:
+            firsts, lasts = starts_and_ends(lengths)
+            sums = np.append(0, np.cumsum(self._sizes[ids], dtype=np.int64))
+            ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
             # Such as tokens that swallow white space around them.
-            is_other = sums[lasts] - sums[firsts] != totals - bases
+            is_other = sums[lasts] - sums[firsts] != totals - bases - 1
             if self._is_nfc:
                 is_other |= [not unicodedata.is_normalized("NFC", text) for text in texts]
             others = np.flatnonzero(is_other).tolist()
@@ -87,32 +86,30 @@ class BorderEncoder:
         return vocabulary.library.encode_batch(texts, add_special_tokens=False)
 
 
-def trained_tokens(tokens: EncodedTexts, spans: Ints) -> tuple[Bools, Bools]:
+def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[Bools, Bools]:
     """Which tokens are in one of the spans, [spans, 2] in order, and which are across a border.
 
-    >>> starts, ends = np.array([0, 2, 4]), np.array([2, 4, 6])
-    >>> tokens = EncodedTexts(starts, np.array([3]), starts, ends, np.array([0]))
-    >>> [mask.tolist() for mask in trained_tokens(tokens, np.array([[1, 4]]))]
+    >>> masks = trained_tokens(np.array([0, 2, 4]), np.array([2, 4, 6]), np.array([[1, 4]]))
+    >>> [mask.tolist() for mask in masks]
     [[False, True, False], [True, False, False]]
     """
-    first, last = np.append(-1, spans[:, 0]), np.append(-1, spans[:, 1])
-    is_whole = tokens.starts < tokens.ends
-    place = np.searchsorted(first, tokens.starts, "right") - 1
-    is_inside = (tokens.ends <= last[place]) & is_whole
-    place = np.searchsorted(first, tokens.ends, "left") - 1
-    is_touched = (last[place] > tokens.starts) & is_whole
-    # The bytes of one character may be several tokens, of which only the first has an offset.
-    before = np.maximum.accumulate(np.where(is_whole, np.arange(len(is_whole)), 0))
-    return is_inside[before], (is_touched & ~is_inside)[before]
+    edges = np.searchsorted(ends, spans, "right")  # the tokens with the characters there
+    there = np.minimum(edges, len(ends) - 1)
+    # The bytes of one character may be several tokens, of which only the first has a width.
+    behind = np.searchsorted(ends, ends[there], "right")
+    behind = np.where(starts[there] < spans, behind, edges)
+    is_inside, is_across = np.zeros((2, len(ends)), bool)
+    for (first, last), (begin, end) in zip(edges.tolist(), behind.tolist(), strict=True):
+        is_inside[begin:last] = is_across[first:begin] = is_across[last:end] = True
+    return is_inside, is_across
 
 
 def byte_places(text: str, places: Ints) -> Ints:
     """Places of characters as places of bytes."""
     if text.isascii():
         return places
-    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-    sizes = 1 + (codes >= 0x80) + (codes >= 0x800) + (codes >= 0x10000)
-    return np.append(0, np.cumsum(sizes, dtype=np.int64))[places]
+    data = np.frombuffer(text.encode(), np.int8)
+    return np.append(np.flatnonzero(data > -65), len(data))[places]  # others continue a character
 
 
 def _sizes(vocabulary: Vocabulary, settings: dict[str, Any]) -> NDArray[np.int32] | None:

@@ -261,7 +261,7 @@ class Tokenizer:
             TextError: A text that is not valid Unicode, or that the library cannot encode.
         """
         is_list = isinstance(texts, Sequence) and not isinstance(texts, str)
-        if not is_list or not all(isinstance(text, str) for text in texts):
+        if not is_list or not all(issubclass(kind, str) for kind in {*map(type, texts)}):
             raise ConfigError(f"texts are {shown(texts)}; give a list of texts")
         encode = self.load()
         try:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ _AHEAD_BYTES = 1 << 23  # made ahead, if steps are small
 _EXIT_LIMIT = 10.0  # seconds that the end of Python waits for a read
 _PATIENCE = 64  # reads in a row from memory, by all threads, after which prefetching ends
 _DISTANCE = 256  # samples to prefetch: what a disk, or an object store, serves side by side
+_FEWEST = 64  # samples to prefetch at a time: what an encoder of texts takes at a time
 
 
 class Step(NamedTuple):
@@ -327,7 +329,8 @@ class LookAhead:
         self._dataset = dataset if can_prefetch else None
         self._sampler = sampler
         self._num_cold = 0  # reads that still prefetch
-        self._told: dict[int, int] = {}  # numbers of samples, by the starts of their steps
+        self._told: deque[tuple[int, int]] = deque()  # starts of coming steps, and their sizes
+        self._num_told = 0  # samples of these steps
         self._end = 0  # of these steps
         self._lock = threading.Lock()
 
@@ -338,8 +341,8 @@ class LookAhead:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
         if self._is_remote or self._num_cold > 0:
             with suppress(BaseException):  # the read itself will say what is wrong
-                for numbers in self._coming(position):
-                    self._dataset.prefetch(numbers)
+                if steps := self._coming(position):
+                    self._dataset.prefetch(np.concatenate(steps))
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
         has_read_disk = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock > before
@@ -347,14 +350,19 @@ class LookAhead:
         return result
 
     def _coming(self, position: int) -> list[NDArray[np.int64]]:
-        """The sample numbers that the storage is not told of yet, by step."""
+        """The sample numbers that the storage is not told of yet, by step; none for most steps, as
+        a call for a few samples costs as much as one for many."""
         steps: list[NDArray[np.int64]] = []
         with self._lock:
-            self._told = {start: size for start, size in self._told.items() if start >= position}
+            while self._told and self._told[0][0] < position:
+                self._num_told -= self._told.popleft()[1]
             self._end = max(self._end, position)
-            while sum(self._told.values()) < _DISTANCE and self._sampler.has_step(self._end):
+            limit = _DISTANCE + _FEWEST if self._num_told < _DISTANCE else 0
+            while self._num_told < limit and self._sampler.has_step(self._end):
                 steps.append(self._sampler.sample_numbers(self._end))
-                self._told[self._end] = max(len(steps[-1]), 1)  # a rank's last step may be empty
+                size = max(len(steps[-1]), 1)  # a rank's last step may be empty
+                self._told.append((self._end, size))
+                self._num_told += size
                 self._end = max(self._sampler.consumed_after(self._end), self._end + 1)
         return steps
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from millrace.engine import Progress
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, file_lock
 from millrace.names import JOURNAL, LOSS
-from millrace.online.numbered_rows import MemoryPart, Rows
+from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
 from millrace.store import IndexedDataset
 from millrace.tokenizing import tokenize
 
@@ -103,10 +102,15 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
 
 def _write_lines(rows: Rows, path: str) -> None:
     """Writes rows in memory, or a part of all rows, as JSON lines, for a job that reads files."""
+    # Bad rows of a part were met when all rows were read.
+    read = rows.read if len(rows) < len(rows.range()) else rows.rows
     with atomic_file(path, durable=False) as file:
-        for number, row in enumerate(itertools.chain.from_iterable(rows.blocks())):
-            try:
-                file.write(json.dumps(row).encode() + b"\n")
-            except (TypeError, ValueError, RecursionError) as error:
-                problem = f"{rows.place(number)} cannot be written as JSON ({error})"
-                raise ConfigError(f"{problem}: give texts, numbers, lists, dicts") from None
+        for start in range(0, len(rows), BLOCK):
+            numbers = np.arange(start, min(start + BLOCK, len(rows)))
+            for number, row in zip(numbers.tolist(), read(numbers), strict=True):
+                try:
+                    if isinstance(row, dict):
+                        file.write(json.dumps(row).encode() + b"\n")
+                except (TypeError, ValueError, RecursionError) as error:
+                    problem = f"{rows.place(number)} cannot be written as JSON ({error})"
+                    raise ConfigError(f"{problem}: give texts, numbers, lists, dicts") from None

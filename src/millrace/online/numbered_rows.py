@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from millrace.checks import check_int, check_ints, check_path, shown
+from millrace.checks import absolute_path, check_int, check_ints, check_path, shown
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, TextError
 from millrace.files import xxh3
@@ -23,9 +23,11 @@ from millrace.order.splits import Bookends
 from millrace.ragged import starts_of
 from millrace.samples.tokens import Numbers
 from millrace.text import BadDocumentError, InputFile, find_inputs
+from millrace.text.streams import STDIN
 
 _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
-_BLOCK = 256  # rows that are read at a time from the first to the last
+BLOCK = 256
+"""Rows that are read at a time from the first to the last."""
 
 
 def folder_of(cache: str | os.PathLike[str] | None) -> str:
@@ -66,8 +68,8 @@ class MemoryPart:
         if self._is_dataset:
             return ["memory", len(self), str(self._source._fingerprint)]
         digest = xxh3()
-        for start in range(0, len(self), _BLOCK):
-            rows = self.read(np.arange(start, min(start + _BLOCK, len(self))))
+        for start in range(0, len(self), BLOCK):
+            rows = self.read(np.arange(start, min(start + BLOCK, len(self))))
             digest.update(json.dumps(rows, default=str).encode())
         return ["memory", len(self), str(digest.hexdigest())]
 
@@ -136,19 +138,10 @@ class Rows:
                 f"row numbers {shown(checked.tolist())} are not in 0 to {len(self) - 1}"
             )
         rows = self.read(checked)
-        for number, row in zip(checked.tolist(), rows, strict=True):
-            if isinstance(row, BadDocumentError):
-                raise TextError(f"{self.place(number)}: {row}")
+        if BadDocumentError in map(type, rows):
+            place = [*map(type, rows)].index(BadDocumentError)
+            raise TextError(f"{self.place(int(checked[place]))}: {rows[place]}")
         return rows  # type: ignore[return-value]
-
-    def blocks(self) -> Iterator[list[dict[str, Any]]]:
-        """All rows, some at a time. Of a part of the rows, whose whole has been read before, bad
-        ones are left out; else they are a TextError."""
-        is_part = len(self) < len(self.range())
-        for start in range(0, len(self), _BLOCK):
-            numbers = np.arange(start, min(start + _BLOCK, len(self)))
-            rows = self.read(numbers) if is_part else self.rows(numbers)
-            yield [row for row in rows if isinstance(row, dict)]
 
     def split(self, split: str | Sequence[Bookends | None]) -> list[Rows | None]:
         """The rows of train, valid and test; None for a split without a share.
@@ -211,7 +204,7 @@ def open_rows(
     names: Any = [source] if isinstance(source, (str, bytes, os.PathLike)) else source
     is_list = isinstance(names, (list, tuple)) and len(names) > 0
     if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in names):
-        files = [_numbered(file) for file in find_inputs(names)]
+        files = [_numbered(file) for file in find_inputs(list(map(_absolute, names)))]
         kinds = [TableFile if file.format.unit == "row" else JsonLinesFile for file in files]
         pairs = zip(kinds, files, strict=True)
         return Rows([kind(file, folder, max_size) for kind, file in pairs], folder, max_size)
@@ -224,6 +217,12 @@ def open_rows(
 
 
 _NUMBERED = ("jsonl", "parquet", "arrow", "csv", "tsv")
+
+
+def _absolute(name: Any) -> str:
+    """A path that another working directory does not change."""
+    path = os.fsdecode(name)
+    return path if path == STDIN else absolute_path(path)
 
 
 def _numbered(file: InputFile) -> InputFile:

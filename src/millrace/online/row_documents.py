@@ -1,97 +1,36 @@
-"""Documents of rows: encoded when they are asked for, and cut into pieces that make up samples."""
+"""Documents of rows, encoded when they are asked for, and samples that are made some at a time."""
 
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
-from millrace.encoding.row_encoders import EncodedRows, RowEncoder, encode_rows
+from millrace.encoding.row_encoders import RowEncoder, encode_rows
 from millrace.errors import TextError
 from millrace.forks import Renewed
 from millrace.online.numbered_rows import Rows
-from millrace.ragged import sizes_of, starts_of
-from millrace.samples.tokens import Numbers, TokenBatch
+from millrace.ragged import sizes_of
+from millrace.samples.tokens import Numbers, TokenBatch, concatenate
 
-_EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
 BLOCK = 64
 """Rows that are encoded at a time: encoders take twice as long for a text alone."""
 
-_AHEAD = 256  # rows that a loader names ahead
-_Documents = dict[int, list["Piece"]]  # by the numbers of rows
-
-
-class Piece(NamedTuple):
-    """Some tokens of a row: those from `start` up to `stop` of encoded rows."""
-
-    encoded: EncodedRows
-    start: int
-    stop: int
-    row: int  # its number
-    offset: int  # of the first token in the row
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-    def cut(self, start: int, stop: int) -> "Piece":
-        """The tokens from `start` up to `stop` of the piece."""
-        first, end = self.start + start, min(self.start + stop, self.stop)
-        return Piece(self.encoded, first, end, self.row, self.offset + start)
-
-
-def encoded_documents(
-    encoder: RowEncoder, numbers: Sequence[int], rows: Sequence[Mapping[str, Any]]
-) -> tuple[EncodedRows, list[list[Piece]]]:
-    """Encoded rows, and the documents of each; `numbers` are those of the rows."""
-    encoded = encode_rows(encoder, rows)
-    documents: list[list[Piece]] = []
-    start, stops = 0, iter(encoded.ends.tolist())
-    for number, count in zip(numbers, encoded.counts.tolist(), strict=True):
-        first, pieces = start, []
-        for stop in itertools.islice(stops, count):
-            pieces.append(Piece(encoded, start, stop, number, start - first))
-            start = stop
-        documents.append(pieces)
-    return encoded, documents
-
-
-def token_batch(samples: Sequence[Sequence[Piece]]) -> TokenBatch:
-    """Samples of pieces that are not empty."""
-    pieces = [piece for sample in samples for piece in sample]
-    ends = starts_of(stop - start for _, start, stop, *_ in pieces)
-    trained = None
-    if any(piece.encoded.trained is not None for piece in pieces):
-        trained = np.ones(ends[-1], np.bool_)
-        for place, (encoded, start, stop, *_) in zip(ends.tolist(), pieces, strict=False):
-            if encoded.trained is not None:
-                trained[place : place + stop - start] = encoded.trained[start:stop]
-    tokens = [encoded.tokens[start:stop] for encoded, start, stop, *_ in pieces]
-    return _EMPTY.with_arrays(
-        tokens=np.concatenate(tokens or [_EMPTY.tokens]),
-        ends=ends[starts_of(map(len, samples))[1:]],
-        trained=trained,
-        part_starts=ends[:-1],
-        part_sequence=np.array([piece.row for piece in pieces], np.int64),
-        part_offset=np.array([piece.offset for piece in pieces], np.int64),
-    )
+_MOST_AHEAD = 1024  # samples; of loaders that went elsewhere, the oldest are forgotten
+_EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class RowDocuments(Renewed):
     """A document for each row, cut to a number of tokens, by the row's number.
 
-    Rows that `prefetch` has named are encoded together with those that are asked for. What a row
-    becomes does not depend on that: of a block that fails, the rows asked for are encoded alone.
-
     Attributes:
         report: Counts of the rows that this process has encoded.
     """
 
-    _renewed = ("report", "_lock", "_expected", "_blocks")
+    _renewed = ("report", "_lock")
 
     def __init__(self, rows: Rows, encoder: RowEncoder, capacity: int) -> None:
         self._rows, self._encoder, self._capacity = rows, encoder, capacity
@@ -99,50 +38,12 @@ class RowDocuments(Renewed):
 
     def after_fork(self) -> None:
         self._lock, self.report = threading.Lock(), Counter[str]()
-        self._expected: dict[int, None] = {}  # rows that are read soon, in their order
-        self._blocks: dict[int, Future[_Documents]] = {}  # that encode rows not asked for yet
-
-    def prefetch(self, numbers: Numbers) -> None:
-        """Rows that are read soon, in this order."""
-        with self._lock:
-            self._expected |= dict.fromkeys(numbers.tolist())
 
     def tokens(self, numbers: Numbers) -> TokenBatch:
         """The documents of some rows, a part each; TextError for a bad row, with its place."""
-        asked = numbers.tolist()
-        documents = self._encoded(asked) if len(asked) >= BLOCK else self._from_blocks(asked)
-        return token_batch([documents[number] for number in asked])
-
-    def _from_blocks(self, asked: list[int]) -> _Documents:
-        own: Future[_Documents] = Future()
-        with self._lock:
-            if not all(one in self._blocks or one in self._expected for one in asked):
-                # A loader that goes elsewhere says first which steps follow.
-                self._expected, self._blocks = dict([*self._expected.items()][-_AHEAD:]), {}
-            blocks = {one: self._blocks.pop(one, own) for one in dict.fromkeys(asked)}
-            new = [one for one, block in blocks.items() if block is own]
-            others = (one for one in self._expected if one not in blocks)
-            ahead = list(itertools.islice(others, BLOCK - len(new) if new else 0))
-            self._blocks |= dict.fromkeys(ahead, own)
-            for one in (*new, *ahead):
-                self._expected.pop(one, None)
-        documents: _Documents = {}
-        try:
-            with suppress(Exception):
-                documents = self._encoded([*new, *ahead]) if new else {}
-        finally:
-            own.set_result(documents)
-        for block in {*blocks.values()}:
-            documents = {**documents, **block.result()}
-        failed = [one for one in blocks if one not in documents]
-        return {**documents, **self._encoded(failed)} if failed else documents
-
-    def _encoded(self, numbers: list[int]) -> _Documents:
-        """The document of each row: one piece, or none if it is empty."""
-        rows, capacity = self._rows.rows(np.array(numbers, np.int64)), self._capacity
-        encoded, documents = encoded_documents(self._encoder, numbers, rows)
+        encoded = encode_rows(self._encoder, self._rows.rows(numbers))
         for place in np.flatnonzero(encoded.counts != 1)[:1].tolist():
-            where = self._rows.place(numbers[place])
+            where = self._rows.place(int(numbers[place]))
             if place not in encoded.problems:
                 raise TextError(
                     f"{where} becomes several documents, so that samples have no numbers before "
@@ -150,18 +51,114 @@ class RowDocuments(Renewed):
                 )
             remedy = 'Or go on without such rows: cache="FOLDER", on_error="skip"'
             raise TextError(f"{where}: {encoded.problems[place]}. {remedy}")
-        sizes, kept = sizes_of(encoded.ends), sizes_of(encoded.ends).clip(max=capacity)
+        tokens, trained = encoded.tokens, encoded.trained
+        sizes = sizes_of(encoded.ends)
+        kept = sizes.clip(max=self._capacity)
+        if (is_cut := sizes > kept).any():
+            firsts = encoded.ends - sizes
+            ranges = [*map(slice, firsts.tolist(), (firsts + kept).tolist())]
+            tokens = np.concatenate([tokens[one] for one in ranges])
+            trained = (
+                trained if trained is None else np.concatenate([trained[one] for one in ranges])
+            )
+        ends = np.cumsum(kept)
+        batch = document_batch(tokens, ends, trained, numbers)
         labels = kept - 1  # all tokens but the first
-        if encoded.trained is not None:
-            sums, firsts = np.append(0, np.cumsum(encoded.trained)), encoded.ends - sizes
-            labels = sums[firsts + kept] - sums[np.minimum(firsts + 1, firsts + kept)]
-        counts = {"rows": len(rows), "tokens": len(encoded.tokens), **encoded.report}
-        counts["cut documents"] = int((sizes > capacity).sum())
+        if trained is not None:
+            sums = np.append(0, np.cumsum(trained))
+            labels = sums[ends] - sums[np.minimum(ends - kept + 1, ends)]
+        counts = {"rows": len(numbers), "tokens": len(encoded.tokens), **encoded.report}
+        counts["cut documents"] = int(is_cut.sum())
         counts["tokens behind the cut"] = int((sizes - kept).sum())
         counts["samples without a target"] = int((labels < 1).sum())
         with self._lock:
             self.report.update(counts)
-        return {
-            number: [piece.cut(0, capacity) if size > capacity else piece] if size else []
-            for number, [piece], size in zip(numbers, documents, sizes.tolist(), strict=True)
-        }
+        return batch
+
+
+def document_batch(tokens: Any, ends: Numbers, trained: Any, numbers: Numbers) -> TokenBatch:
+    """Samples that are a document each: those with tokens are a part, by the document's number."""
+    sizes = sizes_of(ends)
+    has_tokens = sizes > 0
+    starts = (ends - sizes)[has_tokens]
+    parts: Any = {"part_starts": starts, "part_offset": np.zeros_like(starts)}
+    parts["part_sequence"] = numbers[has_tokens]
+    return _EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)
+
+
+class TokenBlocks(Renewed):
+    """A source of tokens whose samples are made some at a time, if a loader says which ones follow.
+
+    A sample does not depend on that: of a block that fails, the samples asked for are made alone.
+    """
+
+    is_remote = True  # see `TokenDataset.is_remote`
+    prefix = "rows"  # in messages
+    _renewed = ("_lock", "_blocks")
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        self.renew()
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        # By the number of each sample that was not asked for yet: its block, and its place there.
+        self._blocks: dict[int, tuple[_Block, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def prefetch(self, sample_numbers: Numbers) -> None:
+        """Samples that are asked for soon, in this order."""
+        for numbers in np.array_split(sample_numbers, max(round(len(sample_numbers) / BLOCK), 1)):
+            block = _Block(numbers)
+            with self._lock:
+                self._blocks |= {one: (block, place) for place, one in enumerate(numbers.tolist())}
+                num_old = max(len(self._blocks) - _MOST_AHEAD, 0)
+                for old in list(itertools.islice(self._blocks, num_old)):
+                    del self._blocks[old]
+
+    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
+        """See `TokenSource`."""
+        with self._lock:
+            entries = [self._blocks.pop(one, (None, 0)) for one in sample_numbers.tolist()]
+        batches, start = [], 0
+        for block, run in itertools.groupby(entries, itemgetter(0)):
+            places = np.array([place for _, place in run])
+            numbers, start = sample_numbers[start : start + len(places)], start + len(places)
+            batch = None if block is None else self._made(block)
+            batches.append(self.source.tokens(numbers) if batch is None else batch.select(places))
+        if len(batches) > 1:
+            return concatenate(batches)
+        return batches[0] if batches else self.source.tokens(sample_numbers)
+
+    def _made(self, block: "_Block") -> TokenBatch | None:
+        """The samples of a block. While another thread makes them, this one makes later ones."""
+        if block.lock.locked():
+            with self._lock:
+                others = (other for other, _ in self._blocks.values() if other.is_untouched())
+                later = next(others, block)
+            later.tokens(self.source)
+        return block.tokens(self.source)
+
+    def fingerprint(self, consumed_samples: int | None = None) -> Any:
+        return self.source.fingerprint(consumed_samples)
+
+
+class _Block:
+    """Samples that are made together when the first of them is asked for."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers, self.lock, self._is_tried = numbers, threading.Lock(), False
+        self._batch: TokenBatch | None = None
+
+    def is_untouched(self) -> bool:
+        return not self._is_tried and not self.lock.locked()
+
+    def tokens(self, source: Any) -> TokenBatch | None:
+        """The samples; None if they cannot be made together."""
+        with self.lock, suppress(Exception):
+            if not self._is_tried:
+                self._is_tried = True
+                self._batch = source.tokens(self._numbers)
+        return self._batch

@@ -7,6 +7,7 @@ time: the XXH3-64 of its content, and where its rows are.
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
 from millrace.files import atomic_file, file_lock, sum_of, xxh3
@@ -41,21 +43,29 @@ class JsonLinesFile:
 
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
         self.file, self._max_size = file, max_size
-        self._notes = _notes_of(file, folder, "lines", partial(_read_lines, file))
+        self._notes = _notes_of(file, folder, "rows", partial(_read_lines, file))
         self.identity = [file.format.name, file.size, f"{self._notes['xxh3'][0]:016x}"]
 
     def __len__(self) -> int:
-        return len(self._notes["starts"])
+        return len(self._notes["bounds"]) - 1
 
     def read(self, numbers: Numbers) -> list[Row]:
-        starts = self._notes["starts"]
-        firsts, is_last = starts[numbers], numbers == len(starts) - 1
-        stops = np.where(is_last, self.file.size or 0, starts[numbers + ~is_last])
+        bounds, limit, path = self._notes["bounds"], self._max_size, self.file.path
+        firsts = bounds[numbers]
         # Blank lines may follow; two bytes more than the limit tell a line that is too long.
-        sizes = np.minimum(stops - firsts, self._max_size + 2).tolist()
+        sizes = np.minimum(bounds[numbers + 1] - firsts, limit + 2)
         with _opened(self.file) as descriptor:
-            lines = list(map(os.pread, [descriptor] * len(sizes), sizes, firsts.tolist()))
-        return list(map(self._parsed, lines))
+            try:
+                data: Any = _native.read_packed(descriptor, int(bounds[-1]), firsts, sizes)
+            except ValueError as error:
+                raise TextError(f"{path} was changed while it was read: {error}") from None
+        block, ends = memoryview(data), np.cumsum(sizes)
+        lines = list(map(block.__getitem__, map(slice, (ends - sizes).tolist(), ends.tolist())))
+        with contextlib.suppress(ValueError):  # not JSON, or such as orjson does not read
+            rows = list(map(loads, lines))
+            if {*map(type, rows)} == {dict} and sizes.max() <= limit:
+                return rows
+        return [self._parsed(bytes(line)) for line in lines]
 
     def _parsed(self, data: bytes) -> Row:
         try:
@@ -191,29 +201,38 @@ def _name(kind: str, path: str) -> str:
 
 def _read_lines(file: InputFile) -> Notes:
     """Where the lines that are not blank start; their numbers, if others are blank."""
-    digest = xxh3()
-    starts, suspects = [np.empty(0, np.int64)], [np.empty(0, np.bool_)]
-    offset, before, mark = 0, b"\n", 0
-    with open_part(file.part()) as stream, open(file.path, "rb") as lines:
-        while data := stream.read(_BLOCK):
+    digest, offset, mark = xxh3(), 0, 0
+    starts, suspects = [np.zeros(1, np.int64)], [np.ones(1, np.bool_)]
+    # A thread reads while this one searches: both leave the interpreter to the other.
+    with open_part(file.part()) as stream, ThreadPoolExecutor(1) as reader:
+        following = reader.submit(stream.read, _BLOCK)
+        while data := following.result():
+            following = reader.submit(stream.read, _BLOCK)
             digest.update(data)
             if offset == 0 and data.startswith(UTF8_BOM):
                 mark = len(UTF8_BOM)
-            block = np.frombuffer(before + data, np.uint8)
-            places = np.flatnonzero(block[:-1] == ord("\n"))  # a line begins after each
+            block = np.frombuffer(data, np.uint8)
+            places = np.flatnonzero(block == ord("\n")) + 1  # a line begins there
             starts.append(places + offset)
-            suspects.append(_IS_SPACE[block[places + 1]])
-            offset, before = offset + len(data), data[-1:]
-        flat, is_blank = np.concatenate(starts), np.concatenate(suspects)
-        flat[:1] += mark
-        is_blank[:1] |= mark > 0
+            # What a line in the next block begins with is not known here: it is a suspect, too.
+            suspects.append(_IS_SPACE[block.take(places, mode="clip")])
+            offset += len(data)
+    flat = np.concatenate(starts)
+    flat[0] = mark
+    is_blank = np.concatenate(suspects)[flat < offset]
+    flat = flat[flat < offset]
+    with open(file.path, "rb") as lines:
         for place in np.flatnonzero(is_blank).tolist():
             lines.seek(int(flat[place]))
             line = lines.readline(_LONGEST_BLANK)
             is_blank[place] = not line.strip() and len(line) < _LONGEST_BLANK
     rows = np.flatnonzero(~is_blank)
     numbers = rows + 1 if is_blank.any() else rows[:0]
-    return {"xxh3": _sum(digest.hexdigest()), "starts": flat[rows], "lines": numbers}
+    return {
+        "xxh3": _sum(digest.hexdigest()),
+        "bounds": np.append(flat[rows], offset),
+        "lines": numbers,
+    }
 
 
 def _count_groups(file: InputFile) -> Notes:

@@ -2,17 +2,19 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT32, check_choice, check_int, shown
-from millrace.encoding.row_encoders import RowEncoder, check_encoder
+from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_rows
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
-from millrace.online.row_documents import BLOCK, Piece, encoded_documents, token_batch
+from millrace.online.row_documents import BLOCK
 from millrace.online.text_dataset import epoch_order
+from millrace.ragged import starts_of
 from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import TokenBatch
 
@@ -24,6 +26,38 @@ _REMEDY = (
 
 _Entry = tuple[int, Any, dict[str, Any]]
 """The number of a row, the row, and the state behind it."""
+
+
+class Piece(NamedTuple):
+    """Some tokens of a row, from `offset` on, and which of them are trained on."""
+
+    tokens: NDArray[Any]
+    trained: NDArray[np.bool_]
+    row: int  # its number
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
+
+    def cut(self, start: int, stop: int) -> "Piece":
+        """The tokens from `start` up to `stop` of the piece."""
+        tokens, trained = self.tokens[start:stop], self.trained[start:stop]
+        return Piece(tokens, trained, self.row, self.offset + start)
+
+
+def token_batch(samples: Sequence[Sequence[Piece]]) -> TokenBatch:
+    """Samples of pieces that are not empty."""
+    pieces = [piece for sample in samples for piece in sample]
+    bounds = starts_of(piece.size for piece in pieces)
+    return TokenBatch(
+        tokens=np.concatenate([piece.tokens for piece in pieces] or [np.empty(0, np.int64)]),
+        ends=bounds[starts_of(map(len, samples))[1:]],
+        trained=np.concatenate([piece.trained for piece in pieces] or [np.empty(0, np.bool_)]),
+        part_starts=bounds[:-1],
+        part_sequence=np.array([piece.row for piece in pieces], np.int64),
+        part_offset=np.array([piece.offset for piece in pieces], np.int64),
+    )
 
 
 class RowStream(Renewed):
@@ -101,12 +135,17 @@ class RowStream(Renewed):
 
     def _encoded(self, entries: Sequence[_Entry]) -> Iterator[list[Piece]]:
         """The documents of each row that are not empty; TextError when a bad one is reached."""
-        numbers = [number for number, *_ in entries]
-        rows = [row for _, row, _ in entries]
-        encoded, documents = encoded_documents(self._encoder, numbers, rows)
-        for place, pieces in enumerate(documents):
+        encoded = encode_rows(self._encoder, [row for _, row, _ in entries])
+        tokens, trained, ends = encoded.tokens, encoded.trained, iter(encoded.ends.tolist())
+        whole = Piece(tokens, np.ones(len(tokens), np.bool_) if trained is None else trained, 0, 0)
+        stop = 0
+        for place, count in enumerate(encoded.counts.tolist()):
+            (number, *_), first, pieces = entries[place], stop, []
             if place in encoded.problems:
-                raise TextError(f"row {numbers[place]} of the stream: {encoded.problems[place]}")
+                raise TextError(f"row {number} of the stream: {encoded.problems[place]}")
+            for end in itertools.islice(ends, count):
+                pieces.append(whole.cut(stop, end)._replace(row=number, offset=stop - first))
+                stop = end
             yield [piece for piece in pieces if piece.size > 0]
 
     def _samples_of(self, entries: list[_Entry], size: int, own: Any) -> list[list[Piece]]:

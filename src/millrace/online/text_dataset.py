@@ -7,24 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from millrace.cache import arrays
 from millrace.checks import MAX_INT64, check_choice, check_int
-from millrace.deferred import Deferred
 from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
-from millrace.online.row_documents import BLOCK, RowDocuments
+from millrace.online.row_documents import BLOCK, RowDocuments, TokenBlocks, document_batch
 from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
-from millrace.order.order_plans import (
-    Arrays,
-    OrderPlan,
-    PlanOf,
-    build_arrays,
-    build_order,
-    entries_of,
-    plan_order,
-)
+from millrace.order.order_plans import PlanOf, build_order
 from millrace.order.permutation import KeyedPermutation
 from millrace.ragged import spread
 from millrace.samples.dataset import TokenDataset
@@ -82,15 +72,6 @@ class DocumentTokens:
         """See `TokenSource`; a part for each sample that has tokens: a document, by its number."""
         return self.documents.tokens(self.numbers(sample_numbers))
 
-    @property
-    def is_remote(self) -> bool:
-        """See `TokenDataset.is_remote`: documents are encoded several at a time."""
-        return isinstance(self.documents, RowDocuments)
-
-    def prefetch(self, sample_numbers: Numbers) -> None:
-        if isinstance(self.documents, RowDocuments) and len(sample_numbers) < BLOCK:
-            self.documents.prefetch(self.numbers(sample_numbers))
-
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """The same with and without token files: a run may go on with the one or the other."""
         return self._identity
@@ -99,8 +80,10 @@ class DocumentTokens:
 class StoredDocuments(Order):
     """Documents of token files, cut to a number of tokens, counted from document `first` on."""
 
-    def __init__(self, store: IndexedDataset, first: int, capacity: int, has_mask: bool) -> None:
-        self._first, self._capacity = first, capacity
+    def __init__(
+        self, store: IndexedDataset, first: int, capacity: int, has_mask: bool, report: Any
+    ) -> None:
+        self._first, self._capacity, self.report = first, capacity, report
         self._stored = StoredTokens(store, self)
         self._ranges = LossRanges(self._stored) if has_mask else None
 
@@ -128,57 +111,7 @@ class StoredDocuments(Order):
         batch = self._stored.tokens(numbers)
         if self._ranges is not None:
             _, batch = self._ranges(batch, numbers)
-        has_tokens = batch.sizes > 0
-        starts = (batch.ends - batch.sizes)[has_tokens]
-        return batch.with_arrays(
-            part_starts=starts, part_sequence=numbers[has_tokens], part_offset=np.zeros_like(starts)
-        )
-
-
-def kept_order(
-    order: Any, order_options: Any, store: IndexedDataset, samples: SampleOptions, **draw: Any
-) -> Order:
-    """The order of token files, whose plan and arrays are kept beside these, for other processes.
-
-    An order of your own is made anew at each start: nothing says whether its code has changed.
-
-    Args:
-        draw: `sequences`, `num_samples` and `seed` of `OrderInputs`.
-    """
-    inputs = OrderInputs(
-        num_sequences=len(store),
-        num_tokens=store.num_tokens,
-        sequence_length=samples.sequence_length,
-        add_extra_token=samples.add_extra_token,
-        drop_last_partial_sequence=True,
-        load_lengths=partial(getattr, store, "sequence_lengths"),
-        **draw,
-    )
-    if not isinstance(order, type) or not order.__module__.startswith("millrace."):
-        return build_order(order, inputs, store.prefix, order_options)
-    folder, file = os.path.split(store.prefix)
-    content = store.fingerprint, store.lengths_checksum
-    key = [order.__module__, order.__qualname__, *content, repr(inputs), repr(order_options)]
-    name = f"{file}.order-{arrays.fingerprint(key)[:16]}"
-    kept = arrays.load(folder, name)
-    if kept is not None and kept.key["inputs"] == key and not kept.damage():
-        plan = order(**kept.key["plan"])
-    else:
-        plan = plan_order(order, inputs, store.prefix, order_options)
-        whole = {"inputs": key, "plan": entries_of(plan)}
-        build = partial(_write_arrays, plan, inputs, store.prefix)
-        kept, _ = arrays.load_or_build(folder, name, whole, plan.arrays(inputs), build)
-    loaded: Order = plan.load(inputs, Deferred(partial(_mapped, kept)))
-    return loaded
-
-
-def _write_arrays(plan: OrderPlan, inputs: OrderInputs, name: str, writers: Any) -> None:
-    for array, values in build_arrays(plan, inputs, name).items():
-        writers[array].write(0, values)
-
-
-def _mapped(kept: arrays.ArraySet) -> Arrays:
-    return {name: kept[name] for name in kept.arrays}
+        return document_batch(batch.tokens, batch.ends, batch.trained, numbers)
 
 
 def _tokenized_part(
@@ -274,22 +207,31 @@ class TextDataset(TokenDataset):
             "capacity": capacity,
             **({} if on_error == "stop" else {"on_error": on_error}),
         }
-        self._job_report: dict[str, int] | None = None
         if is_online:
-            documents: Any = RowDocuments(rows, encoder, capacity)
-            source: Any = DocumentTokens(documents, len(rows), identity, seed, num_samples)
+            self._documents: Any = RowDocuments(rows, encoder, capacity)
+            source: Any = DocumentTokens(self._documents, len(rows), identity, seed, num_samples)
+            source = TokenBlocks(source)
         else:
             folder = rows.folder if cache is None else folder_of(cache)
             job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
-            store, self._job_report, start, stop = _tokenized_part(rows, encoder, folder, job)
-            documents = StoredDocuments(store, start, capacity, has_mask)
-            source = DocumentTokens(documents, stop - start, identity, seed, num_samples)
+            store, report, start, stop = _tokenized_part(rows, encoder, folder, job)
+            self._documents = StoredDocuments(store, start, capacity, has_mask, report)
+            source = DocumentTokens(self._documents, stop - start, identity, seed, num_samples)
         if order is None:
             super().__init__(source, options)
             return
-        sequences = tuple(store.document_indices[[start, stop]].tolist())
-        draw = {"sequences": sequences, "num_samples": num_samples, "seed": seed}
-        source = StoredTokens(store, kept_order(order, order_options, store, options, **draw))
+        inputs = OrderInputs(
+            num_sequences=len(store),
+            num_tokens=store.num_tokens,
+            sequence_length=options.sequence_length,
+            add_extra_token=options.add_extra_token,
+            drop_last_partial_sequence=True,
+            load_lengths=partial(getattr, store, "sequence_lengths"),
+            sequences=tuple(store.document_indices[[start, stop]].tolist()),
+            num_samples=num_samples,
+            seed=seed or 0,  # never None where there is an order
+        )
+        source = StoredTokens(store, build_order(order, inputs, store.prefix, order_options))
         source = TokenDataset(source, options) if has_mask else source
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
 
@@ -299,7 +241,4 @@ class TextDataset(TokenDataset):
 
         On the fly, of the rows that this process has tokenised, some of them ahead of their use.
         """
-        if self._job_report is not None:
-            return Counter(self._job_report)
-        documents: Any = self.source
-        return Counter(documents.documents.report)
+        return Counter(self._documents.report)

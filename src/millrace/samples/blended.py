@@ -196,6 +196,11 @@ class BlendedDataset(TokenDataset):
         parts = [dataset.spans(numbers) for _, dataset, numbers, _ in draws]
         return join_spans(parts, _order(draws))
 
+    @property
+    def is_remote(self) -> bool:
+        """See `TokenDataset.is_remote`."""
+        return any(getattr(one, "is_remote", False) for one in self.datasets)
+
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         for _, dataset, numbers, _ in self._draws(check_numbers(sample_numbers, len(self)))[1]:
             if isinstance(dataset, TokenDataset):

@@ -94,7 +94,8 @@ def own_ranges(source: StoredTokens, loss_ranges: str) -> list[LossRanges]:
     if check_choice("loss_ranges", loss_ranges, LOSS_CHOICES) == "apply":
         return [LossRanges(source)]
     record = getattr(source._file, "record", None)  # of a run: of thousands of files, perhaps
-    is_masked = has_mask(source.prefix) if record is None else record.has_mask
+    storage = getattr(source._file, "storage", None)
+    is_masked = has_mask(source.prefix, storage) if record is None else record.has_mask
     if loss_ranges == "refuse" and is_masked:
         raise ConfigError(
             f"{source.prefix}.info.json says which tokens are not trained on: give "

@@ -126,7 +126,7 @@ def _cut_at_parts(
         arrays[2][last] = 0
     if "position_ids" in names:
         parts = find_parts(tokens.part_counts, tokens.part_bounds, options)
-        _, ids = spread(np.diff(parts.starts, append=num_rows * length))
+        _, ids = spread(np.append(parts.starts[1:], num_rows * length) - parts.starts)
         arrays[3] = ids.reshape(num_rows, length)
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from millrace.checks import check_choice, shown
 from millrace.errors import ConfigError
-from millrace.ragged import spread
+from millrace.ragged import sizes_of, spread
 
 Numbers = NDArray[np.int64]
 Field = tuple[str, NDArray[Any]]
@@ -115,12 +115,13 @@ class TokenBatch:
     @property
     def sizes(self) -> Numbers:
         """Number of tokens of each sample: int64 [batch]."""
-        return np.diff(self.ends, prepend=0)
+        return sizes_of(self.ends)
 
     @property
     def part_counts(self) -> Numbers:
         """Number of tokens of each part: int64 [parts]."""
-        return np.diff(self._starts, append=len(self.tokens))
+        starts = self._starts
+        return np.append(starts[1:], len(self.tokens)) - starts
 
     @property
     def part_bounds(self) -> Numbers:
@@ -157,12 +158,15 @@ class TokenBatch:
         Args:
             rows: Places of the samples in this batch: integers [samples].
         """
+        if len(rows) == len(self) and (rows == np.arange(len(rows))).all():
+            return self
         sizes = self.sizes
         picks = {"sample": rows, "token": _ranges((self.ends - sizes)[rows], sizes[rows])}
         starts = None
         if self.part_starts is not None:
             bounds = self.part_bounds
-            picks["part"] = _ranges(bounds[:-1][rows], np.diff(bounds)[rows])
+            firsts = bounds[:-1][rows]
+            picks["part"] = _ranges(firsts, bounds[1:][rows] - firsts)
             counts = self.part_counts[picks["part"]]
             starts = np.cumsum(counts) - counts
         columns = {
@@ -230,7 +234,11 @@ def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
     return np.where(following < np.repeat(batch.ends, batch.sizes), following, preceding)
 
 
-def _ranges(starts: Numbers, counts: Numbers) -> Numbers:
+def _ranges(starts: Numbers, counts: Numbers) -> Any:
+    """The places of some ranges; a slice if each starts where the one before it ends."""
+    stops = starts + counts
+    if len(starts) > 0 and (starts[1:] == stops[:-1]).all():
+        return slice(int(starts[0]), int(stops[-1]))
     rows, places = spread(counts)
     return starts[rows] + places
 

@@ -101,9 +101,9 @@ def read_info(prefix: str, storage: Storage = LOCAL) -> Info | None:
         ) from None
 
 
-def has_mask(prefix: str) -> bool:
+def has_mask(prefix: str, storage: Storage | None = None) -> bool:
     """Whether the sidecar of a pair names ranges of tokens that are not trained on."""
-    storage = storage_of(prefix)
+    storage = storage_of(prefix) if storage is None else storage
     try:
         return "loss_ranges" in (read_info(prefix, storage) or Info()).provenance
     except (OSError, DataError):
