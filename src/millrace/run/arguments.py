@@ -238,11 +238,14 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
     names = {one.name for one in dataclasses.fields(InstantConfig)} - {"num_samples"}
     fields = {_FIELDS.get(name, name): value for name, value in arguments.items()}
     given = {name: value for name, value in fields.items() if name in names}
-    has_sizes = arguments.keys() & {"num_samples", "train_samples", "train_iters"}
-    if has_sizes:
+    if arguments.keys() & {"num_samples", "train_samples", "train_iters"}:
         given["num_samples"] = _num_samples(arguments, None)
-    if "rampup_batch_size" in arguments:
-        given.pop("global_batch_size", None)
+    rampup = arguments.get("rampup_batch_size")
+    if rampup and "global_batch_size" in arguments:
+        start, increment, samples = rampup
+        given["global_batch_size"] = RampUp(
+            start, increment, samples, arguments["global_batch_size"]
+        )
     return InstantConfig(**{"seed": DEFAULT_SEED, **given}, access=_access(arguments))
 
 

@@ -1,14 +1,13 @@
 """What a run in the instant order asks of its data (`docs/instant_order.md`)."""
 
 import dataclasses
-import difflib
+import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, get_args
-
-import numpy as np
 
 from millrace.checks import (
     MAX_INT64,
@@ -16,7 +15,6 @@ from millrace.checks import (
     check_choice,
     check_float,
     check_int,
-    check_list,
     check_path,
     shown,
 )
@@ -27,6 +25,7 @@ from millrace.order.splits import Bookends
 from millrace.run.config import RunConfig, checked_counts
 from millrace.run.skips import Skips
 from millrace.samples.loss_ranges import LOSS_CHOICES
+from millrace.sampling import BatchSizeSchedule
 from millrace.storage import Access
 from millrace.store.opened import token_dtype
 
@@ -38,42 +37,37 @@ class InstantSource:
     """A source of a run in the instant order.
 
     Args:
-        prefix: Path prefix of its token file, without `.bin`.
-        path: Path of raw tokens without a header, in place of a prefix.
+        prefix: Path prefix of its token file, without `.bin`; of raw tokens the whole path.
         weight: Weight in the first phase. None: it takes no part before a phase names it, or it has
             the weight that `alpha` gives.
         dtype: Dtype of its tokens; None: that of the configuration.
         part: Start and end of the share of its tokens to draw from, 0 to 1.
         max_epochs: Number of epochs after which it takes no part; None: no limit.
+        raw: Whether the file is one of raw tokens, without header and index.
 
     Raises:
         ConfigError: An option outside its limits.
     """
 
-    prefix: str | os.PathLike[str] | None = None
-    path: str | os.PathLike[str] | None = None
+    prefix: str | os.PathLike[str]
     weight: float | None = None
     dtype: Any = None
     part: Bookends = (0.0, 1.0)
     max_epochs: int | None = None
+    raw: bool = False
 
     def __post_init__(self) -> None:
-        if (self.prefix is None) == (self.path is None):
-            raise ConfigError("give the prefix of a pair, or the path of raw tokens: one of them")
-        if self.weight is not None:
-            vars(self)["weight"] = _weight(self.weight)
+        part_range(0, self.part)
+        vars(self).update(
+            prefix=check_path("prefix", self.prefix),
+            weight=_if_given(_weight, self.weight),
+            dtype=_if_given(token_dtype, self.dtype),
+            part=(float(self.part[0]), float(self.part[1])),
+            max_epochs=_if_given(partial(check_int, "max_epochs", least=1), self.max_epochs),
+            raw=check_bool("raw", self.raw),
+        )
         if self.weight == 0:
             raise ConfigError("the weight is 0: leave it out, to draw nothing until a phase does")
-        part_range(0, self.part)
-        for name in ("prefix", "path"):
-            if getattr(self, name) is not None:
-                vars(self)[name] = check_path(name, getattr(self, name))
-        vars(self).update(
-            dtype=None if self.dtype is None else token_dtype(self.dtype),
-            part=(float(self.part[0]), float(self.part[1])),
-        )
-        if self.max_epochs is not None:
-            vars(self)["max_epochs"] = check_int("max_epochs", self.max_epochs, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +91,15 @@ class InstantPhase:
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping):
             raise ConfigError(f"weights must be numbers by name, not {shown(self.weights)}")
-        weights = {}
-        for name, weight in self.weights.items():
-            try:
-                weights[name] = _weight(weight)
-            except ConfigError as error:
-                raise ConfigError(f"source {name}: {error}") from None
-        vars(self)["weights"] = weights
-        for name in ("until", "sequence_length"):
-            if getattr(self, name) is not None:
-                vars(self)[name] = check_int(name, getattr(self, name), 1, MAX_INT64 // 4)
+        weights = {name: _weight(one, f" of {name}") for name, one in self.weights.items()}
+        most = MAX_INT64 // 4
+        vars(self).update(
+            weights=weights,
+            until=_if_given(partial(check_int, "until", least=1, most=most), self.until),
+            sequence_length=_if_given(
+                partial(check_int, "sequence_length", least=1, most=most), self.sequence_length
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +119,13 @@ class InstantConfig(RunConfig):
         split: Shares of train, valid and test, as in `DatasetConfig`; ends are moved to the next
             document. None: all is for training.
         num_samples: Number of samples of train, valid and test; None: without end.
-        global_batch_size: Number of samples of a step; None: not known. Phases of another sequence
-            length must start with a step.
+        global_batch_size: Number of samples of a step, or a `BatchSizeSchedule`: a phase with
+            another sequence length must start with a step. None: not known; a loader checks its
+            own steps.
         dtype: Dtype of the tokens of all sources that say none. None: the indices are read for it.
-        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss, boundaries: See
-            `GPTDataset`.
-        access, any_tokenizer, loss_ranges: As in `DatasetConfig`, but what is wrong with a source
-            is seen when it is first drawn.
-        sampler, sampler_options: As in `DatasetConfig`.
+
+    The other arguments are those of `DatasetConfig`. What is wrong with the content of a file is
+    seen when it is first drawn.
 
     Raises:
         ConfigError: Options outside their limits, with the phase or source that has them.
@@ -147,7 +139,7 @@ class InstantConfig(RunConfig):
     skips: Sequence[tuple[int, int]] = ()
     split: str | Sequence[Bookends | None] | None = None
     num_samples: Sequence[int | None] = (None, None, None)
-    global_batch_size: int | None = None
+    global_batch_size: int | BatchSizeSchedule | None = None
     dtype: Any = None
     add_extra_token: bool = True
     eod_token: int | None = None
@@ -162,20 +154,22 @@ class InstantConfig(RunConfig):
     sampler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.phases, str | Mapping):
+            raise ConfigError(f"phases must be a list, not {shown(self.phases)}")
         vars(self).update(
             vars(self.sample_options),
             seed=check_int("seed", self.seed, 0),
             sources=_checked_sources(self.sources),
             phases=[
                 _checked(InstantPhase, f"phase {number}", phase)
-                for number, phase in enumerate(check_list("phases", self.phases, "phases", _same))
+                for number, phase in enumerate(self.phases)
             ],
             num_samples=checked_counts(self.num_samples),
             access=check_choice("access", self.access, get_args(Access)),
             any_tokenizer=check_bool("any_tokenizer", self.any_tokenizer),
             loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
-            dtype=None if self.dtype is None else token_dtype(self.dtype),
-            alpha=None if self.alpha is None else check_float("alpha", self.alpha, 0, 10),
+            dtype=_if_given(token_dtype, self.dtype),
+            alpha=_if_given(partial(check_float, "alpha", least=0, most=10), self.alpha),
         )
         self._check_sampler()
         if self.split is not None:
@@ -186,9 +180,10 @@ class InstantConfig(RunConfig):
         skips = Skips(self.skips)
         vars(self)["skips"] = skips.ranges
         phases = self.run_phases(dict.fromkeys(self.sources, 1))
-        if self.global_batch_size is not None:
-            size = check_int("global_batch_size", self.global_batch_size, 1, MAX_INT64)
-            _check_starts(phases, skips, size)
+        if (size := self.global_batch_size) is not None:
+            if not isinstance(size, BatchSizeSchedule):
+                size = BatchSizeSchedule([(0, check_int("global_batch_size", size, 1, MAX_INT64))])
+            check_starts(phases, skips, size.step_at)
 
     def run_phases(self, num_tokens: Mapping[str, int]) -> list[Phase]:
         """The phases with all that they keep of those before, for the sizes of the sources."""
@@ -203,8 +198,7 @@ class InstantConfig(RunConfig):
             if start is None:
                 raise ConfigError(f"phase {number - 1} has no `until`, and is not the last one")
             for name in change.weights.keys() - self.sources.keys():
-                near = difflib.get_close_matches(name, self.sources, 1) or ["add it to the sources"]
-                raise ConfigError(f"phase {number}: there is no source {name}: {near[0]}?")
+                raise ConfigError(f"phase {number}: there is no source {name}: add it to sources")
             weights = {
                 name: weight for name, weight in (weights | change.weights).items() if weight > 0
             }
@@ -226,28 +220,31 @@ class InstantConfig(RunConfig):
         return phases
 
 
-def _check_starts(phases: Sequence[Phase], skips: Skips, size: int) -> None:
-    """Raises ConfigError where another sequence length starts in the middle of a step."""
-    for number, phase in enumerate(phases[1:], 1):
-        position = skips.position(phase.start)
-        if phase.sequence_length != phases[number - 1].sequence_length and position % size:
-            start = position // size * size
-            before, after = skips.samples(np.array([start, start + size])).tolist()
+def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int], Any]) -> None:
+    """Raises ConfigError where another sequence length starts in the middle of a step.
+
+    `step_at` raises ConfigError for a number of consumed samples inside a step.
+    """
+    for number, (before, phase) in enumerate(itertools.pairwise(phases), 1):
+        try:
+            if phase.sequence_length != before.sequence_length:
+                step_at(skips.position(phase.start))
+        except ConfigError as error:
             raise ConfigError(
-                f"phase {number} starts at sample {phase.start} with another sequence length, in "
-                f"the middle of a step of {size} samples: start it at {before} or at {after}"
-            )
+                f"phase {number}, from sample {phase.start}, has another sequence length, and must "
+                f"start with a step: {error}"
+            ) from None
 
 
-def _weight(weight: Any) -> float:
-    number = check_float("the weight", weight)
+def _weight(weight: Any, of: str = "") -> float:
+    number = check_float(f"the weight{of}", weight)
     if not 0 <= number < math.inf:
-        raise ConfigError(f"the weight is {shown(weight)}; it must be positive and finite")
+        raise ConfigError(f"the weight{of} is {shown(weight)}; it must be positive and finite")
     return number
 
 
-def _same(name: str, value: Any) -> Any:
-    return value
+def _if_given(check: Callable[[Any], T], value: Any) -> T | None:
+    return None if value is None else check(value)
 
 
 def _checked_sources(sources: Any) -> dict[str, InstantSource]:
@@ -257,9 +254,9 @@ def _checked_sources(sources: Any) -> dict[str, InstantSource]:
     for name, source in sources.items():
         if not isinstance(name, str) or not name:
             raise ConfigError(f"the name of a source must be a text, not {shown(name)}")
-        if isinstance(source, str | os.PathLike):
-            source = InstantSource(prefix=source)
-        checked[name] = _checked(InstantSource, f"source {name}", source)
+        is_path = isinstance(source, str | os.PathLike)
+        entry = {"prefix": source} if is_path else source
+        checked[name] = _checked(InstantSource, f"source {name}", entry)
     return checked
 
 
@@ -267,15 +264,15 @@ def _checked(kind: type[T], what: str, value: Any) -> T:
     """An object, or one of its arguments by name, with - or _."""
     if isinstance(value, kind):
         return value
-    names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    names = ", ".join(one.name for one in dataclasses.fields(kind))  # type: ignore[arg-type]
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{what} is {shown(value)}; give some of {', '.join(names)}")
+        raise ConfigError(f"{what} is {shown(value)}; give some of {names}")
     entries = {str(name).replace("-", "_"): one for name, one in value.items()}
     if "seq_length" in entries:
         entries["sequence_length"] = entries.pop("seq_length")
-    if unknown := entries.keys() - {*names}:
-        raise ConfigError(f"{what}: there is no {min(unknown)}; there are {', '.join(names)}")
     try:
         return kind(**entries)
+    except TypeError as error:
+        raise ConfigError(f"{what}: {error}; there are {names}") from None
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None

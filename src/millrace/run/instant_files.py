@@ -46,8 +46,7 @@ class SourceFile:
         config: InstantConfig,
         tokenizers: list[TokenizerRecord],
     ) -> None:
-        self.prefix = str(source.prefix or source.path)
-        self._is_raw = source.prefix is None
+        self.prefix, self._is_raw = str(source.prefix), source.raw
         self._access, self._name = config.access, name
         self._tokenizers = None if config.any_tokenizer else tokenizers
         dtype = source.dtype or config.dtype
@@ -100,8 +99,7 @@ class SourceFile:
             return
         if conflict := tokenizer_conflict([*known, record]):
             raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
-        if not known or (record.sentences and not any(one.sentences for one in known)):
-            known.append(record)  # what later ones are compared with
+        known.append(record)
 
     def document_start(self, token: int) -> int:
         """The first token of a document from a token on; the number of tokens behind the last."""

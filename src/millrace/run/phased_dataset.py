@@ -17,7 +17,7 @@ from millrace.order.instant import InstantOrder, num_windows
 from millrace.order.mixture_tree import ONE
 from millrace.order.phases import Phase, Phases
 from millrace.provenance.tokenizers import TokenizerRecord
-from millrace.run.instant_config import InstantConfig
+from millrace.run.instant_config import InstantConfig, check_starts
 from millrace.run.instant_files import SourceFile, SourceRange, ranges_of
 from millrace.run.skips import Skips
 from millrace.samples import BlendedDataset, GPTDataset, TokenBatch, TokenDataset
@@ -119,28 +119,20 @@ class PhasedDataset(TokenDataset):
             return self._segments[0], samples
         first, last = np.searchsorted(self._starts, [samples.min(), samples.max()], "right") - 1
         if first < last:
-            start, size = self._starts[last], len(numbers)
-            position = self._skips.position(start)
-            near = [position // size * size + step for step in (0, size)]
             raise ConfigError(
                 f"samples {samples.min()} to {samples.max()} are of two sequence lengths: a phase "
-                f"starts at {start}. Start it with a global batch; the nearest multiples of "
-                f"{size} samples are {' and '.join(map(str, self._skips.samples(np.array(near))))}"
+                f"starts at {self._starts[last]}. Start it with a batch of this loader"
             )
         return self._segments[first], samples
 
     def check_steps(self, sampler: Any) -> None:
         """Raises ConfigError where another sequence length starts in the middle of a step."""
-        for start in self._starts[1:]:
-            position = self._skips.position(start)
-            if getattr(sampler, "step_at", None) and sampler.has_step(position):
-                try:
-                    sampler.step_at(position)
-                except ConfigError as error:
-                    raise ConfigError(
-                        f"a phase with another sequence length starts at sample {start}, in the "
-                        f"middle of a step: {error}. Start it with a step"
-                    ) from None
+        if getattr(sampler, "step_at", None):
+            check_starts(
+                self._phases,
+                self._skips,
+                lambda position: sampler.has_step(position) and sampler.step_at(position),
+            )
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         segment, samples = self._located(numbers)

@@ -314,7 +314,7 @@ class TransformedDataset(TokenDataset):
 
     @property
     def check_steps(self) -> Any:
-        """The dataset's method, or None: see `PhasedDataset`."""
+        """The dataset's method, if it has one: see `PhasedDataset`."""
         return getattr(self.dataset, "check_steps", None)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
