@@ -50,11 +50,13 @@ LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2250, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2260, "the names of another library"),
+    "run": (2150, "two orders, each with a configuration and datasets"),
     "store": (2260, "verification could be a room of its own"),
-    "samples": (2300, "token batches, rows, transforms, and the way through the core"),
+    "samples": (2310, "token batches, rows, transforms, and the way through the core"),
 }
 WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),
+    "InstantConfig": "a run, from its sources to its sampler",
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
     **dict.fromkeys(("Description", "ShardsDescription", "Measurement"), "a report"),
     **dict.fromkeys(("TokenizeResult", "ShuffleResult"), "a report"),

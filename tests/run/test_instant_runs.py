@@ -3,7 +3,7 @@
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from millrace import (
     ConfigError,
     DataError,
     GlobalBatchSampler,
+    IndexedDataset,
     Loader,
     LossRanges,
     ResumeError,
@@ -48,6 +49,10 @@ def make_run(folder: Path, sources: dict[str, Any] | None = None, **changes: Any
             sources[name]["weight"] = weight
         options.pop("weights", None)
     return InstantConfig(sources=sources, **options)
+
+
+def train_of(config: InstantConfig) -> Any:
+    return build_datasets(config).train
 
 
 class History:
@@ -112,9 +117,9 @@ def drawn(config: InstantConfig, states: Any, steps: int, ranks: int) -> tuple[l
     loaders = []
     for rank in range(ranks):
         share = {"data_parallel_rank": rank, "data_parallel_size": ranks}
-        train = build_datasets(config).train
-        assert train is not None
-        loaders.append(Loader(train, micro_batch_size=STEP // ranks, prefetch=0, **share))
+        loaders.append(
+            Loader(train_of(config), micro_batch_size=STEP // ranks, prefetch=0, **share)
+        )
         if states is not None:
             loaders[-1].load_state_dict(states)
     samples = []
@@ -142,50 +147,33 @@ def test_a_run_with_changes_is_the_models(seed: int, tmp_path: Path) -> None:
 
 def test_documents_are_those_of_the_sequences(tmp_path: Path) -> None:
     """Whole-file spans are cut where documents end, mapped or not."""
-    config = make_run(tmp_path, boundaries="documents")
     fields = ("tokens", "position_ids", "cu_seqlens", "document_numbers", "max_seqlen")
-    starts = {
-        name: np.append(0, np.cumsum(build_store(tmp_path / name).document_lengths))
-        for name in ("code", "web")
-    }
-    for access in ("mmap", "file"):
-        train = build_datasets(make_run(tmp_path, boundaries="documents", access=access)).train
-        batch = next(Loader(train, micro_batch_size=40, fields=fields))  # type: ignore[arg-type]
+    for access, boundaries in (("mmap", "documents"), ("file", "documents"), ("mmap", "eod")):
+        train = train_of(make_run(tmp_path, boundaries=boundaries, access=access))
+        batch = next(Loader(train, micro_batch_size=40, fields=fields))
         tokens = batch["tokens"].ravel()
-        own = np.where(tokens >= 10_000, tokens - 10_000, tokens)
-        numbers = np.array(
-            [
-                np.searchsorted(starts["code" if raw >= 10_000 else "web"], one, "right") - 1
-                for raw, one in zip(tokens.tolist(), own.tolist(), strict=True)
-            ]
-        )
-        is_first = np.diff(tokens, prepend=-9) != 1
-        is_first |= np.diff(numbers, prepend=-9) != 0
+        numbers = np.empty_like(tokens)
+        for place, name in enumerate(("web", "code")):
+            here = tokens // 10_000 == place
+            ends = np.cumsum(IndexedDataset(tmp_path / name).document_lengths)
+            numbers[here] = np.searchsorted(ends, tokens[here] % 10_000, "right")
+        is_first = (np.diff(tokens, prepend=-9) != 1) | (np.diff(numbers, prepend=-9) != 0)
         is_first[::8] = True
         assert batch["cu_seqlens"].tolist() == [*np.flatnonzero(is_first).tolist(), 320]
         assert batch["document_numbers"].tolist() == numbers[is_first].tolist()
-        assert batch["position_ids"].max() + 1 == batch["max_seqlen"]
-    spans = build_datasets(config).train.spans([0, 1, 2])  # type: ignore[union-attr]
-    assert spans.sequences is not None
-
-
-def build_store(prefix: Path) -> Any:
-    from millrace import IndexedDataset
-
-    return IndexedDataset(prefix)
+        if boundaries == "documents":
+            assert batch["position_ids"].max() + 1 == batch["max_seqlen"]
+        assert train.spans([0, 1, 2]).sequences.min() >= 0
 
 
 def test_ranges_without_loss(tmp_path: Path) -> None:
     sources = write_sources(random.Random(1), tmp_path, {"web": 900, "code": 700})
     for name, source in sources.items():
         source["weight"] = 1
-        lengths = build_store(tmp_path / name).sequence_lengths
+        lengths = IndexedDataset(tmp_path / name).sequence_lengths
         write_loss_ranges(tmp_path / name, [(n, 0, 2) for n in np.flatnonzero(lengths > 2)])
-    config = make_run(tmp_path, sources, loss_ranges="apply")
-    train = build_datasets(config).train
-    plain = build_datasets(make_run(tmp_path, sources, loss_ranges="ignore")).train
-    assert train is not None
-    assert plain is not None
+    train = train_of(make_run(tmp_path, sources, loss_ranges="apply"))
+    plain = train_of(make_run(tmp_path, sources, loss_ranges="ignore"))
     by_hand = TransformedDataset(plain, [LossRanges(plain)])
     numbers = np.arange(100)
     one, other = train.batch(numbers), by_hand.batch(numbers)
@@ -221,17 +209,14 @@ def test_only_what_is_drawn_is_opened(tmp_path: Path, opens: Counter[str]) -> No
         opens.clear()
         phases = [{"until": 48}, {"weights": {"wiki": 1}}]
         config = make_run(tmp_path, sources, split=split, dtype="uint16", phases=phases)
-        datasets = build_datasets(config)
+        train = train_of(config)
         assert opens == {f"stat {tmp_path / name}.bin": 1 for name in NAMES}
-        assert datasets.train is not None
-        datasets.train.fingerprint(0)
-        assert datasets.train[0]["tokens"][0] >= 10_000
-        opened = {path.partition(".")[0] for path in opens if not path.startswith("stat")}
-        assert opened == {str(tmp_path / "code").partition(".")[0]}
-        datasets.train.batch(range(48))
-        opened = {Path(path).name for path in opens if path.endswith((".bin", ".idx"))}
-        assert {one for one in opened if "wiki" in one} == {"wiki.bin"}  # its size
-        assert not any("épices" in path for path in opens if not path.startswith("stat"))
+        train.fingerprint(0)
+        for batch, names in (([0], {"code"}), (range(48), {"code", "web"})):
+            tokens = train.batch(batch)["tokens"]
+            assert len({*(tokens[:, 0] // 10_000).tolist()}) == len(names)
+            opened = {path.partition(".")[0] for path in opens if not path.startswith("stat")}
+            assert opened == {str(tmp_path / name) for name in names}
 
 
 def test_splits_end_with_documents(tmp_path: Path) -> None:
@@ -252,7 +237,7 @@ def test_splits_end_with_documents(tmp_path: Path) -> None:
             assert dataset[20]["tokens"].size == 8  # phases do not change validation
     assert not seen[0] & seen[1]
     assert not seen[1] & seen[2]
-    starts = np.cumsum(build_store(tmp_path / "web").document_lengths)
+    starts = np.cumsum(IndexedDataset(tmp_path / "web").document_lengths)
     web = [{token for token in own if token < 10_000} for own in seen]
     assert {*range(180)}.isdisjoint(web[0] | web[1] | web[2])
     for before, after in ((web[0], web[1]), (web[1], web[2])):
@@ -260,10 +245,6 @@ def test_splits_end_with_documents(tmp_path: Path) -> None:
     small = make_run(tmp_path, {"web": sources["web"] | {"part": [0, 0.01]}}, split="0,1,0")
     with pytest.raises(ConfigError, match="no source has 16 tokens in this split"):
         build_datasets(small).valid[0]  # type: ignore[index]
-
-
-def train_of(config: InstantConfig) -> Any:
-    return build_datasets(config).train
 
 
 def saved(config: InstantConfig, steps: int) -> Any:
@@ -328,9 +309,7 @@ def test_a_batch_has_one_length(tmp_path: Path) -> None:
         train.batch(np.arange(8, 16))
     Loader(train, micro_batch_size=7)
     for dataset in (train, TransformedDataset(train, [])):
-        with pytest.raises(
-            ConfigError, match=r"phase 1, from sample 20, .* at 8 and at 16"
-        ):
+        with pytest.raises(ConfigError, match=r"phase 1, from sample 20, .* at 8 and at 16"):
             Loader(dataset, micro_batch_size=4, data_parallel_size=2)
     sampler = GlobalBatchSampler(14, global_batch_size=4, micro_batch_size=2)
     Loader(train_of(make_run(tmp_path, phases=phases, skips=[(5, 11)])), sampler=sampler)
@@ -438,14 +417,8 @@ train-iters = 50
 eval-iters = 0
 skips = [[100, 104]]
 phases = [{{until = 1_000}}, {{weights = {{web = 50}}, until = 2_000}}, {{seq-length = 4}}]
-[sources.web]
-prefix = "{tmp_path}/web"
-weight = 80
-[sources.code]
-prefix = "{tmp_path}/code"
-weight = 20
-max-epochs = 4
-part = [0, 0.6]
+sources.web = {{prefix = "{tmp_path}/web", weight = 80}}
+sources.code = {{prefix = "{tmp_path}/code", weight = 20, max-epochs = 4, part = [0, 0.6]}}
 """
     )
     configs = [config_from(read_arguments(tmp_path / name)) for name in ("run.yaml", "run.toml")]
@@ -500,9 +473,8 @@ def test_weights_from_sizes(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    make: Callable[[], Any] = lambda: train_of(make_run(tmp_path, **changes))[0]  # noqa: E731
     with pytest.raises((ConfigError, DataError), match=message):
-        make()
+        train_of(make_run(tmp_path, **changes))[0]
 
 
 def test_arguments_of_another_order_are_refused() -> None:

@@ -7,6 +7,7 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 import bisect
 import itertools
 import math
+import operator
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -75,6 +76,9 @@ class Stretch(NamedTuple):
         return self.sources[leaves], own + self.drawn[leaves]
 
 
+_start = operator.attrgetter("start")
+
+
 class Phases(Renewed):
     """The mixture of a run in phases. Stretches are computed as far as samples ask for them.
 
@@ -103,14 +107,13 @@ class Phases(Renewed):
         ).tolist()
         self.renew()
 
-    _renewed = ("_lock", "_starts", "_stretches", "_end", "positions", "_lefts", "_drawn", "_debts")
+    _renewed = ("_lock", "_stretches", "_end", "positions", "_lefts", "_drawn", "_debts")
 
     def after_fork(self) -> None:
         """Begins again: the parent may have been between two stretches."""
         self._lock = threading.RLock()
         self.positions: dict[tuple[int, str], Position] = {}
         self._stretches: list[Stretch] = []
-        self._starts: list[int] = []
         # Of each source: where its last draw left it, its draws in its last segment, and its debt.
         self._lefts: dict[str, Position] = {}
         self._drawn: dict[str, int] = {}
@@ -122,7 +125,7 @@ class Phases(Renewed):
         with self._lock:
             while self._end is not None and sample_number >= self._end:
                 self._advance(self._end)
-        return self._stretches[bisect.bisect_right(self._starts, sample_number) - 1]
+        return self._stretches[bisect.bisect_right(self._stretches, sample_number, key=_start) - 1]
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """The sources of some samples, and the samples' numbers in them.
@@ -138,7 +141,7 @@ class Phases(Renewed):
         last = self.stretch_of(max(listed, default=0))
         if min(listed, default=last.start) >= last.start:  # as in most batches
             return last.draws(sample_numbers)
-        stretches = np.searchsorted(self._starts, sample_numbers, "right") - 1
+        stretches = np.searchsorted([*map(_start, self._stretches)], sample_numbers, "right") - 1
         sources, numbers = np.empty(len(stretches), np.int32), np.empty(len(stretches), np.int64)
         for number in {*stretches.tolist()}:
             here = stretches == number
@@ -166,7 +169,6 @@ class Phases(Renewed):
         sources = np.array([self._places[name] for name in names], np.int32)
         drawn = np.array([self._drawn[name] for name in names], np.int64)
         self._stretches.append(Stretch(start, number, names, sources, shares, tree, drawn))
-        self._starts.append(start)
         is_last = number + 1 == len(self._phases)
         ends = [] if is_last else [self._phases[number + 1].start]
         counts = tree.counts(ends[0] - start) if ends else None
@@ -227,7 +229,11 @@ class Phases(Renewed):
                 return -1
             if of == segment and name in stretch.names:
                 leaf = stretch.names.index(name)
-                end = self._end if place + 1 == len(self._stretches) else self._starts[place + 1]
+                end = (
+                    self._end
+                    if place + 1 == len(self._stretches)
+                    else self._stretches[place + 1].start
+                )
                 before = int(stretch.drawn[leaf])
                 sample = stretch.start + stretch.tree.find(leaf, number - before)
                 if number >= before and (end is None or sample < end):
