@@ -188,3 +188,33 @@ def test_a_past_does_not_depend_on_the_future() -> None:
     assert one.fingerprint(101) != other.fingerprint(101)
     assert one.fingerprint(0)["stretches"] == []
     assert one.past(MAX_INT64)[-1][0] == 100
+
+
+def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
+    """A stretch is added as a whole or not at all, and a forked child begins again."""
+
+    class Late(Source):
+        fails = 0
+
+        @property
+        def num_tokens(self) -> int:  # type: ignore[override]
+            if type(self).fails > 0:
+                type(self).fails -= 1
+                raise OSError("away")
+            return 500
+
+    plan = [(0, 8, {"a": 1, "b": 2}), (100, 4, {"a": 1, "b": 1}), (200, 8, {"a": 1})]
+    expected = phases_of({"a": 500, "b": (500, 2)}, plan).draws(np.arange(300))
+    late = Late.__new__(Late)
+    vars(late)["max_epochs"] = None
+    phases = [Phase(start=start, sequence_length=n, weights=weights) for start, n, weights in plan]
+    mixture = Phases({"a": late, "b": Source(num_tokens=500, max_epochs=2)}, phases)
+    for fails in (1, 2, 1, 1):
+        Late.fails = fails
+        for _ in range(fails):
+            with pytest.raises(OSError, match="away"):
+                mixture.draws(np.arange(300))
+    for drawn, ours in zip(mixture.draws(np.arange(300)), expected, strict=True):
+        np.testing.assert_array_equal(drawn, ours)
+    mixture.after_fork()
+    np.testing.assert_array_equal(mixture.draws(np.arange(300))[1], expected[1])

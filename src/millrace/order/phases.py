@@ -106,6 +106,7 @@ class Phases(Renewed):
             np.arange(len(changes)), np.diff([*changes, len(phases)])
         ).tolist()
         self.renew()
+        self.stretch_of(0)
 
     _renewed = ("_lock", "_stretches", "_end", "positions", "_lefts", "_drawn", "_debts")
 
@@ -118,13 +119,13 @@ class Phases(Renewed):
         self._lefts: dict[str, Position] = {}
         self._drawn: dict[str, int] = {}
         self._debts: dict[str, int] = {}
-        self._add_stretch(0, 0)
+        self._end: int | None = 0  # of the last stretch
 
     def stretch_of(self, sample_number: int) -> Stretch:
         """The stretch that a sample is in."""
         with self._lock:
             while self._end is not None and sample_number >= self._end:
-                self._advance(self._end)
+                self._go_on(self._end)
         return self._stretches[bisect.bisect_right(self._stretches, sample_number, key=_start) - 1]
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
@@ -149,6 +150,18 @@ class Phases(Renewed):
         return sources, numbers
 
     # ---- one stretch after the other ----
+
+    def _go_on(self, end: int) -> None:
+        """Adds the next stretch, or nothing: a file that cannot be read now may be read later."""
+        size, state = len(self._stretches), (self.positions, self._lefts, self._drawn, self._debts)
+        kept: Any = [*map(dict, state)]
+        try:
+            self._add_stretch(end, self._leave(end) if self._stretches else 0)
+        except BaseException:
+            self.positions, self._lefts, self._drawn, self._debts = kept
+            self._end = end
+            del self._stretches[size:]
+            raise
 
     def _add_stretch(self, start: int, number: int) -> None:
         """Adds the stretch of a phase that starts at a sample, with the sources that have draws."""
@@ -177,8 +190,8 @@ class Phases(Renewed):
                 ends.append(start + tree.find(leaf, int(left) - 1) + 1)
         self._end = min(ends, default=None)
 
-    def _advance(self, end: int) -> None:
-        """Goes to the end of the last stretch, where the next one starts."""
+    def _leave(self, end: int) -> int:
+        """Notes what the last stretch drew up to its end; the phase of the next one."""
         last, number = self._stretches[-1], self._stretches[-1].phase
         length, count = self._phases[number].sequence_length, end - last.start
         for name, share, draws in zip(
@@ -189,8 +202,8 @@ class Phases(Renewed):
                 position = self._next_position(name, length)
                 self._lefts[name] = position.after(draws, self._num_tokens(name, length), length)
                 self._drawn[name] += draws
-        number += number + 1 < len(self._phases) and end == self._phases[number + 1].start
-        self._add_stretch(end, number)
+        is_next = number + 1 < len(self._phases) and end == self._phases[number + 1].start
+        return number + is_next
 
     def _next_position(self, name: str, length: int) -> Position:
         left = self._lefts.get(name)
@@ -229,11 +242,9 @@ class Phases(Renewed):
                 return -1
             if of == segment and name in stretch.names:
                 leaf = stretch.names.index(name)
-                end = (
-                    self._end
-                    if place + 1 == len(self._stretches)
-                    else self._stretches[place + 1].start
-                )
+                end = self._end
+                if place + 1 < len(self._stretches):
+                    end = self._stretches[place + 1].start
                 before = int(stretch.drawn[leaf])
                 sample = stretch.start + stretch.tree.find(leaf, number - before)
                 if number >= before and (end is None or sample < end):

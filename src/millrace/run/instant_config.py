@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar, get_args
 
 from millrace.checks import (
+    MAX_INT32,
     MAX_INT64,
     check_bool,
     check_choice,
@@ -92,12 +93,11 @@ class InstantPhase:
         if not isinstance(self.weights, Mapping):
             raise ConfigError(f"weights must be numbers by name, not {shown(self.weights)}")
         weights = {name: _weight(one, f" of {name}") for name, one in self.weights.items()}
-        most = MAX_INT64 // 4
         vars(self).update(
             weights=weights,
-            until=_if_given(partial(check_int, "until", least=1, most=most), self.until),
+            until=_if_given(partial(check_int, "until", least=1, most=MAX_INT64), self.until),
             sequence_length=_if_given(
-                partial(check_int, "sequence_length", least=1, most=most), self.sequence_length
+                partial(check_int, "sequence_length", least=1, most=MAX_INT32), self.sequence_length
             ),
         )
 

@@ -179,6 +179,8 @@ class PhasedDataset(TokenDataset):
         view = self._config.sample_options.identity()
         for name in ("sequence_length", "add_extra_token"):
             del view[name]
+        if self._config.loss_ranges == "apply":
+            view["loss_ranges"] = "apply"
         return {
             "kind": "instant",
             "rules": RULES_VERSION,
