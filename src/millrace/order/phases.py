@@ -154,7 +154,7 @@ class Phases(Renewed):
     def _go_on(self, end: int) -> None:
         """Adds the next stretch, or nothing: a file that cannot be read now may be read later."""
         size, state = len(self._stretches), (self.positions, self._lefts, self._drawn, self._debts)
-        kept: Any = [*map(dict, state)]
+        kept: Any = [{**one} for one in state]
         try:
             self._add_stretch(end, self._leave(end) if self._stretches else 0)
         except BaseException:
