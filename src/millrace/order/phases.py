@@ -251,26 +251,24 @@ class Phases(Renewed):
                     return sample
             place += 1
 
-    def past(self, sample_number: int) -> list[list[Any]]:
-        """What decides the samples before a number: for each stretch its start, phase, sequence
-        length and shares by name."""
+    def past(self, sample_number: int) -> list[Stretch]:
+        """The stretches that decide the samples before a number."""
         if sample_number == 0:
             return []
         last = self.stretch_of(sample_number - 1)
-        return [
-            [
-                one.start,
-                one.phase,
-                self._phases[one.phase].sequence_length,
-                dict(zip(one.names, one.shares, strict=True)),
-            ]
-            for one in self._stretches[: self._stretches.index(last) + 1]
-        ]
+        return self._stretches[: self._stretches.index(last) + 1]
+
+    def length_of(self, stretch: Stretch) -> int:
+        return self._phases[stretch.phase].sequence_length
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the draws, for comparison with a saved state. See `Mixture`."""
         past = self.past(MAX_INT64 if consumed_samples is None else consumed_samples)
-        return {"kind": "phases", "rules": RULES_VERSION, "stretches": past}
+        stretches = [
+            [one.start, self.length_of(one), dict(zip(one.names, one.shares, strict=True))]
+            for one in past
+        ]
+        return {"kind": "phases", "rules": RULES_VERSION, "stretches": stretches}
 
     def _check(self) -> None:
         if not self._phases or self._phases[0].start != 0:

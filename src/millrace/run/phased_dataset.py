@@ -41,8 +41,6 @@ class PhasedDataset(TokenDataset):
         config: The configuration of the run.
         skips: Samples that are left out.
         num_samples: Number of samples; None: without end.
-        leaves_out_small: Whether a source with too few tokens for a sample is left out, which is
-            else an error. All files are opened for it, at the first sample.
 
     Attributes:
         stores: The token file of each source, by their names' order; `dataset_numbers` and
@@ -58,15 +56,12 @@ class PhasedDataset(TokenDataset):
         config: InstantConfig,
         skips: Skips,
         num_samples: int | None,
-        *,
-        leaves_out_small: bool = False,
     ) -> None:
         self._ranges = {name: ranges[name] for name in sorted(ranges)}
         self._phases, self._config, self._skips = phases, config, skips
         most = MAX_INT64 - skips.num_samples
         self._num_samples = most if num_samples is None else min(num_samples, most)
         self.stores: Sequence[Any] = [one.file for one in self._ranges.values()]
-        self._leaves_out_small = leaves_out_small
         lengths = [phase.sequence_length for phase in phases]
         changes = [n for n, length in enumerate(lengths) if n == 0 or length != lengths[n - 1]]
         self._starts = [phases[number].start for number in changes]
@@ -74,8 +69,7 @@ class PhasedDataset(TokenDataset):
         self._segments = [_Segment(self, number, view) for number, view in enumerate(views)]
         self.options = views[0] if len(views) == 1 else None
         self.source, self.transforms = None, []
-        if not leaves_out_small:
-            _ = self.mixture  # an error now
+        self._shares: dict[int, Any] = {}  # of each stretch, for fingerprints
 
     @property
     def prefix(self) -> str:
@@ -87,24 +81,7 @@ class PhasedDataset(TokenDataset):
     @cached_property
     def mixture(self) -> Phases:
         """Which source, and which of its draws, each sample number is."""
-        phases = self._phases
-        if self._leaves_out_small:
-            phases = [self._without_small(phase) for phase in phases]
-        return Phases(self._ranges, phases)  # type: ignore[arg-type]
-
-    def _without_small(self, phase: Phase) -> Phase:
-        length = phase.sequence_length
-        weights = {
-            name: weight
-            for name, weight in phase.weights.items()
-            if num_windows(self._ranges[name].num_tokens, length) > 0
-        }
-        if not weights:
-            raise ConfigError(
-                f"no source has {2 * length} tokens in this split, which a sample of {length} "
-                "needs: give the split a larger share"
-            )
-        return replace(phase, weights=weights)
+        return Phases(self._ranges, self._phases)  # type: ignore[arg-type]
 
     # ---- batches ----
 
@@ -194,11 +171,17 @@ class PhasedDataset(TokenDataset):
         if consumed_samples == 0:
             return {"phases": {}, "skips": [], "sources": {}}
         last = int(self._skips.samples(np.array([consumed_samples - 1]))[0])
-        phases, names = {}, set()
-        for start, phase, length, shares in self.mixture.past(last + 1):
-            names |= shares.keys()
-            parts = _short({name: share / ONE for name, share in shares.items()})
-            phases[f"{phase} from sample {start}"] = {"sequence_length": length, "shares": parts}
+        phases: dict[str, Any] = {}
+        names: set[str] = set()
+        for stretch in self.mixture.past(last + 1):
+            names.update(stretch.names)
+            if stretch.start not in self._shares:  # 10 ms for thousands of sources
+                pairs = zip(stretch.names, stretch.shares, strict=True)
+                self._shares[stretch.start] = _short({name: q / ONE for name, q in pairs})
+            phases[f"{stretch.phase} from sample {stretch.start}"] = {
+                "sequence_length": self.mixture.length_of(stretch),
+                "shares": self._shares[stretch.start],
+            }
         sources = {
             name: [one.file.num_tokens, one.file.dtype.name, *one.bounds]
             for name, one in self._ranges.items()
@@ -206,6 +189,27 @@ class PhasedDataset(TokenDataset):
         }
         skips = self._skips.before(consumed_samples)
         return {"phases": phases, "skips": skips, "sources": _short(sources)}
+
+
+class _HeldOutDataset(PhasedDataset):
+    """Validation or test, in one phase, of the sources that have tokens for a sample. All files are
+    opened for it, at the first sample."""
+
+    @cached_property
+    def mixture(self) -> Phases:
+        (phase,) = self._phases
+        length = phase.sequence_length
+        weights = {
+            name: weight
+            for name, weight in phase.weights.items()
+            if num_windows(self._ranges[name].num_tokens, length) > 0
+        }
+        if not weights:
+            raise ConfigError(
+                f"no source has {2 * length} tokens in this split, which a sample of {length} "
+                "needs: give the split a larger share"
+            )
+        return Phases(self._ranges, [replace(phase, weights=weights)])  # type: ignore[arg-type]
 
 
 def _short(entries: dict[str, Any]) -> Any:
@@ -269,9 +273,9 @@ def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
         if not own:
             datasets.append(None)
         elif SPLITS[number] == "train":
-            skips = Skips(config.skips)
-            datasets.append(PhasedDataset(own, phases, config, skips, count))
+            train = PhasedDataset(own, phases, config, Skips(config.skips), count)
+            _ = train.mixture  # an error now, not at the first sample
+            datasets.append(train)
         else:
-            place = own, phases[:1], config, Skips([]), count
-            datasets.append(PhasedDataset(*place, leaves_out_small=True))
+            datasets.append(_HeldOutDataset(own, phases[:1], config, Skips([]), count))
     return datasets
