@@ -335,6 +335,46 @@ void write_rows(const TokenRuns& samples, const SampleOptions& options, bool has
   }
 }
 
+void cut_at_parts(Column<std::int64_t> part_starts, Column<std::int64_t> ends, std::int64_t length,
+                  const RowArrays& arrays) {
+  std::size_t part = 0;
+  std::int64_t start = 0;
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    const std::int64_t first = static_cast<std::int64_t>(i) * length;  // of the row
+    const std::int64_t size = ends[i] - start;
+    std::int64_t place = 0;  // of the part in its row
+    for (std::int64_t next = 0; place < size; place = next) {
+      if (part >= part_starts.size() || part_starts[part] != start + place) {
+        fail("no part starts at token ", start + place, ", which sample ", i, " or a part starts with");
+      }
+      next = ++part < part_starts.size() ? std::min(part_starts[part] - start, size) : size;
+      if (next <= place) {
+        fail("part ", part, " starts at token ", start + next, ", the one before it at ", start + place);
+      }
+      if (arrays.position_ids != nullptr) {
+        std::iota(arrays.position_ids + first + std::min(place, length),
+                  arrays.position_ids + first + std::min(next, length), std::int64_t{0});
+      }
+      const std::int64_t last = first + next - 1;  // whose label is another document's
+      if (next < size && arrays.labels != nullptr) {
+        const std::int64_t width = size_of_token(arrays.type);
+        std::memset(arrays.labels + last * width, 0, static_cast<std::size_t>(width));
+      }
+      if (next < size && arrays.loss_mask != nullptr) {
+        arrays.loss_mask[last] = 0.0F;
+      }
+    }
+    if (arrays.position_ids != nullptr && size < length) {
+      std::iota(arrays.position_ids + first + size, arrays.position_ids + first + length,
+                std::int64_t{0});
+    }
+    start = ends[i];
+  }
+  if (part != part_starts.size()) {
+    fail("part ", part, " starts at token ", part_starts[part], "; the samples have ", start);
+  }
+}
+
 void write_samples(const TokenRuns& samples, const Tokens& type, std::uint8_t* tokens,
                    std::span<std::int64_t> ends) {
   const std::span<const Run> all = samples.runs;

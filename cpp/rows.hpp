@@ -99,6 +99,12 @@ std::optional<BadToken> survey_samples(const TokenRuns& samples, const SampleOpt
 void write_rows(const TokenRuns& samples, const SampleOptions& options, bool has_pads,
                 const RowArrays& arrays);
 
+// Ends labels, losses and position ids of written rows with the parts of the samples, which start at
+// tokens `part_starts`; sample i ends before token ends[i]. Padding is a part of its own. Throws
+// std::invalid_argument for starts that do not ascend, or of which none is a sample's first token.
+void cut_at_parts(Column<std::int64_t> part_starts, Column<std::int64_t> ends, std::int64_t length,
+                  const RowArrays& arrays);
+
 // Writes the tokens of all samples, one sample after the other, in a type that holds them, and where
 // each sample ends.
 void write_samples(const TokenRuns& samples, const Tokens& type, std::uint8_t* tokens,

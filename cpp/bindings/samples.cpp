@@ -265,11 +265,13 @@ Tokens type_of(const RowForm& form, const Tokens& file_type) {
 
 // The rows of samples that were read already, without the GIL.
 std::array<nb::object, 4> rows_of(const TokenRuns& samples, const SampleOptions& options,
-                                  const RowForm& form, bool has_pads, const Tokens& file_type) {
+                                  const RowForm& form, bool has_pads, const Tokens& file_type,
+                                  const auto& finish) {
   Rows rows(samples.size(), options.sequence_length, type_of(form, file_type), form);
   {
     nb::gil_scoped_release unlocked;
     read_mapped([&] { write_rows(samples, options, has_pads, rows.arrays()); });
+    finish(rows.arrays());
   }
   return rows.take();
 }
@@ -331,7 +333,7 @@ nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& ord
     }
   }
   auto [tokens, labels, loss_mask, position_ids] =
-      rows_of(located.runs, plain, form, has_pads, file_type);
+      rows_of(located.runs, plain, form, has_pads, file_type, [](const RowArrays&) {});
   if (!form.parts) {
     return nb::make_tuple(tokens, labels, loss_mask, position_ids);
   }
@@ -343,7 +345,8 @@ nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& ord
 }
 
 nb::tuple py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb::handle options,
-                       const RowForm* form_or_none) {
+                       const RowForm* form_or_none,
+                       const std::optional<In<std::int64_t>>& part_starts) {
   static const RowForm all_arrays;
   const RowForm& form = form_or_none == nullptr ? all_arrays : *form_or_none;
   const SampleOptions plain = options_from(options, ends.shape(0));
@@ -360,7 +363,15 @@ nb::tuple py_fill_rows(const AnyArray& tokens, const In<std::int64_t>& ends, nb:
            bad->place, " of row ", bad->sample);
     }
   }
-  auto [tokens_rows, labels, loss_mask, position_ids] = rows_of(samples, plain, form, has_pads, typed);
+  if (part_starts && form.share_labels) {
+    fail("labels that end with the parts cannot be a view of the tokens");
+  }
+  auto [tokens_rows, labels, loss_mask, position_ids] =
+      rows_of(samples, plain, form, has_pads, typed, [&](const RowArrays& arrays) {
+        if (part_starts) {
+          cut_at_parts(column_of(*part_starts), column_of(ends), plain.sequence_length, arrays);
+        }
+      });
   return nb::make_tuple(tokens_rows, labels, loss_mask, position_ids);
 }
 
@@ -447,7 +458,7 @@ void add_samples(nb::module_& module) {
              "source_numbers"_array, "sample_numbers"_array);
   module.def("find_documents", &py_find_documents, "document_indices"_array, "sequences"_array);
   module.def("fill_rows", &py_fill_rows, "tokens"_a, "ends"_array, "options"_a,
-             "form"_a = nb::none());
+             "form"_a = nb::none(), "part_starts"_a.noconvert() = nb::none());
 }
 
 }  // namespace millrace

@@ -313,14 +313,41 @@ def _columns(samples: list[list[Span]]) -> tuple[Numbers, Numbers, Numbers]:
 
 
 def fill_rows(
-    tokens: NDArray[Any], ends: Numbers, options: SampleOptions, form: RowForm | None = None
+    tokens: NDArray[Any],
+    ends: Numbers,
+    options: SampleOptions,
+    form: RowForm | None = None,
+    part_starts: Numbers | None = None,
 ) -> Samples:
     bounds = [0, *ends.tolist()]
     for start, end in pairwise(bounds):
         if not start <= end <= len(tokens):
             raise ValueError(f"a row from token {start} to {end} does not fit")
     samples = [tokens[start:end].tolist() for start, end in pairwise(bounds)]
-    return _rows(samples, options, RowForm() if form is None else form, tokens.dtype)
+    rows = _rows(samples, options, RowForm() if form is None else form, tokens.dtype)
+    return rows if part_starts is None else _cut_at_parts(rows, bounds, part_starts.tolist())
+
+
+def _cut_at_parts(rows: Samples, bounds: list[int], part_starts: list[int]) -> Samples:
+    """Each token of a row in turn; padding starts with a part of its own."""
+    firsts = [start for start, end in pairwise(bounds) if start < end]
+    starts = {*part_starts, *firsts}
+    if part_starts != sorted(starts) or not starts <= {*range(bounds[-1])}:
+        raise ValueError(f"the parts start at {part_starts}, and the samples at {firsts}")
+    tokens, *others = (array if array is None else array.copy() for array in rows)
+    labels, loss_mask, position_ids = others
+    lengths = [array.shape[1] for array in others if array is not None]
+    for row, (start, end) in enumerate(pairwise(bounds)):
+        places = {*(one - start for one in starts if start <= one < end), end - start}
+        position = 0
+        for place in range(max(lengths, default=0)):
+            position = 0 if place in places else position + 1
+            if position_ids is not None:
+                position_ids[row, place] = position
+            for array in (labels, loss_mask):
+                if array is not None and place + 1 in places and place + 1 < end - start:
+                    array[row, place] = 0
+    return tokens, labels, loss_mask, position_ids
 
 
 def _rows(

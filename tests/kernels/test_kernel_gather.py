@@ -620,6 +620,31 @@ def test_rows_of_any_length_equal_their_twin(dtype: Any, token_dtype: str, lengt
             assert_same_rows(actual, expected, form)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_rows_that_end_with_their_parts_equal_their_twin(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    options = options_of(sequence_length=8, pad_token=random.choice([None, 3]), eod_token=7)
+    sizes = random.integers(0, options.sequence_length + options.add_extra_token + 1, 5)
+    ends = np.cumsum(sizes)
+    tokens = random.integers(0, 9, ends[-1])
+    firsts = (ends - sizes)[sizes > 0]
+    starts = np.union1d(firsts, np.flatnonzero(random.random(len(tokens)) < random.random()))
+    fields = ["tokens", "labels", "loss_mask", "position_ids"]
+    form: dict[str, Any] = {name: bool(random.random() < 0.8) for name in fields}
+    form |= {"token_dtype": random.choice(["int64", "int32"]), "share_labels": False}
+    actual, expected = (
+        module.fill_rows(tokens, ends, options, module.RowForm(**form), starts)
+        for module in MODULES
+    )
+    assert_same_rows(actual, expected, form)
+
+
+@pytest.mark.parametrize("starts", [[], [0], [1, 3], [0, 0, 3], [0, 4], [0, 3, 6], [-1, 0, 3]])
+def test_parts_that_do_not_start_with_the_samples_are_refused(starts: list[int]) -> None:
+    rows = np.arange(6), np.array([3, 6]), OPTIONS, None, twins.int64(starts)
+    twins.assert_refused(ValueError, "part", "fill_rows", *rows)
+
+
 @pytest.mark.parametrize(
     ("dtype", "id_", "vocab_size", "pad_token", "is_bad"),
     [

@@ -14,13 +14,12 @@ from millrace.errors import TextError
 from millrace.forks import Renewed
 from millrace.online.numbered_rows import Rows
 from millrace.ragged import sizes_of
-from millrace.samples.tokens import Numbers, TokenBatch, concatenate
+from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
 
 BLOCK = 64
 """Rows that are encoded at a time: encoders take twice as long for a text alone."""
 
 _MOST_AHEAD = 1024  # samples; of loaders that went elsewhere, the oldest are forgotten
-_EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class RowDocuments(Renewed):
@@ -83,7 +82,7 @@ def document_batch(tokens: Any, ends: Numbers, trained: Any, numbers: Numbers) -
     starts = (ends - sizes)[has_tokens]
     parts: Any = {"part_starts": starts, "part_offset": np.zeros_like(starts)}
     parts["part_sequence"] = numbers[has_tokens]
-    return _EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)
+    return EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)
 
 
 class TokenBlocks(Renewed):

@@ -71,18 +71,15 @@ class LossRanges:
         sequences, offsets = batch.part_sequence, batch.part_offset
         if sequences is None or offsets is None or np.any(sequences < 0):
             raise ConfigError("the samples name no sequences: ranges need an order of sequences")
-        counts = batch.part_counts
-        sources = np.zeros_like(sequences) if batch.part_source is None else batch.part_source
-        marks = np.zeros(len(batch.tokens), np.bool_)
-        for source in np.unique(sources).tolist():
-            ranges, here = self._ranges[source], sources == source
-            try:
-                flags = _native.mark_ranges(
-                    ranges.arrays[ARRAY], sequences[here], offsets[here], counts[here]
-                )
-            except DataError as error:  # a page of the mapped file is gone
-                raise DataError(f"{ranges.path}: {error}") from None
-            marks[np.repeat(here, counts)] = flags.view(np.bool_)
+        counts, sources = batch.part_counts, batch.part_source
+        if sources is None or len(self._ranges) == 1:
+            marks = self._ranges[0].marks(sequences, offsets, counts)
+        else:
+            marks = np.zeros(len(batch.tokens), np.bool_)
+            for source in np.unique(sources).tolist():
+                here = sources == source
+                own = self._ranges[source].marks(sequences[here], offsets[here], counts[here])
+                marks[np.repeat(here, counts)] = own
         return None, batch.untrained(~marks if self.only else marks)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -110,6 +107,14 @@ class _Ranges(NamedTuple):
     arrays: arrays.ArraySet | dict[str, NDArray[np.int32]]
     checksum: str
     path: str = "the ranges in memory"
+
+    def marks(self, sequences: Numbers, offsets: Numbers, counts: Numbers) -> NDArray[np.bool_]:
+        """Which tokens of some parts are in a range: bool [tokens]."""
+        try:
+            flags = _native.mark_ranges(self.arrays[ARRAY], sequences, offsets, counts)
+        except DataError as error:  # a page of the mapped file is gone
+            raise DataError(f"{self.path}: {error}") from None
+        return flags.view(np.bool_)
 
 
 def _ranges_of(stored: StoredTokens, ranges: Any) -> _Ranges:

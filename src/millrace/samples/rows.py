@@ -80,13 +80,11 @@ def _core_fields(tokens: TokenBatch, options: SampleOptions, form: BatchForm | N
     """FIELDS; None where an array is not asked for."""
     is_by_documents = options.boundaries == "documents"
     # A label behind a document's end is 0, the token is not: labels cannot be a view of tokens.
-    core_form = replace(form, share_labels=False) if form and is_by_documents else form
+    core_form = row_form(replace(form, share_labels=False) if form and is_by_documents else form)
+    starts = _with_parts(tokens, options).part_starts if is_by_documents else None
     with core_errors():
-        arrays = list(_native.fill_rows(tokens.tokens, tokens.ends, options, row_form(core_form)))
-    names = FIELDS if form is None else form.fields
-    if is_by_documents:
-        _cut_at_parts(arrays, _with_parts(tokens, options), options, names)
-    if "loss_mask" in names:
+        arrays = list(_native.fill_rows(tokens.tokens, tokens.ends, options, core_form, starts))
+    if form is None or "loss_mask" in form.fields:
         arrays[2] = mask_losses(arrays[2], tokens)
     return arrays
 
@@ -108,26 +106,6 @@ def mask_losses(loss_mask: NDArray[np.float32], tokens: TokenBatch) -> NDArray[n
         return loss_mask
     with core_errors():
         return _native.mask_losses(loss_mask, tokens.trained.view(np.uint8), tokens.ends)
-
-
-def _cut_at_parts(
-    arrays: list[Any], tokens: TokenBatch, options: SampleOptions, names: Sequence[str]
-) -> None:
-    """Ends labels, losses and position ids with the parts."""
-    num_rows, length = len(tokens), options.sequence_length
-    row_of_part, _ = spread(np.diff(tokens.part_bounds))
-    assert tokens.part_starts is not None
-    places = tokens.part_starts - (tokens.ends - tokens.sizes)[row_of_part]
-    is_inner = places > 0
-    last = row_of_part[is_inner], places[is_inner] - 1  # whose label is another document's
-    if arrays[1] is not None:
-        arrays[1][last] = 0
-    if "loss_mask" in names:
-        arrays[2][last] = 0
-    if "position_ids" in names:
-        parts = find_parts(tokens.part_counts, tokens.part_bounds, options)
-        _, ids = spread(np.append(parts.starts[1:], num_rows * length) - parts.starts)
-        arrays[3] = ids.reshape(num_rows, length)
 
 
 def _of_several_views(

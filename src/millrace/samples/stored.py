@@ -12,7 +12,7 @@ from millrace.order import Order, Spans
 from millrace.order.spans import checked_spans, core_spans
 from millrace.samples.fields import FIELDS, Batch, BatchForm, SampleOptions, needs_parts, row_form
 from millrace.samples.rows import core_errors, find_parts, finish, of_parts
-from millrace.samples.tokens import Numbers, TokenBatch, fingerprint_of
+from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, fingerprint_of
 from millrace.shards.shard_reader import Shards
 from millrace.storage import LOCAL, storage_of
 from millrace.store import IndexedDataset, RawTokens
@@ -197,6 +197,5 @@ def _token_batch(
         has_tokens = counts > 0
         starts, offsets = starts[has_tokens], offsets[has_tokens]
         sequences = None if sequences is None else sequences[has_tokens]
-    return TokenBatch(tokens, ends).with_arrays(
-        part_starts=starts, part_sequence=sequences, part_offset=offsets
-    )
+    parts = {"part_starts": starts, "part_sequence": sequences, "part_offset": offsets}
+    return EMPTY.with_arrays(tokens=tokens, ends=ends, **parts)

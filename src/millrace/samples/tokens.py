@@ -215,6 +215,10 @@ class TokenBatch:
         return columns
 
 
+EMPTY = TokenBatch(np.empty(0, np.int64), np.empty(0, np.int64))
+"""A batch of no samples, to make others of by `with_arrays`."""
+
+
 def _from_columns(
     tokens: NDArray[Any], ends: Numbers, starts: Numbers | None, columns: dict[str, Field]
 ) -> TokenBatch:
@@ -222,8 +226,7 @@ def _from_columns(
     if starts is None:
         columns = {name: entry for name, entry in columns.items() if entry[0] != "part"}
     own = {name: columns.pop(name, (None, None))[1] for name in _COLUMNS}
-    batch = object.__new__(TokenBatch)
-    return batch.with_arrays(tokens=tokens, ends=ends, part_starts=starts, fields=columns, **own)
+    return EMPTY.with_arrays(tokens=tokens, ends=ends, part_starts=starts, fields=columns, **own)
 
 
 def _near_places(is_inserted: NDArray[np.bool_], batch: TokenBatch) -> Numbers:
