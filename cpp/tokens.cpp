@@ -130,7 +130,9 @@ void locate_spans(const TokenSource& source, Column<std::int64_t> sequences,
     fail("sequences, offsets and counts differ in size");
   }
   for (std::size_t i = 0; i < sequences.size(); ++i) {
-    const Piece piece = source.locate({sequences[i], offsets[i], counts[i]});
+    // Only an order of the core may mean the whole file.
+    const std::int64_t sequence = checked(sequences[i], INT64_MAX, "a span's sequence");
+    const Piece piece = source.locate({sequence, offsets[i], counts[i]});
     byte_offsets[i] = piece.offset;
     byte_counts[i] = piece.count;
   }

@@ -131,12 +131,7 @@ class TokenSource(NamedTuple):
     num_bytes: int
 
     def locate(self, sequence: int, offset: int, count: int) -> tuple[int, int]:
-        """The byte offset and byte count of a span; sequence -1 is the whole file."""
-        if sequence == -1:
-            num_tokens, width = self.num_bytes // self.tokens.itemsize, self.tokens.itemsize
-            if not 0 <= offset <= offset + count <= num_tokens or count < 0:
-                raise ValueError(f"{count} tokens from {offset} on are outside the file")
-            return offset * width, count * width
+        """The byte offset and byte count of a span."""
         length = int(_entry(self.sequence_lengths, sequence))
         if not 0 <= offset <= offset + count <= length or count < 0:
             raise ValueError(f"{count} tokens from {offset} on are outside a sequence of {length}")
