@@ -44,7 +44,7 @@ class MixtureTree:
         node_debts = [0] * len(shares) if debts is None else list(debts)
         heap = [(share, leaf) for leaf, share in enumerate(shares)]
         heapq.heapify(heap)
-        self._parents = [-1] * (2 * len(shares) - 1)
+        parents = [-1] * (2 * len(shares) - 1)
         nodes = []
         while len(heap) > 1:
             (left_share, left), (right_share, right) = heapq.heappop(heap), heapq.heappop(heap)
@@ -55,9 +55,10 @@ class MixtureTree:
             nodes.append((left, right, share, left_share, carry))
             node_shares.append(share)
             node_debts.append((left_share * left_debt + right_share * right_debt) // share)
-            self._parents[left] = self._parents[right] = node
+            parents[left] = parents[right] = node
             heapq.heappush(heap, (share, node))
-        self._nodes = nodes
+        # Arrays: a run whose sources reach their caps one by one has thousands of trees.
+        self._parents = np.array(parents, np.int32)
         self._table = np.array(nodes, np.int64).reshape(-1, 5)
 
     def draws(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
@@ -68,35 +69,37 @@ class MixtureTree:
         """How many of the first `number` samples each source has."""
         counts = [0] * len(self._parents)
         counts[-1] = number
-        for node in reversed(range(self._num_leaves, len(counts))):
-            left, right = self._nodes[node - self._num_leaves][:2]
-            counts[left] = self._left_count(node, counts[node])
-            counts[right] = counts[node] - counts[left]
+        for place, node in reversed([*enumerate(self._table.tolist(), self._num_leaves)]):
+            left, right = node[:2]
+            counts[left] = _left_count(node, counts[place])
+            counts[right] = counts[place] - counts[left]
         return counts[: self._num_leaves]
 
     def find(self, leaf: int, number: int) -> int:
         """The sample that is a source's of that number: the reverse of `draws`."""
         node, number = int(leaf), int(number)
-        while (parent := self._parents[node]) >= 0:
-            number = self._in_parent(parent, node, number)
+        while (parent := int(self._parents[node])) >= 0:
+            number = _in_parent(self._table[parent - self._num_leaves].tolist(), node, number)
             node = parent
         return number
 
-    def _in_parent(self, parent: int, child: int, number: int) -> int:
-        """The number, among the samples of a node, of one of its child."""
-        left, _, share, left_share, _ = self._nodes[parent - self._num_leaves]
-        part = left_share if child == left else share - left_share
-        low, high = max(number - 1, 0) * share // part, (number + 2) * share // part + 1
-        while high - low > 1:  # the child has at most `number` of the first `low`, more of `high`
-            middle = (low + high) // 2
-            count = self._left_count(parent, middle)
-            if (count if child == left else middle - count) > number:
-                high = middle
-            else:
-                low = middle
-        return low
 
-    def _left_count(self, node: int, count: int) -> int:
-        """How many of the first samples of a node its left child has (M4)."""
-        _, _, share, left_share, carry = self._nodes[node - self._num_leaves]
-        return ((left_share * count << _BITS) // share + carry + ONE // 2) >> _BITS
+def _in_parent(parent: Sequence[int], child: int, number: int) -> int:
+    """The number, among the samples of a node, of one of its child."""
+    left, _, share, left_share, _ = parent
+    part = left_share if child == left else share - left_share
+    low, high = max(number - 1, 0) * share // part, (number + 2) * share // part + 1
+    while high - low > 1:  # the child has at most `number` of the first `low`, more of `high`
+        middle = (low + high) // 2
+        count = _left_count(parent, middle)
+        if (count if child == left else middle - count) > number:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _left_count(node: Sequence[int], count: int) -> int:
+    """How many of the first samples of a node its left child has (M4)."""
+    _, _, share, left_share, carry = node
+    return ((left_share * count << _BITS) // share + carry + ONE // 2) >> _BITS
