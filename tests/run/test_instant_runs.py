@@ -350,6 +350,9 @@ def test_copies_draw_the_same(tmp_path: Path) -> None:
     before = train.batch(np.arange(30, 60))
     copy = pickle.loads(pickle.dumps(train))
     np.testing.assert_array_equal(copy.batch(np.arange(30, 60))["tokens"], before["tokens"])
+    with Loader(train, micro_batch_size=5, consumed_samples=30, threads=3) as loader:
+        rows = np.concatenate([next(loader)["tokens"] for _ in range(6)])
+    np.testing.assert_array_equal(rows, before["tokens"])
     train.mixture.after_fork()
     np.testing.assert_array_equal(train.batch(np.arange(30, 60))["tokens"], before["tokens"])
 
