@@ -17,7 +17,7 @@ from millrace.checks import check_bool, check_int, check_path, shown
 from millrace.errors import ConfigError
 from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig
-from millrace.run.instant_config import InstantConfig
+from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.sampling import RampUp
 from millrace.storage import Access
 
@@ -191,7 +191,7 @@ def _check_spelling(name: str) -> None:
         raise ConfigError(f"there is no argument {name}; did you mean {near[0]}?")
 
 
-def config_from(arguments: Mapping[str, Any]) -> DatasetConfig | InstantConfig:
+def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
     """A run's configuration from Megatron-LM's arguments, by its rules for sizes.
 
     With `order` "instant" it is that of the instant order, which needs no sizes.

@@ -26,7 +26,7 @@ from millrace.feed import BlendedDataset, GPTDataset
 from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
 from millrace.order.order_plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
-from millrace.run.instant_config import InstantConfig
+from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.phased_dataset import PhasedDataset, instant_datasets
 from millrace.run.plan import DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
 
@@ -58,10 +58,7 @@ class SplitArrays(NamedTuple):
 
 
 def build_datasets(
-    config: DatasetConfig | InstantConfig,
-    *,
-    progress: Progress | None = None,
-    wait_limit: float | None = None,
+    config: AnyConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> Datasets:
     """The train, valid and test datasets of a run, in Megatron-LM's order or the instant one.
 

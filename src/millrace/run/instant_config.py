@@ -23,7 +23,7 @@ from millrace.errors import ConfigError
 from millrace.order import part_range, split_ranges
 from millrace.order.phases import Phase
 from millrace.order.splits import Bookends
-from millrace.run.config import RunConfig, checked_counts
+from millrace.run.config import DatasetConfig, RunConfig, checked_counts
 from millrace.run.skips import Skips
 from millrace.samples.loss_ranges import LOSS_CHOICES
 from millrace.sampling import BatchSizeSchedule
@@ -218,6 +218,10 @@ class InstantConfig(RunConfig):
                 "train_samples, says where the run ends"
             )
         return phases
+
+
+AnyConfig = DatasetConfig | InstantConfig
+"""A run in Megatron-LM's order, or an order of the user's, or in the instant order."""
 
 
 def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int], Any]) -> None:
