@@ -23,6 +23,7 @@ from millrace import (
     storage,
     write_loss_ranges,
 )
+from millrace.cli import main
 from millrace.run import InstantConfig, config_from, read_arguments
 from millrace.run.skips import Skips
 from tests.conftest import write_documents
@@ -388,7 +389,7 @@ FROZEN = [465, 10291, 177, 10107, 17, 161]
 FROZEN_LATER = [237, 344]
 
 
-def test_run_files(tmp_path: Path) -> None:
+def test_run_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_sources(random.Random(1), tmp_path, {"web": 900, "code": 700})
     (tmp_path / "run.yaml").write_text(
         f"""
@@ -429,8 +430,12 @@ sources.code = {{prefix = "{tmp_path}/code", weight = 20, max-epochs = 4, part =
     datasets = build_datasets(configs[0])
     assert (len(datasets.train or ""), len(datasets.valid or "")) == (200, 0)
     assert datasets.test is None
-    assert isinstance(configs[0], InstantConfig)
     assert configs[0].seed == 1234
+    options = ["--seconds", "0.01", "--step-time", "0.001", "--keep-cache"]
+    assert main(["bench", str(tmp_path / "run.yaml"), *options]) == 0
+    assert "200 samples of 8 tokens, 2 bytes a token" in capsys.readouterr().out
+    assert main(["index", str(tmp_path / "run.yaml"), "--cache", str(tmp_path)]) == 1
+    assert "the order is instant, for which nothing is built" in capsys.readouterr().err
 
 
 def test_weights_from_sizes(tmp_path: Path) -> None:
