@@ -489,6 +489,15 @@ def test_arguments_of_another_order_are_refused() -> None:
     rest = {"seq_length": 8, "train_samples": 5, "data_path": ["a"], "eval_iters": 0}
     with pytest.raises(ConfigError, match="sources belong to the instant order"):
         config_from({**rest, "sources": {"a": "a"}})
-    with pytest.raises(ConfigError, match="which needs `sources`"):
-        config_from({**rest, "order": "instant"})
+    with pytest.raises(ConfigError, match="there are sources and data_path"):
+        config_from({**rest, "order": "instant", "sources": {"a": "a"}})
+    with pytest.raises(ConfigError, match="two prefixes end with a: give sources"):
+        config_from({**rest, "order": "instant", "data_path": ["x/a", "y/a"]})
+    named = config_from({**rest, "order": "instant", "data_path": "3 x/a 1 b"})
+    assert isinstance(named, InstantConfig)
+    assert named.split == "969, 30, 1"
+    assert {name: (one.prefix, one.weight) for name, one in named.sources.items()} == {
+        "a": ("x/a", 3),
+        "b": ("b", 1),
+    }
     assert config_from({**rest, "order": "gpt"}) == config_from(rest)

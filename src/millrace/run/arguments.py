@@ -16,7 +16,7 @@ from typing import Any
 from millrace.checks import check_bool, check_int, check_path, shown
 from millrace.errors import ConfigError
 from millrace.order import SPLITS
-from millrace.run.config import Blend, DatasetConfig
+from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.sampling import RampUp
 from millrace.storage import Access
@@ -230,11 +230,10 @@ def built_config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
 
 
 def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
-    if "sources" not in arguments or any(name in arguments for name in _DATA):
-        raise ConfigError(
-            "the order is instant, which needs `sources`, by their names, in place of "
-            f"{', '.join(_DATA[:3])}: their names decide the order"
-        )
+    if "sources" not in arguments:
+        arguments = {**arguments, **_named_sources(arguments)}
+    elif both := [name for name in _DATA if name in arguments]:
+        raise ConfigError(f"there are sources and {both[0]}: leave one out")
     names = {one.name for one in dataclasses.fields(InstantConfig)} - {"num_samples"}
     fields = {_FIELDS.get(name, name): value for name, value in arguments.items()}
     given = {name: value for name, value in fields.items() if name in names}
@@ -247,6 +246,25 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
             start, increment, samples, arguments["global_batch_size"]
         )
     return InstantConfig(**{"seed": DEFAULT_SEED, **given}, access=_access(arguments))
+
+
+def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The sources in Megatron-LM's list, named by the last parts of their prefixes."""
+    blend, _ = _blends(arguments)
+    if blend is None:
+        raise ConfigError("the instant order splits each source: give data_path, or sources")
+    prefixes, weights = blend
+    sources: dict[str, Any] = {}
+    for number, item in enumerate(prefixes):
+        prefix, part = source_of(item)
+        name = os.path.basename(prefix)
+        if name in sources:
+            raise ConfigError(f"two prefixes end with {name}: give sources, each with its name")
+        sources[name] = {"prefix": prefix, "part": part or (0.0, 1.0)}
+        if weights is not None:
+            sources[name]["weight"] = weights[number]
+    rest = {"split": LEGACY_SPLIT} if "split" not in arguments else {}
+    return {"sources": sources, **rest, **({"alpha": 1.0} if weights is None else {})}
 
 
 def _access(arguments: Mapping[str, Any]) -> Access:
