@@ -108,7 +108,7 @@ class SourceFile:
             return token  # raw tokens have no documents
 
         def start(document: int) -> int:
-            sequence = int(store.document_indices[document])
+            sequence, _ = store.check_documents(document, document)  # a damaged index is an error
             has_end = sequence == len(store)
             return self.num_tokens if has_end else int(store.sequence_pointers[sequence]) // size
 
