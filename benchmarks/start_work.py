@@ -53,6 +53,32 @@ def start_ours(task: dict[str, Any], prefixes: list[str]) -> Callable[[], Batch]
     return start
 
 
+def start_instant(task: dict[str, Any], prefixes: list[str]) -> Callable[[], Batch]:
+    """The instant order of the same sources, from a run file in the cache folder."""
+    import millrace
+    from millrace import run
+    from millrace.torch import to_tensors
+
+    path = Path(task["cache"]) / "run.yaml"
+    lines = ["order: instant", f"seed: {SEED}", f"seq-length: {SEQUENCE_LENGTH}", "dtype: uint16"]
+    lines += ["sources:"]
+    lines += [
+        f"  {Path(prefix).name}: {{prefix: {prefix}, weight: {weight!r}}}"
+        for prefix, weight in zip(prefixes, weights_of(len(prefixes)), strict=True)
+    ]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(lines))
+
+    def start() -> Batch:
+        config = run.config_from(run.read_arguments(path))
+        train = millrace.build_datasets(config).train
+        loader = millrace.Loader(train, micro_batch_size=MICRO_BATCH, transform=to_tensors)
+        batch: Batch = next(loader)
+        return batch
+
+    return start
+
+
 def start_theirs(task: dict[str, Any], prefixes: list[str]) -> Callable[[], Batch]:
     import torch
 
@@ -97,7 +123,8 @@ def start_theirs(task: dict[str, Any], prefixes: list[str]) -> Callable[[], Batc
 def main() -> None:
     task = json.loads(sys.argv[1])
     prefixes = sorted(str(path)[: -len(".idx")] for path in Path(task["folder"]).glob("*.idx"))
-    start = (start_ours if task["side"] == "ours" else start_theirs)(task, prefixes)
+    sides = {"ours": start_ours, "theirs": start_theirs, "instant": start_instant}
+    start = sides[task["side"]](task, prefixes)
     before = time.perf_counter()
     batch = start()
     seconds = time.perf_counter() - before

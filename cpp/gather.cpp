@@ -47,7 +47,7 @@ void prefetch_cold(std::span<const SampleSource> sources, std::span<const Run> r
 }  // namespace
 
 void locate_samples(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
-                    LocatedSamples& located) {
+                    bool by_sequence, LocatedSamples& located) {
   std::vector<Span>& spans = located.spans;
   auto& [runs, bounds, types] = located.runs;
   bounds.push_back(0);
@@ -60,6 +60,9 @@ void locate_samples(std::span<const SampleSource> sources, Column<std::int64_t> 
     }
     for (std::size_t i = start; i < stop; ++i) {
       sources[i].order->append_spans(sample_numbers[i], spans);
+      if (by_sequence) {
+        sources[i].tokens->cut_at_sequences(spans);
+      }
       for (std::size_t k = bounds.back(); k < spans.size(); ++k) {
         sources[i].tokens->prefetch(spans[k]);
       }
@@ -83,7 +86,8 @@ std::string describe(const LocatedSamples& located, const BadToken& bad) {
   }
   const Span& span = located.spans[i];
   return "token id " + text(bad.id) + " is outside [" + text(bad.least) + ", " + text(bad.limit) +
-         "): it is token " + text(span.offset + place) + " of sequence " + text(span.sequence) +
+         "): it is token " + text(span.offset + place) +
+         (span.sequence < 0 ? " of the token file" : " of sequence " + text(span.sequence)) +
          " and token " + text(bad.place) + " of the sample";
 }
 

@@ -26,9 +26,10 @@ struct LocatedSamples {
 };
 
 // Finds the tokens of samples: those of sample i are sample sample_numbers[i] of sources[i]. Throws
-// std::invalid_argument for a sample that there is not, and for arrays that disagree.
+// std::invalid_argument for a sample that there is not, and for arrays that disagree. With
+// `by_sequence`, spans of a whole file are cut at its sequences.
 void locate_samples(std::span<const SampleSource> sources, Column<std::int64_t> sample_numbers,
-                    LocatedSamples& located);
+                    bool by_sequence, LocatedSamples& located);
 
 // A bad token for a message, with its sequence.
 std::string describe(const LocatedSamples& located, const BadToken& bad);

@@ -55,11 +55,16 @@ class SequenceOrder : public Order {
 };
 
 // The spans of some samples: sample i has spans bounds[i] up to bounds[i + 1].
+// With `tokens`, spans of the whole file are cut at the sequences.
 inline void collect_spans(const Order& order, Column<std::int64_t> sample_numbers,
-                          std::vector<Span>& spans, std::span<std::int64_t> bounds) {
+                          const TokenSource* tokens, std::vector<Span>& spans,
+                          std::span<std::int64_t> bounds) {
   bounds[0] = 0;
   for (std::size_t i = 0; i < sample_numbers.size(); ++i) {
     order.append_spans(sample_numbers[i], spans);
+    if (tokens != nullptr) {
+      tokens->cut_at_sequences(spans);
+    }
     bounds[i + 1] = static_cast<std::int64_t>(spans.size());
   }
 }

@@ -48,6 +48,14 @@ TokenSource::TokenSource(std::span<const Tokens> shards, std::span<const std::in
 
 Piece TokenSource::locate(const Span& span) const {
   const bool has_shards = !shards_.empty();
+  if (span.sequence == Span::whole_file && shards_.size() <= 1) {
+    const std::int64_t num_tokens = num_bytes_ / token_size_;
+    if (span.offset < 0 || span.count < 0 || span.count > num_tokens - span.offset) {
+      fail(span.count, " tokens from token ", span.offset, " on lie outside the token file, which has ",
+           num_tokens);
+    }
+    return {span.offset * token_size_, span.count * token_size_};
+  }
   const std::int64_t num_sequences =
       has_shards ? num_bytes_ / (sequence_length_ * token_size_)
                  : static_cast<std::int64_t>(sequence_lengths_.size());
@@ -67,6 +75,37 @@ Piece TokenSource::locate(const Span& span) const {
          num_bytes_, ": tokens up to ", end, " lie outside it");
   }
   return {pointer + span.offset * token_size_, span.count * token_size_};
+}
+
+void TokenSource::cut_at_sequences(std::vector<Span>& spans) const {
+  if (spans.empty() || spans.back().sequence != Span::whole_file) {
+    return;
+  }
+  if (!shards_.empty()) {
+    spans.back().sequence = 0;  // of raw tokens, which are one
+    return;
+  }
+  Span rest = spans.back();
+  spans.pop_back();
+  const std::size_t above = first_not(sequence_pointers_.size(), [&](std::size_t place) {
+    return sequence_pointers_[place] / token_size_ <= rest.offset;
+  });
+  for (auto sequence = static_cast<std::int64_t>(above) - 1; rest.count > 0; ++sequence) {
+    const auto place = static_cast<std::size_t>(
+        checked(sequence, static_cast<std::int64_t>(sequence_lengths_.size()), "a span's sequence"));
+    const std::int64_t pointer = sequence_pointers_[place];
+    const std::int64_t offset = pointer < 0 ? -1 : rest.offset - pointer / token_size_;
+    const std::int64_t count = std::min(rest.count, sequence_lengths_[place] - offset);
+    if (offset < 0 || count < 0) {
+      fail("token ", rest.offset, " of the token file is in no sequence: sequence ", sequence, " has ",
+           sequence_lengths_[place], " tokens from byte ", pointer, " on");
+    }
+    if (count > 0) {
+      spans.push_back({sequence, offset, count});
+    }
+    rest.offset += count;
+    rest.count -= count;
+  }
 }
 
 const std::uint8_t* TokenSource::start_of(const Piece& piece) const noexcept {
@@ -91,7 +130,9 @@ void locate_spans(const TokenSource& source, Column<std::int64_t> sequences,
     fail("sequences, offsets and counts differ in size");
   }
   for (std::size_t i = 0; i < sequences.size(); ++i) {
-    const Piece piece = source.locate({sequences[i], offsets[i], counts[i]});
+    // Only an order of the core may mean the whole file.
+    const std::int64_t sequence = checked(sequences[i], INT64_MAX, "a span's sequence");
+    const Piece piece = source.locate({sequence, offsets[i], counts[i]});
     byte_offsets[i] = piece.offset;
     byte_counts[i] = piece.count;
   }

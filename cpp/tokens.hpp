@@ -19,8 +19,10 @@ using Tokens = std::variant<const std::uint8_t*, const std::int8_t*, const std::
 std::int64_t size_of_token(const Tokens& tokens) noexcept;
 const std::uint8_t* bytes_of(const Tokens& tokens) noexcept;
 
-// Some tokens of a sequence: `count` from token `offset` on.
+// Some tokens of a sequence, or of the whole token file: `count` from token `offset` on.
 struct Span {
+  static constexpr std::int64_t whole_file = -1;  // in place of a sequence
+
   std::int64_t sequence;
   std::int64_t offset;
   std::int64_t count;
@@ -46,6 +48,10 @@ class TokenSource {
   // The piece of the token file that a span is. Throws std::invalid_argument for a span outside its
   // sequence or the token file.
   Piece locate(const Span& span) const;
+
+  // Cuts a span of the whole file, the last of `spans`, into spans of its sequences. Throws
+  // std::invalid_argument where their arrays do not lead from one to the next.
+  void cut_at_sequences(std::vector<Span>& spans) const;
 
   // Where a piece of the mapped tokens starts in memory.
   const std::uint8_t* start_of(const Piece& piece) const noexcept;

@@ -3,6 +3,7 @@
 #include "balance.hpp"
 #include "blend.hpp"
 #include "mapping.hpp"
+#include "mixture_tree.hpp"
 #include "mt19937.hpp"
 #include "packing.hpp"
 #include "sample_index.hpp"
@@ -14,6 +15,8 @@ namespace {
 
 using Ranges =
     nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using TreeTable =
+    nb::ndarray<const std::int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 using Key = In<std::uint32_t>;
 
 // The state after the draws, as numpy.random.RandomState.set_state() takes it.
@@ -128,6 +131,21 @@ Blend py_blend_by_sizes(const In<std::int64_t>& sizes, std::size_t total, int th
   });
 }
 
+std::tuple<Out<std::int32_t>, Out<std::int64_t>> py_draw_from_tree(
+    const TreeTable& table, const In<std::int64_t>& sample_numbers) {
+  std::vector<TreeNode> nodes(table.shape(0));
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    nodes[i] = {table(i, 0), table(i, 1), table(i, 2), table(i, 3), table(i, 4)};
+  }
+  auto leaves = allocate<std::int32_t>(sample_numbers.shape(0));
+  auto numbers = allocate<std::int64_t>(sample_numbers.shape(0));
+  {
+    nb::gil_scoped_release unlocked;
+    draw_from_tree(nodes, column_of(sample_numbers), leaves.span(), numbers.span());
+  }
+  return {to_numpy(std::move(leaves)), to_numpy(std::move(numbers))};
+}
+
 // So short that the GIL is kept.
 Blend py_look_up_draws(const In<std::int16_t>& dataset_index,
                        const In<std::int64_t>& dataset_sample_index,
@@ -174,6 +192,7 @@ void add_order(nb::module_& module) {
   add_sample_index(std::int64_t{});
   module.def("blend_by_weights", &py_blend_by_weights, "weights"_array, "size"_a, "threads"_a);
   module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_array, "total"_a, "threads"_a);
+  module.def("draw_from_tree", &py_draw_from_tree, "nodes"_array, "sample_numbers"_array);
   module.def("look_up_draws", &py_look_up_draws, "dataset_index"_array, "dataset_sample_index"_array,
              "sample_numbers"_array);
 }

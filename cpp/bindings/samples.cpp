@@ -5,6 +5,7 @@
 #include "arrays.hpp"
 #include "gather.hpp"
 #include "gpt_order.hpp"
+#include "instant_order.hpp"
 #include "mapping.hpp"
 #include "order.hpp"
 #include "pack_order.hpp"
@@ -87,6 +88,16 @@ void make_pack_order(PackOrder* self, const In<std::int32_t>& sequence_lengths,
                        column_of(pack_ends), capacity, num_samples, key);
 }
 
+void make_instant_order(InstantOrder* self, std::tuple<std::int64_t, std::int64_t> tokens,
+                        std::uint64_t key, std::tuple<std::int64_t, std::int64_t, std::int64_t> position,
+                        std::int64_t sequence_length, bool add_extra_token,
+                        std::int64_t num_samples) {
+  const auto [first_token, num_tokens] = tokens;
+  const auto [epoch, window_length, drawn] = position;
+  new (self) InstantOrder({first_token, num_tokens, key}, {epoch, window_length, drawn},
+                          sequence_length, add_extra_token ? 1 : 0, num_samples);
+}
+
 // One field of all spans.
 Numbers field_of(const std::vector<Span>& spans, std::int64_t Span::*field) {
   return make_array<std::int64_t>(spans.size(), [&](auto out) {
@@ -96,10 +107,10 @@ Numbers field_of(const std::vector<Span>& spans, std::int64_t Span::*field) {
 }
 
 std::tuple<Numbers, Numbers, Numbers, Numbers> py_spans(
-    const Order& order, const In<std::int64_t>& sample_numbers) {
+    const Order& order, const In<std::int64_t>& sample_numbers, const TokenSource* tokens) {
   std::vector<Span> spans;
   Numbers bounds = make_array<std::int64_t>(sample_numbers.shape(0) + 1, [&](auto out) {
-    read_mapped([&] { collect_spans(order, column_of(sample_numbers), spans, out); });
+    read_mapped([&] { collect_spans(order, column_of(sample_numbers), tokens, spans, out); });
   });
   return {field_of(spans, &Span::sequence), field_of(spans, &Span::offset),
           field_of(spans, &Span::count), bounds};
@@ -314,7 +325,7 @@ nb::tuple py_gather_samples(const nb::tuple& token_sources, const nb::tuple& ord
     nb::gil_scoped_release unlocked;
     std::optional<BadToken> bad;
     read_mapped([&] {
-      locate_samples(sources, column_of(sample_numbers), located);
+      locate_samples(sources, column_of(sample_numbers), form.parts, located);
       bad = survey_samples(located.runs, plain, form, has_pads);
     });
     if (bad) {
@@ -376,7 +387,7 @@ nb::tuple py_gather_tokens(const nb::tuple& token_sources, const nb::tuple& orde
   std::int64_t num_tokens = 0;
   {
     nb::gil_scoped_release unlocked;
-    read_mapped([&] { locate_samples(sources, column_of(sample_numbers), located); });
+    read_mapped([&] { locate_samples(sources, column_of(sample_numbers), true, located); });
     for (std::size_t i = 0; i < located.runs.size(); ++i) {
       num_tokens += located.runs.num_tokens(i);
       if (located.runs.types[i].index() != type.index()) {
@@ -431,9 +442,13 @@ void add_samples(nb::module_& module) {
       .def("__init__", &make_pack_order, "sequence_lengths"_array, "pieces"_array,
            "pack_ends"_array, "capacity"_a, "num_samples"_a, "key"_a, nb::keep_alive<1, 2>(),
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
+  nb::class_<InstantOrder, Order>(module, "InstantOrder")
+      .def("__init__", &make_instant_order, "tokens"_a, "key"_a, "position"_a, "sequence_length"_a,
+           "add_extra_token"_a, "num_samples"_a);
   nb::class_<SequenceOrder, Order>(module, "SequenceOrder")
       .def(nb::init<std::int64_t, std::int64_t>(), "num_sequences"_a, "sequence_length"_a);
-  module.def("spans", &py_spans, "order"_a, "sample_numbers"_array);
+  module.def("spans", &py_spans, "order"_a, "sample_numbers"_array,
+             "token_source"_a = nb::none());
   module.def("locate_spans", &py_locate_spans, "token_source"_a, "sequences"_array,
              "offsets"_array, "counts"_array);
   module.def("gather_samples", &py_gather_samples, "token_sources"_a, "orders"_a,

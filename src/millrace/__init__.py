@@ -33,7 +33,7 @@ from millrace.feed import (
     write_loss_ranges,
 )
 from millrace.order import normalize, parse_split, samples_per_dataset, split_ranges
-from millrace.run import DatasetConfig, Datasets, build_datasets
+from millrace.run import DatasetConfig, Datasets, InstantConfig, build_datasets
 from millrace.store import IndexedDataset, IndexedDatasetBuilder, optimal_dtype
 
 __all__ = [
@@ -53,6 +53,7 @@ __all__ = [
     "GlobalBatchSampler",
     "IndexedDataset",
     "IndexedDatasetBuilder",
+    "InstantConfig",
     "Loader",
     "LossRanges",
     "MillraceError",

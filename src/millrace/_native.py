@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from millrace import _core
 from millrace._core import (  # noqa: F401 - for the others
     GPTOrder,
+    InstantOrder,
     Order,
     PackOrder,
     RowForm,
@@ -23,6 +24,7 @@ from millrace._core import (  # noqa: F401 - for the others
     TokenSource,
     copy_pieces,
     copy_sequences,
+    draw_from_tree,
     fill_in_middle,
     fill_rows,
     find_documents,

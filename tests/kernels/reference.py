@@ -141,6 +141,18 @@ class TokenSource(NamedTuple):
             raise ValueError(f"sequence {sequence} lies outside the token file")
         return pointer + offset * width, count * width
 
+    def cut(self, spans: list[Span]) -> list[Span]:
+        """A span of the whole file (sequence -1), as spans of its sequences."""
+        if not spans or spans[0][0] >= 0:
+            return spans
+        [(_, start, count)] = spans
+        first = np.asarray(self.sequence_pointers) // self.tokens.itemsize
+        begin = np.maximum(first, start)
+        counts = np.minimum(first + self.sequence_lengths, start + count) - begin
+        places = np.flatnonzero(counts > 0)
+        columns = places, (begin - first)[places], counts[places]
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
     def read(self, sequence: int, offset: int, count: int) -> list[int]:
         """The tokens of a span; a sequence may start at any byte of the token file."""
         start, size = self.locate(sequence, offset, count)
@@ -212,8 +224,12 @@ Sources = tuple[TokenSource, ...]
 Orders = tuple[AnyOrder, ...]
 
 
-def spans(order: AnyOrder, sample_numbers: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+def spans(
+    order: AnyOrder, sample_numbers: Numbers, token_source: TokenSource | None = None
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     samples = [order.spans(number) for number in sample_numbers.tolist()]
+    if token_source is not None:
+        samples = [token_source.cut(sample) for sample in samples]
     return *_columns(samples), np.cumsum([0, *map(len, samples)], dtype=np.int64)
 
 

@@ -755,3 +755,35 @@ def test_draws_of_arrays_that_do_not_match_are_refused() -> None:
     for wrong in ((samples, samples), (datasets, datasets), (datasets[:, None], samples)):
         with pytest.raises(TypeError, match="incompatible"):
             _native.look_up_draws(*wrong, samples)
+
+
+@given(data=st.data())
+@settings(deadline=None, derandomize=True, max_examples=200)
+def test_spans_of_the_whole_file_are_cut_as_the_twin_cuts_them(data: st.DataObject) -> None:
+    lengths = np.array(data.draw(st.lists(st.integers(0, 5), min_size=6, max_size=12)), np.int32)
+    lengths[0] += 20
+    tokens = np.arange(lengths.sum(), dtype=data.draw(st.sampled_from(["uint8", "int32"])))
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.itemsize
+    arrays = tokens, pointers, lengths, tokens.nbytes
+    order = _native.InstantOrder((0, len(tokens)), 7, (0, 4, 0), 4, True, 10)
+    *whole, _ = _native.spans(order, np.arange(9))
+    *columns, bounds = _native.spans(order, np.arange(9), _native.TokenSource(*arrays))
+    twin = reference.TokenSource(*arrays)
+    expected = [twin.cut([span]) for span in zip(*(c.tolist() for c in whole), strict=True)]
+    spans = [span for sample in expected for span in sample]
+    assert list(zip(*(c.tolist() for c in columns), strict=True)) == spans
+    assert np.diff(bounds).tolist() == [len(sample) for sample in expected]
+    read = [token for span in spans for token in twin.read(*span)]
+    assert read == [token for start in whole[1].tolist() for token in range(start, start + 5)]
+
+
+def test_a_damaged_index_cuts_nothing() -> None:
+    tokens, lengths = np.arange(40), np.full(4, 10, np.int32)
+    order = _native.InstantOrder((0, 40), 7, (0, 4, 0), 4, True, 10)
+    numbers = np.arange(9)
+    for place, pointer in ((0, 80), (2, -(2**63)), (2, 240), (3, 2**62), (1, 8)):
+        pointers = np.arange(0, 320, 80)
+        pointers[place] = pointer
+        source = _native.TokenSource(tokens, pointers, lengths, tokens.nbytes)
+        with pytest.raises(ValueError, match=r"in no sequence|outside"):
+            _native.spans(order, numbers, source)

@@ -116,7 +116,7 @@ def texts_in(value: Any) -> list[str]:
     """All texts in a plain value, keys included."""
     texts, pending = [], [value]
     for one in pending:
-        if isinstance(one, str):
+        if type(one) is str:
             texts.append(one)
         elif isinstance(one, (list, dict)):
             pending += one if isinstance(one, list) else (*one, *one.values())

@@ -20,13 +20,14 @@ from millrace.cache import arrays
 from millrace.cores import available_cores
 from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
-from millrace.feed import BlendedDataset, CyclicSampler, Loader, SequentialSampler
+from millrace.feed import CyclicSampler, Loader, SequentialSampler
 from millrace.jobs.benchmark_report import BenchResult, Measurement, Waits
 from millrace.jobs.bucket_budget import BucketOptions, budget_of
 from millrace.names import BIN, IDX
 from millrace.option_class import check_options, option
-from millrace.run import DatasetConfig, arguments, build_datasets
+from millrace.run import DatasetConfig, InstantConfig, arguments, build_datasets
 from millrace.run.config import source_of
+from millrace.run.instant_config import AnyConfig
 from millrace.run.plan import Manifest
 from millrace.samples.fields import FIELDS, TOKEN_DTYPES
 
@@ -97,7 +98,7 @@ class Pass(NamedTuple):
     rates: dict[str, float]
 
 
-def bench(config: DatasetConfig, **options: Any) -> BenchResult:
+def bench(config: AnyConfig, **options: Any) -> BenchResult:
     """Measures how fast this machine feeds the training samples of a run.
 
     Three measurements through the `Loader`: as fast as possible after the run's files were dropped
@@ -113,10 +114,7 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
         DataError: A token file that is missing or damaged.
     """
     own = BenchOptions(**options)
-    blend = config.blend_of(0)  # of the training data
-    if blend is None:
-        raise ConfigError("the run has no training data to measure: give train_data_path")
-    prefixes = [source_of(source)[0] for source in blend[0]]
+    prefixes = _prefixes(config)
     page_cache = "left as it was"
     facts: dict[str, Any] = {}
     measurements: list[Measurement] = []
@@ -144,9 +142,7 @@ def bench(config: DatasetConfig, **options: Any) -> BenchResult:
     )
 
 
-def run_of(
-    source: str, sequence_length: int | None = None, seed: int | None = None
-) -> DatasetConfig:
+def run_of(source: str, sequence_length: int | None = None, seed: int | None = None) -> AnyConfig:
     """The configuration in a file, or one with all samples of a token file once."""
     if source.endswith((".yaml", ".yml", ".toml")):
         if (sequence_length, seed) != (None, None):
@@ -173,9 +169,21 @@ def run_of(
     )
 
 
-def _files(config: DatasetConfig, prefixes: Sequence[str]) -> list[str]:
+def _prefixes(config: DatasetConfig | InstantConfig) -> list[str]:
+    """The token files of the training data."""
+    if isinstance(config, InstantConfig):
+        return [source.prefix for source in config.sources.values()]
+    blend = config.blend_of(0)
+    if blend is None:
+        raise ConfigError("the run has no training data to measure: give train_data_path")
+    return [source_of(source)[0] for source in blend[0]]
+
+
+def _files(config: AnyConfig, prefixes: Sequence[str]) -> list[str]:
     """The files that a start reads: token files, and index arrays in the cache folder."""
     files = [prefix + end for prefix in dict.fromkeys(prefixes) for end in (BIN, IDX)]
+    if isinstance(config, InstantConfig):
+        return files
     manifest = Manifest.find(config)
     for name in [] if manifest is None else filter(None, manifest.sets):
         if (array_set := arrays.load(str(config.cache), name)) is not None:
@@ -239,7 +247,7 @@ def bound_by(*, wait_share: float | None, busy_share: float, disk_rate: float) -
 
 
 def measure_rank(
-    job: tuple[DatasetConfig, BenchOptions], task: Task
+    job: tuple[AnyConfig, BenchOptions], task: Task
 ) -> tuple[dict[str, Any], list[Pass]]:
     """Makes the measurements that the task's payload names, on the rank of its number.
 
@@ -258,7 +266,7 @@ def measure_rank(
             f"a step takes micro_batch_size * ranks = {sampler.block_size} samples; the data have "
             f"{len(dataset)}, and at least 2 steps are needed: lower one of them, or use more data"
         )
-    first_file: Any = dataset.datasets[0] if isinstance(dataset, BlendedDataset) else dataset
+    first_file: Any = dataset.stores[0]
     loader_of = partial(
         Loader,
         dataset,
@@ -270,7 +278,7 @@ def measure_rank(
     with loader_of(sampler=sampler) as loader:
         facts = {
             "num_samples": len(dataset),
-            "token_bytes": first_file.dataset.dtype.itemsize,
+            "token_bytes": first_file.store.dtype.itemsize,
             "fields": list(next(loader)),
             "opening_seconds": opening_seconds,
             "first_batch_seconds": time.perf_counter() - start,
@@ -289,7 +297,7 @@ def measure_rank(
     return facts, passes
 
 
-def _draw(job: tuple[DatasetConfig, BenchOptions], loader: Loader, step_time: float = 0.0) -> Pass:
+def _draw(job: tuple[AnyConfig, BenchOptions], loader: Loader, step_time: float = 0.0) -> Pass:
     """Draws batches for some seconds, or to the end of the data; at least one."""
     config, own = job
     waits: list[float] = []

@@ -16,7 +16,7 @@ from millrace.online.row_documents import BLOCK
 from millrace.online.text_dataset import epoch_order
 from millrace.ragged import starts_of
 from millrace.samples.fields import SampleOptions
-from millrace.samples.tokens import TokenBatch
+from millrace.samples.tokens import EMPTY, TokenBatch
 
 _PACKINGS = ("documents", "joined", "packs")
 _REMEDY = (
@@ -50,7 +50,7 @@ def token_batch(samples: Sequence[Sequence[Piece]]) -> TokenBatch:
     """Samples of pieces that are not empty."""
     pieces = [piece for sample in samples for piece in sample]
     bounds = starts_of(piece.size for piece in pieces)
-    return TokenBatch(
+    return EMPTY.with_arrays(
         tokens=np.concatenate([piece.tokens for piece in pieces] or [np.empty(0, np.int64)]),
         ends=bounds[starts_of(map(len, samples))[1:]],
         trained=np.concatenate([piece.trained for piece in pieces] or [np.empty(0, np.bool_)]),

@@ -71,10 +71,21 @@ class CoreOrder:
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """The spans of some samples; a ValueError for an index that points outside its arrays."""
-        return Spans(*_native.spans(self.core, check_ints("sample numbers", sample_numbers)))
+        return core_spans(self.core, check_ints("sample numbers", sample_numbers))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "core"}
+
+
+def core_spans(
+    core: _native.Order,
+    sample_numbers: NDArray[np.int64],
+    tokens: _native.TokenSource | None = None,
+) -> Spans:
+    """The spans of some samples of an order of the core; with tokens, cut at their sequences."""
+    spans = Spans(*_native.spans(core, sample_numbers, tokens))
+    is_whole_file = len(spans.offsets) > 0 and spans.sequences[0] < 0  # type: ignore[index]
+    return spans._replace(sequences=None) if is_whole_file else spans
 
 
 class SequenceOrder(CoreOrder):

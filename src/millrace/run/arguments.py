@@ -1,6 +1,7 @@
 """Megatron-LM's arguments, from a file or a command line, as a `DatasetConfig`."""
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import importlib
@@ -8,14 +9,17 @@ import json
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.checks import check_bool, check_int, check_path, shown
 from millrace.errors import ConfigError
 from millrace.order import SPLITS
-from millrace.run.config import Blend, DatasetConfig
+from millrace.run.config import Blend, DatasetConfig, source_of
+from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.sampling import RampUp
+from millrace.storage import Access
 
 LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
 DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000
@@ -60,11 +64,15 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _load_yaml(text: str) -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def compose_mapping_node(self, anchor: str | None) -> Any:
-            node = super().compose_mapping_node(anchor)  # `<<` is not merged yet
-            _dict_of([(key.value, 0) for key, _ in node.value if isinstance(key.value, str)])
-            return node
+    checked: set[int] = set()
+
+    # The loader in C, if there is one, takes an eighth of the time of Python's.
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+        def flatten_mapping(self, node: Any) -> None:
+            if id(node) not in checked:  # `<<` is not merged yet
+                checked.add(id(node))
+                _dict_of([(key.value, 0) for key, _ in node.value if isinstance(key.value, str)])
+            super().flatten_mapping(node)
 
     try:
         return yaml.load(text, Loader)
@@ -73,8 +81,9 @@ def _load_yaml(text: str) -> Any:
 
 
 def _dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    numbers = Counter(name for name, _ in pairs)
+    if len(numbers) < len(pairs):
+        twice = sorted(name for name, number in numbers.items() if number > 1)
         raise ConfigError(f"it gives {', '.join(twice)} twice: leave one out")
     return dict(pairs)
 
@@ -140,6 +149,7 @@ _READERS: dict[str, Reader | None] = {
     "add_extra_token": check_bool,
     **dict.fromkeys(("order", "order_options", "sampler", "sampler_options", "boundaries")),
     **dict.fromkeys(("loss_ranges", *_UNKNOWN_COUNTS)),  # taken as they are, like the line before
+    **dict.fromkeys(("sources", "phases", "skips", "alpha", "dtype")),  # of `InstantConfig`
 }
 
 _FIELDS = {
@@ -156,8 +166,9 @@ _FIELDS = {
 
 NAMES = tuple(_READERS)
 """The arguments that concern data. Millrace's own are `num_samples` (train, valid, test),
-`any_tokenizer`, `loss_ranges`, `order`, `sampler` and their options, `add_extra_token` and
-`boundaries`."""
+`any_tokenizer`, `loss_ranges`, `order`, `sampler` and their options, `add_extra_token`,
+`boundaries`, and what the instant order has of its own: `sources`, `phases`, `skips`, `alpha` and
+`dtype`."""
 
 
 def _read(name: str, value: Any) -> Any:
@@ -180,8 +191,10 @@ def _check_spelling(name: str) -> None:
         raise ConfigError(f"there is no argument {name}; did you mean {near[0]}?")
 
 
-def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
+def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
     """A run's configuration from Megatron-LM's arguments, by its rules for sizes.
+
+    With `order` "instant" it is that of the instant order, which needs no sizes.
 
     Training takes train_samples, or train_iters * global_batch_size, samples; validation
     (train_iters // eval_interval + 1) * eval_iters batches, without those before
@@ -197,11 +210,73 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     arguments = {name: _read(name, value) for name, value in arguments.items() if value is not None}
     if "seq_length" not in arguments:
         raise ConfigError("seq_length is missing")
+    order = arguments.get("order")
+    if order == "instant":
+        return _instant_config(arguments)
+    if order == "gpt":
+        del arguments["order"]
+    for name in ("sources", "phases", "skips"):
+        if name in arguments:
+            raise ConfigError(f"{name} belong to the instant order: give `order: instant`")
+    return _dataset_config(arguments)
+
+
+def built_config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
+    """The same for what needs a built order; ConfigError for the instant one."""
+    config = config_from(arguments)
+    if isinstance(config, InstantConfig):
+        raise ConfigError("the order is instant, for which nothing is built: leave this step out")
+    return config
+
+
+def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
+    if "sources" not in arguments:
+        arguments = {**arguments, **_named_sources(arguments)}
+    elif both := [name for name in _DATA if name in arguments]:
+        raise ConfigError(f"there are sources and {both[0]}: leave one out")
+    names = {one.name for one in dataclasses.fields(InstantConfig)} - {"num_samples"}
+    fields = {_FIELDS.get(name, name): value for name, value in arguments.items()}
+    given = {name: value for name, value in fields.items() if name in names}
+    if arguments.keys() & {"num_samples", "train_samples", "train_iters"}:
+        given["num_samples"] = _num_samples(arguments, None)
+    rampup = arguments.get("rampup_batch_size")
+    if rampup and "global_batch_size" in arguments:
+        start, increment, samples = rampup
+        given["global_batch_size"] = RampUp(
+            start, increment, samples, arguments["global_batch_size"]
+        )
+    return InstantConfig(**{"seed": DEFAULT_SEED, **given}, access=_access(arguments))
+
+
+def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The sources in Megatron-LM's list, named by the last parts of their prefixes."""
+    blend, _ = _blends(arguments)
+    if blend is None:
+        raise ConfigError("the instant order splits each source: give data_path, or sources")
+    prefixes, weights = blend
+    sources: dict[str, Any] = {}
+    for number, item in enumerate(prefixes):
+        prefix, part = source_of(item)
+        name = os.path.basename(prefix)
+        if name in sources:
+            raise ConfigError(f"two prefixes end with {name}: give sources, each with its name")
+        sources[name] = {"prefix": prefix, "part": part or (0.0, 1.0)}
+        if weights is not None:
+            sources[name]["weight"] = weights[number]
+    rest = {"split": LEGACY_SPLIT} if "split" not in arguments else {}
+    return {"sources": sources, **rest, **({"alpha": 1.0} if weights is None else {})}
+
+
+def _access(arguments: Mapping[str, Any]) -> Access:
+    is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
+    return "mmap" if is_mapped else "file"
+
+
+def _dataset_config(arguments: Mapping[str, Any]) -> DatasetConfig:
     blend, per_split = _blends(arguments)
     split = arguments.get("split", None if blend is None else LEGACY_SPLIT)
     if blend is None and split is not None:
         raise ConfigError(f"split {split!r} goes with data_path, not with such data: leave it out")
-    is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
     renamed = {field: arguments[name] for name, field in _FIELDS.items() if name in arguments}
     return DatasetConfig(
         **{"seed": DEFAULT_SEED, **renamed},
@@ -209,7 +284,7 @@ def config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
         blend=blend,
         split=split,
         blend_per_split=per_split,
-        access="mmap" if is_mapped else "file",
+        access=_access(arguments),
     )
 
 

@@ -26,6 +26,8 @@ from millrace.feed import BlendedDataset, GPTDataset
 from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
 from millrace.order.order_plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
+from millrace.run.instant_config import AnyConfig, InstantConfig
+from millrace.run.phased_dataset import PhasedDataset, instant_datasets
 from millrace.run.plan import REQUESTS, DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
 from millrace.storage.transfers import closing
 from millrace.store.token_file import TokenFile, listed_storages
@@ -45,9 +47,9 @@ _BLEND = {"dataset_index": np.dtype(np.int16), "dataset_sample_index": np.dtype(
 class Datasets(NamedTuple):
     """The three splits; None for a split without a share. Several validation sets are a list."""
 
-    train: GPTDataset | BlendedDataset | None
-    valid: SplitDataset | None
-    test: GPTDataset | BlendedDataset | None
+    train: GPTDataset | BlendedDataset | PhasedDataset | None
+    valid: SplitDataset | PhasedDataset | None
+    test: GPTDataset | BlendedDataset | PhasedDataset | None
 
 
 class SplitArrays(NamedTuple):
@@ -58,13 +60,14 @@ class SplitArrays(NamedTuple):
 
 
 def build_datasets(
-    config: DatasetConfig, *, progress: Progress | None = None, wait_limit: float | None = None
+    config: AnyConfig, *, progress: Progress | None = None, wait_limit: float | None = None
 ) -> Datasets:
-    """The train, valid and test datasets of a run, in Megatron-LM's order.
+    """The train, valid and test datasets of a run, in Megatron-LM's order or the instant one.
 
-    Indices in the cache folder are mapped; missing ones are built and kept there. Of several
-    processes that start together one builds, and the others wait for it; if it dies, another one
-    goes on. Without a cache folder, indices are built in memory.
+    For the instant order nothing is built, and the other arguments mean nothing. Else, indices in
+    the cache folder are mapped; missing ones are built and kept there. Of several processes that
+    start together one builds, and the others wait for it; if it dies, another one goes on. Without
+    a cache folder, indices are built in memory.
 
     Args:
         progress: Function to call with the progress; see `Progress`.
@@ -77,6 +80,8 @@ def build_datasets(
         CacheError: Indices to build, while the cache folder cannot be written or another process
             builds them beyond the limit.
     """
+    if isinstance(config, InstantConfig):
+        return Datasets(*instant_datasets(config))
     return build_run(config, progress=progress, wait_limit=wait_limit)[1]
 
 

@@ -51,8 +51,59 @@ NOT_IN_KEY = frozenset(
 """The fields that do not decide the order; all others are in the key of a configuration."""
 
 
+class RunConfig:
+    """What all configurations of runs share: the fields of `SampleOptions`, and a sampler."""
+
+    sampler: Callable[..., Any] | str | None
+    sampler_options: Mapping[str, Any] | None
+
+    @functools.cached_property
+    def sample_options(self) -> SampleOptions:
+        fields = dataclasses.fields(SampleOptions)
+        return SampleOptions(**{field.name: getattr(self, field.name) for field in fields})
+
+    def make_sampler(
+        self,
+        dataset: Dataset,
+        *,
+        micro_batch_size: int,
+        data_parallel_rank: int = 0,
+        data_parallel_size: int = 1,
+    ) -> Sampler:
+        """The sampler of a rank that the configuration names, or a `SequentialSampler`.
+
+        It is `sampler.of(dataset, ...)`, `sampler(len(dataset), ...)` of a class without a method
+        `of`, or `sampler(dataset, ...)` of a function, with the other arguments of this method and
+        `sampler_options`.
+
+        Raises:
+            ConfigError: Arguments that the sampler does not take, or refuses.
+        """
+        make: Any = self.sampler or SequentialSampler
+        first = dataset if hasattr(make, "of") or not isinstance(make, type) else len(dataset)
+        share = {
+            "micro_batch_size": micro_batch_size,
+            "data_parallel_rank": data_parallel_rank,
+            "data_parallel_size": data_parallel_size,
+        }
+        options = self.sampler_options or {}
+        if both := share.keys() & options.keys():
+            raise ConfigError(f"sampler_options have {', '.join(sorted(both))}: leave them out")
+        try:
+            sampler: Sampler = getattr(make, "of", make)(first, **share, **options)
+        except TypeError as error:
+            raise ConfigError(f"sampler_options are {shown(options)}: {error}") from None
+        return sampler
+
+    def _check_sampler(self) -> None:
+        vars(self).update(
+            sampler=_imported("sampler", self.sampler),
+            sampler_options=_checked_options("sampler", self.sampler, self.sampler_options),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
-class DatasetConfig:
+class DatasetConfig(RunConfig):
     """What to draw samples from, how many, and how they look.
 
     Args:
@@ -123,10 +174,8 @@ class DatasetConfig:
             raise ConfigError("give a blend and a split, or a blend_per_split: one of the two")
         if (self.blend is None) != (self.split is None):
             raise ConfigError(f"split is {self.split}: a blend needs one, a blend_per_split none")
-        for name in ["num_samples"] + ["blend_per_split"] * (per_split is not None):
-            entries = getattr(self, name)
-            if not _is_list(entries) or len(entries) != len(SPLITS):
-                raise ConfigError(f"{name} must have three entries, not {shown(entries)}")
+        if per_split is not None:
+            _check_three("blend_per_split", per_split)
         self._check_options()
         blends = [self._checked_blend(number) for number in range(len(SPLITS))]
         if not any(blends):
@@ -142,17 +191,13 @@ class DatasetConfig:
             split=split,
             order=_checked_order(self.order, is_cached=self.cache is not None),
             order_options=_checked_options("order", self.order, self.order_options),
-            sampler=_imported("sampler", self.sampler),
-            sampler_options=_checked_options("sampler", self.sampler, self.sampler_options),
         )
+        self._check_sampler()
 
     def _check_options(self) -> None:
         """Makes numbers and flags Python's, whose sums are exact."""
         vars(self).update(
-            num_samples=tuple(
-                None if count is None else check_int(f"num_samples of {name}", count, 0)
-                for name, count in zip(SPLITS, self.num_samples, strict=True)
-            ),
+            num_samples=checked_counts(self.num_samples),
             seed=check_seed(self.seed),
             surplus=check_surplus(self.surplus),
             num_threads=check_int("num_threads", self.num_threads, 1),
@@ -198,47 +243,9 @@ class DatasetConfig:
         """The blend of a split, by its number in SPLITS."""
         return self.blend if self.blend_per_split is None else self.blend_per_split[split]
 
-    @functools.cached_property
-    def sample_options(self) -> SampleOptions:
-        fields = dataclasses.fields(SampleOptions)
-        return SampleOptions(**{field.name: getattr(self, field.name) for field in fields})
-
     @property
     def plan_of(self) -> PlanOf:
         return GPTPlan if self.order is None else self.order  # type: ignore[return-value]
-
-    def make_sampler(
-        self,
-        dataset: Dataset,
-        *,
-        micro_batch_size: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-    ) -> Sampler:
-        """The sampler of a rank that the configuration names, or a `SequentialSampler`.
-
-        It is `sampler.of(dataset, ...)`, `sampler(len(dataset), ...)` of a class without a method
-        `of`, or `sampler(dataset, ...)` of a function, with the other arguments of this method and
-        `sampler_options`.
-
-        Raises:
-            ConfigError: Arguments that the sampler does not take, or refuses.
-        """
-        make: Any = self.sampler or SequentialSampler
-        first = dataset if hasattr(make, "of") or not isinstance(make, type) else len(dataset)
-        share = {
-            "micro_batch_size": micro_batch_size,
-            "data_parallel_rank": data_parallel_rank,
-            "data_parallel_size": data_parallel_size,
-        }
-        options = self.sampler_options or {}
-        if both := share.keys() & options.keys():
-            raise ConfigError(f"sampler_options have {', '.join(sorted(both))}: leave them out")
-        try:
-            sampler: Sampler = getattr(make, "of", make)(first, **share, **options)
-        except TypeError as error:
-            raise ConfigError(f"sampler_options are {shown(options)}: {error}") from None
-        return sampler
 
     def order_key(self) -> dict[str, Any]:
         """The fields that decide the order, as plain JSON values; the token files add the rest."""
@@ -250,6 +257,20 @@ class DatasetConfig:
         values = {name: getattr(self, name) for name in names}
         key: dict[str, Any] = json.loads(json.dumps(values, default=name_of_order))
         return key
+
+
+def checked_counts(num_samples: Any) -> tuple[int | None, ...]:
+    """The numbers of samples of the three splits."""
+    _check_three("num_samples", num_samples)
+    return tuple(
+        None if count is None else check_int(f"num_samples of {name}", count, 0)
+        for name, count in zip(SPLITS, num_samples, strict=True)
+    )
+
+
+def _check_three(name: str, entries: Any) -> None:
+    if not _is_list(entries) or len(entries) != len(SPLITS):
+        raise ConfigError(f"{name} must have three entries, not {shown(entries)}")
 
 
 def _imported(name: str, value: Any) -> Any:

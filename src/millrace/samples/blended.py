@@ -129,13 +129,15 @@ class BlendedDataset(TokenDataset):
         sources: list[StoredTokens] = []
         store_numbers: list[int] = []
         for number, dataset, in_dataset, here in draws:
-            inner = dataset.leaves(in_dataset) if is_ours(dataset) else None
+            inner: Leaves | None = dataset.leaves(in_dataset) if is_ours(dataset) else None
             if inner is None:
                 return None
+            store_numbers += [self._first_stores[number] + one for one in inner.store_numbers]
+            if len(draws) == 1:
+                return inner._replace(store_numbers=store_numbers, dataset_numbers=dataset_numbers)
             places[here] = inner.places + len(sources)
             in_source[here] = inner.numbers
             sources += inner.sources
-            store_numbers += [self._first_stores[number] + one for one in inner.store_numbers]
         return Leaves(sources, places, in_source, store_numbers, dataset_numbers)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:

@@ -149,7 +149,13 @@ class TokenDataset:
         eod = options.eod_token if options and options.boundaries == "eod" else None
         if batch.part_starts is None and eod is not None:
             batch = split_at_eod(batch, eod)
-        return batch.with_field("sample_numbers", "sample", np.array(sample_numbers, np.int64))
+        numbers = self.run_numbers(np.array(sample_numbers, np.int64))
+        return batch.with_field("sample_numbers", "sample", numbers)
+
+    def run_numbers(self, numbers: Numbers) -> Numbers:
+        """The numbers that transforms see: those of a run, where its dataset leaves samples out."""
+        inner = getattr(self.source, "run_numbers", None)
+        return numbers if inner is None else inner(numbers)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         options = self.options
@@ -171,7 +177,8 @@ class TokenDataset:
         if form is None:
             return batch
         if "sample_numbers" in form.fields:
-            batch = batch.with_field("sample_numbers", "sample", numbers.copy())
+            own = self.run_numbers(numbers).copy()
+            batch = batch.with_field("sample_numbers", "sample", own)
         sequences, sources = batch.part_sequence, batch.part_source
         if "document_numbers" in form.fields and sequences is not None:
             documents = documents_of(self.stores, 0 if sources is None else sources, sequences)
@@ -193,7 +200,7 @@ class TokenDataset:
         for transform in self.transforms:
             if transform.changes_tokens and is_by_eod:
                 batch = without_parts(batch)  # EOD tells documents apart, where it is now
-            batch = transformed(transform, batch, numbers)
+            batch = transformed(transform, batch, self.run_numbers(numbers))
         return batch
 
     def _named(self, read: Callable[..., Any], sample_numbers: ArrayLike, *form: Any) -> Any:
@@ -226,7 +233,9 @@ class TokenDataset:
         Raises:
             ConfigError: Token files of several dtypes.
         """
-        prefixes = {one.store.dtype: one.prefix for one in self.stores if one is not None}
+        stores = [one for one in self.stores if one is not None]
+        # The dtype of a source that is not open is known, too.
+        prefixes = {getattr(one, "dtype", None) or one.store.dtype: one.prefix for one in stores}
         if len(prefixes) > 1:
             some = ", ".join(f"{prefix} {dtype}" for dtype, prefix in prefixes.items())
             raise ConfigError(f"the files have several dtypes ({some}): use 'int32' or 'int64'")
@@ -307,6 +316,11 @@ class TransformedDataset(TokenDataset):
     def spans(self) -> Any:
         """The dataset's method: where the tokens come from, not yet transformed."""
         return self.dataset.spans
+
+    @property
+    def check_steps(self) -> Any:
+        """The dataset's method, if it has one: see `PhasedDataset`."""
+        return getattr(self.dataset, "check_steps", None)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         has_mask = form is None or "loss_mask" in form.fields

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.deferred import cached_property
 from millrace.order import Order, Spans
-from millrace.order.spans import checked_spans
+from millrace.order.spans import checked_spans, core_spans
 from millrace.samples.fields import FIELDS, Batch, BatchForm, SampleOptions, needs_parts, row_form
 from millrace.samples.rows import core_errors, find_parts, finish, of_parts
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, fingerprint_of
@@ -74,11 +74,11 @@ class StoredTokens:
         return Leaves([self], np.zeros(len(sample_numbers), np.int64), sample_numbers)
 
     def spans(self, sample_numbers: Numbers) -> Spans:
-        core = self.core[1]
+        tokens, order, _ = self.core
         with core_errors(_OUTSIDE):
-            if core is None:
+            if order is None:
                 return checked_spans(self.order, sample_numbers)
-            return Spans(*_native.spans(core, sample_numbers))
+            return core_spans(order, sample_numbers, tokens)
 
     def _bytes_of(self, spans: Spans) -> tuple[Numbers, Numbers]:
         sequences, offsets, counts, _ = spans

@@ -196,7 +196,7 @@ class RawTokens(OpenTokens):
         self, file: StoredFile, dtype: DTypeLike | None
     ) -> tuple[int, np.dtype[Any]]:
         """The first byte of the tokens and their dtype, by the header if there is one."""
-        given = None if dtype is None else _token_dtype(dtype)
+        given = None if dtype is None else token_dtype(dtype)
         head = gather_range(file, 0, min(file.size, _HEADER_SIZE)).tobytes()
         if not head.startswith(_NPY_MAGIC):
             if given is None:
@@ -215,7 +215,7 @@ class RawTokens(OpenTokens):
                 f"{self.prefix} is an array of shape {shape} and dtype {found}, and has "
                 f"{file.size - start} bytes after its header: an array of one dimension is needed"
             )
-        stored = _token_dtype(found)
+        stored = token_dtype(found)
         if given not in (None, stored):
             raise ConfigError(
                 f"dtype is {given}, but the header of {self.prefix} says {found}: leave it out"
@@ -242,7 +242,8 @@ class RawTokens(OpenTokens):
         return digest.hexdigest()
 
 
-def _token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+def token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    """A dtype that raw tokens may have, as they are read; ConfigError for another one."""
     try:
         stored = np.dtype(dtype)
     except TypeError:

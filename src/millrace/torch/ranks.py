@@ -18,7 +18,8 @@ from millrace.feed import FullValidationSampler, Loader
 from millrace.feed.stream_data import IN_TURN
 from millrace.files import checksum
 from millrace.interrupts import interrupts_held
-from millrace.run import DatasetConfig, Datasets, build_datasets as _build_datasets
+from millrace.run import Datasets, build_datasets as _build_datasets
+from millrace.run.instant_config import AnyConfig
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ Report = dict[str, Any]
 
 
 def build_datasets(
-    config: DatasetConfig,
+    config: AnyConfig,
     *,
     builders: Literal["one", "one per node"] = "one",
     local_rank: int | None = None,

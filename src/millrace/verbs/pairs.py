@@ -20,7 +20,7 @@ from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
 from millrace.jobs.uploading import UploadOptions, upload
 from millrace.online import open_rows
 from millrace.option_class import check_options, option, take_options
-from millrace.run.arguments import config_from, read_arguments, unknown_arguments
+from millrace.run.arguments import built_config_from, read_arguments, unknown_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
 from millrace.store import IndexedDataset, verify
@@ -98,7 +98,7 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
         values = read_arguments(folder)
         unknown_arguments(values)
         packs = inspect.describe_packs(
-            config_from(values), ranks=options.ranks, micro_batches=options.micro_batches
+            built_config_from(values), ranks=options.ranks, micro_batches=options.micro_batches
         )
         if options.svg is not None:
             with atomic_file(options.svg) as file:

@@ -25,7 +25,7 @@ def _index(
     tokenizer = tokenizer_identifiers or tokenizer
     if isinstance(tokenizer, str):
         tokenizer = run_arguments.read_identifiers(tokenizer)
-    run = run_arguments.config_from(values)
+    run = run_arguments.built_config_from(values)
     result = indexing.index(run, tokenizer=tokenizer, show_progress=True, **options)
     if as_json:
         return json_text(result)

@@ -1,0 +1,163 @@
+"""The token files of a run in the instant order, each opened when it is first drawn."""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace.deferred import cached_property
+from millrace.errors import ConfigError, DataError
+from millrace.names import BIN, IDX
+from millrace.order import part_range, split_ranges
+from millrace.order.splits import Range
+from millrace.provenance import read_tokenizer, tokenizer_conflict
+from millrace.provenance.tokenizers import TokenizerRecord
+from millrace.run.instant_config import InstantConfig, InstantSource
+from millrace.storage import storage_of
+from millrace.store import IndexedDataset, RawTokens
+from millrace.store.layout import read_header
+
+
+class SourceFile:
+    """The token file of a source.
+
+    Args:
+        name: Name of the source.
+        source: What the configuration says of it.
+        config: The configuration.
+        tokenizers: Tokenizers of the files that were opened before, which all files share.
+
+    Attributes:
+        prefix: Path prefix of the pair, or path of the raw tokens.
+        dtype: Dtype of the tokens as they are read.
+        num_tokens: Number of tokens, by the size of the file.
+
+    Raises:
+        DataError: A file that is missing, or not a whole number of tokens.
+        ConfigError: Raw tokens without a dtype.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        source: InstantSource,
+        config: InstantConfig,
+        tokenizers: list[TokenizerRecord],
+    ) -> None:
+        self.prefix, self._is_raw = str(source.prefix), source.raw
+        self._access, self._name = config.access, name
+        self._tokenizers = None if config.any_tokenizer else tokenizers
+        dtype = source.dtype or config.dtype
+        path = self.prefix if self._is_raw else self.prefix + BIN
+        storage = storage_of(path)
+        try:
+            size = storage.stat(path).size
+            if dtype is None and not self._is_raw:
+                index = self.prefix + IDX
+                dtype = read_header(storage.open(index, "file"), index).dtype
+        except FileNotFoundError as error:
+            raise DataError(f"source {name}: {error.filename} not found: give its path") from None
+        if dtype is None:
+            raise ConfigError(f"source {name} has raw tokens: give their dtype")
+        self.dtype: np.dtype[Any] = dtype
+        self.num_tokens, rest = divmod(size, dtype.itemsize)
+        if rest:
+            raise DataError(
+                f"source {name}: {path} has {size} bytes, which is not a multiple of "
+                f"{dtype.itemsize} ({dtype}): it is truncated, or the dtype is wrong"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "store"}
+
+    @cached_property
+    def store(self) -> IndexedDataset | RawTokens:
+        """The open file; an error if it is not what it was, or of another tokenizer."""
+        store: IndexedDataset | RawTokens
+        if self._is_raw:
+            store = RawTokens(self.prefix, self.dtype, access=self._access)
+        else:
+            store = IndexedDataset(self.prefix, access=self._access)
+        if (store.num_tokens, store.dtype) != (self.num_tokens, self.dtype):
+            raise DataError(
+                f"source {self._name}: {self.prefix} has {store.num_tokens} tokens, {store.dtype}; "
+                f"the run began with {self.num_tokens}, {self.dtype}. Restore the file, or correct "
+                "the dtype"
+            )
+        self._compare_tokenizers()
+        return store
+
+    @property
+    def _file(self) -> IndexedDataset | RawTokens:
+        return self.store  # as of a `StoredTokens`, for `LossRanges`
+
+    def _compare_tokenizers(self) -> None:
+        known = self._tokenizers
+        if known is None or self._is_raw or (record := read_tokenizer(self.prefix)) is None:
+            return
+        if conflict := tokenizer_conflict([*known, record]):
+            raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
+        known.append(record)
+
+    def document_start(self, token: int) -> int:
+        """The first token of a document from a token on; the number of tokens behind the last."""
+        store, size = self.store, self.dtype.itemsize
+        if isinstance(store, RawTokens) or token in (0, self.num_tokens):
+            return token  # raw tokens have no documents
+
+        def start(document: int) -> int:
+            sequence, _ = store.check_documents(document, document)  # a damaged index is an error
+            has_end = sequence == len(store)
+            return self.num_tokens if has_end else int(store.sequence_pointers[sequence]) // size
+
+        documents = range(store.num_documents + 1)
+        return start(bisect.bisect_left(documents, token, key=start))
+
+
+@dataclass(eq=False)
+class SourceRange:
+    """The tokens of a source that a split draws from (`millrace.order.phases.Source`).
+
+    Attributes:
+        file: The token file.
+        bounds: First token, and end, before they are moved to the starts of documents.
+        max_epochs: Number of epochs after which it takes no part; None: no limit.
+    """
+
+    file: SourceFile
+    bounds: Range
+    max_epochs: int | None
+
+    @property
+    def rough_tokens(self) -> int:
+        """The number of tokens, before the ends are moved if they have not been: the file stays
+        closed."""
+        first, end = vars(self).get("tokens", self.bounds)
+        return int(end - first)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens[1] - self.tokens[0]
+
+    @cached_property
+    def tokens(self) -> Range:
+        """First token, and end. The file is opened, unless it is drawn from as a whole."""
+        first, end = self.bounds
+        if self.bounds == (0, self.file.num_tokens):
+            return self.bounds
+        return self.file.document_start(first), self.file.document_start(end)
+
+
+def ranges_of(
+    file: SourceFile, source: InstantSource, config: InstantConfig
+) -> Sequence[SourceRange | None]:
+    """The ranges of train, valid and test; None for a split without a share."""
+    start, stop = part_range(file.num_tokens, source.part)
+    split = "1,0,0" if config.split is None else config.split
+    caps = (source.max_epochs, None, None)
+    return [
+        None if ends is None else SourceRange(file, (start + ends[0], start + ends[1]), cap)
+        for ends, cap in zip(split_ranges(stop - start, split), caps, strict=True)
+    ]

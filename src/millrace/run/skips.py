@@ -1,0 +1,64 @@
+"""Samples that a run leaves out. `docs/instant_order.md` defines them (K1 to K3)."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from millrace.checks import MAX_INT64, check_int, check_list, shown
+from millrace.errors import ConfigError
+
+
+class Skips:
+    """Which sample each position of a run is.
+
+    Args:
+        ranges: Sample numbers that are left out, pairs (start, stop).
+
+    Raises:
+        ConfigError: A range that is empty, or two that overlap.
+
+    Example:
+        >>> skips = Skips([(2, 5)])
+        >>> skips.samples(np.arange(4)).tolist(), skips.position(6), skips.before(2)
+        ([0, 1, 5, 6], 3, [])
+    """
+
+    def __init__(self, ranges: Any) -> None:
+        self.ranges = sorted(check_list("skips", ranges, "pairs (start, stop)", _range))
+        for one, other in itertools.pairwise(self.ranges):
+            if other[0] < one[1]:
+                raise ConfigError(f"the skips {one} and {other} overlap: make them one")
+        sizes = [stop - start for start, stop in self.ranges]
+        self._totals = np.cumsum([0, *sizes], dtype=np.int64)
+        starts = np.array([start for start, _ in self.ranges], np.int64)
+        self._places = starts - self._totals[:-1]  # the positions behind the skips
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples that are left out."""
+        return int(self._totals[-1])
+
+    def samples(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sample numbers at some positions: int64 [n]."""
+        if not self.ranges:
+            return positions
+        return positions + self._totals[np.searchsorted(self._places, positions, "right")]
+
+    def position(self, sample_number: int) -> int:
+        """The position of a sample, or of the one behind the skip that it is in."""
+        ranges = (pair for pair in self.ranges if pair[0] < sample_number)
+        return sample_number - sum(min(stop, sample_number) - start for start, stop in ranges)
+
+    def before(self, consumed_samples: int) -> list[list[int]]:
+        """The skips that the first so many positions have passed."""
+        count = int(np.searchsorted(self._places, consumed_samples))
+        return [list(pair) for pair in self.ranges[:count]]
+
+
+def _range(name: str, value: Any) -> tuple[int, int]:
+    ends = check_list(name, value, "two sample numbers", check_int)
+    if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= MAX_INT64 // 2:
+        raise ConfigError(f"{name} is {shown(value)}; give [start, stop], with 0 <= start < stop")
+    return ends[0], ends[1]

@@ -1,0 +1,240 @@
+"""A slow model of the instant order, from the statements of `docs/instant_order.md` alone.
+
+It draws sample after sample in turn. Names of rules (S6, M4) are those of the page.
+"""
+
+import hashlib
+import heapq
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.kernels.reference import swap_or_not
+
+ONE = 2**40
+BLOCK = 4096  # places of an epoch that are permuted at once
+
+
+class Phase(NamedTuple):
+    start: int
+    length: int
+    weights: dict[str, float]
+
+
+class Position(NamedTuple):
+    epoch: int
+    window: int  # tokens of a window
+    past: int  # tokens of the epoch
+
+
+class Sample(NamedTuple):
+    number: int
+    source: str
+    draw: int
+    start: int
+    length: int
+
+
+@lru_cache(None)
+def windows(block: int, num_windows: int, key: int) -> list[int]:
+    places = np.arange(block * BLOCK, min((block + 1) * BLOCK, num_windows))
+    return swap_or_not(places, num_windows, key, is_inverse=True).tolist()
+
+
+@dataclass
+class Source:
+    """`tokens` and `max_epochs` are a user's; the rest is the source's state."""
+
+    tokens: int
+    max_epochs: int | None
+    key: int
+    position: Position | None = None
+    draws: int = 0
+    debt: int = 0
+    drawn: int = 0  # tokens of this epoch
+    repeated: int = 0  # tokens drawn of epochs that another length ended
+
+    def epoch_size(self, window: int) -> int:
+        return (self.tokens - window) // window * window  # S3: n * W
+
+    def next_position(self, length: int) -> Position:
+        """S6, before the sample."""
+        if self.position is None:
+            return Position(0, length, 0)
+        epoch, window, past = self.position
+        past = -(-past // length) * length
+        if window % length == 0 and past < self.epoch_size(window):
+            return Position(epoch, window, past)
+        return Position(epoch + 1, length, 0)
+
+    def is_over(self, length: int) -> bool:
+        """C1."""
+        return self.max_epochs is not None and self.next_position(length).epoch >= self.max_epochs
+
+    def draw(self, length: int) -> int:
+        """The first token of the next sample."""
+        last, (epoch, window, past) = self.position, self.next_position(length)
+        if last and epoch > last.epoch:
+            is_cut = last.window % length != 0 and last.past < self.epoch_size(last.window)
+            self.repeated += self.drawn * is_cut
+            self.drawn = 0
+        u, v = map(int, np.random.Philox(key=self.key, counter=epoch).random_raw(2))  # S2
+        block, place = divmod(past // window, BLOCK)
+        order = windows(block, self.epoch_size(window) // window, v)
+        self.position = Position(epoch, window, past + length)
+        self.draws += 1
+        self.drawn += length
+        return (u * window >> 64) + order[place] * window + past % window
+
+
+@dataclass
+class Node:
+    """A leaf has a name, another node has children."""
+
+    share: int
+    debt: int
+    name: str = ""
+    left: "Node | None" = None
+    right: "Node | None" = None
+    level: int = 0  # the left child's next sample comes where it reaches share * ONE
+    samples: int = 0
+
+
+def joined(left: Node, right: Node) -> Node:
+    """M3 and M4: the two smallest nodes become one."""
+    share = left.share + right.share
+    debt = (left.share * left.debt + right.share * right.debt) // share
+    carry = max(-ONE // 2, min(ONE // 2 - 1, 3 * (left.debt - right.debt) // 16))
+    return Node(share, debt, "", left, right, (ONE // 2 + carry) * share)
+
+
+def shares(weights: dict[str, float]) -> dict[str, int]:
+    """M1."""
+    total = math.fsum(weights[name] for name in sorted(weights))
+    rounded = {name: max(1, int(weights[name] / total * ONE)) for name in sorted(weights)}
+    largest = max(rounded, key=rounded.__getitem__)  # the first by name among equals
+    rounded[largest] += ONE - sum(rounded.values())
+    return rounded
+
+
+class Stretch:
+    """Samples over which the weights stay the same (M1 to M5)."""
+
+    def __init__(self, weights: dict[str, float], sources: dict[str, Source]) -> None:
+        self.leaves = [Node(q, sources[name].debt, name) for name, q in shares(weights).items()]
+        heap = [(leaf.share, 0, number, leaf) for number, leaf in enumerate(self.leaves)]  # M2
+        heapq.heapify(heap)
+        for age in range(len(heap) - 1):
+            node = joined(heapq.heappop(heap)[-1], heapq.heappop(heap)[-1])
+            heapq.heappush(heap, (node.share, 1, age, node))
+        self.root = heap[0][-1]
+
+    def draw(self) -> str:
+        node = self.root
+        node.samples += 1
+        while node.left and node.right:
+            node.level += node.left.share * ONE
+            is_left = node.level >= node.share * ONE
+            node.level -= node.share * ONE * is_left
+            node = node.left if is_left else node.right
+            node.samples += 1
+        return node.name
+
+    def end(self, sources: dict[str, Source]) -> None:
+        for leaf in self.leaves:
+            sources[leaf.name].debt += leaf.share * self.root.samples - leaf.samples * ONE  # M3
+
+
+class Model:
+    """A run, drawn sample after sample.
+
+    Args:
+        seed: Seed of the run.
+        sources: Tokens of each source, or its tokens and its `max_epochs`, by name.
+        phases: Start, sequence length and weights of each phase.
+        skips: Ranges of sample numbers that are left out.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        sources: dict[str, int | tuple[int, int]],
+        phases: list[tuple[int, int, dict[str, float]]],
+        skips: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        self.sources = {}
+        for name, sizes in sources.items():
+            text = json.dumps(["instant", seed, name], separators=(",", ":"))
+            key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")  # S1
+            tokens, max_epochs = sizes if isinstance(sizes, tuple) else (sizes, None)
+            self.sources[name] = Source(tokens, max_epochs, key)
+        self.phases = [Phase(*phase) for phase in phases]
+        self.skips = sorted(skips)
+        self.number = 0  # of the next sample, a skipped one or not
+        self.stretch: Stretch | None = None
+        self._check()
+
+    def _check(self) -> None:
+        starts = [phase.start for phase in self.phases]
+        if starts[:1] != [0] or starts != sorted(set(starts)):
+            raise ValueError(f"phases start at {starts}: the first is 0, and each grows")
+        for number, (_, length, weights) in enumerate(self.phases):
+            if not weights or not all(0 < weight < math.inf for weight in weights.values()):
+                raise ValueError(f"phase {number}: weights are positive, not {weights}")
+            for name in weights:
+                if name not in self.sources:
+                    raise ValueError(f"phase {number}: no source is called {name!r}")
+                if self.sources[name].epoch_size(length) < 1:  # S8
+                    raise ValueError(f"phase {number}: {name!r} has fewer than 2 * {length} tokens")
+        ends = [number for skip in self.skips for number in skip]
+        if any(a >= b for a, b in self.skips) or ends != sorted(ends):  # K1
+            raise ValueError(f"skips overlap or are empty: {self.skips}")
+
+    def draw(self) -> Sample:
+        """The next sample that is not skipped (K2, K3)."""
+        while True:
+            sample = self._draw()
+            if not any(start <= sample.number < stop for start, stop in self.skips):
+                return sample
+
+    def _draw(self) -> Sample:
+        phase = max(phase for phase in self.phases if phase.start <= self.number)
+        if self.stretch and phase.start == self.number:
+            self._end_stretch()
+        if not self.stretch:
+            self.stretch = self._next_stretch(phase)
+        source = self.sources[name := self.stretch.draw()]
+        draw, start = source.draws, source.draw(phase.length)
+        sample = Sample(self.number, name, draw, start, phase.length)
+        self.number += 1
+        if source.is_over(phase.length):  # C2
+            self._end_stretch()
+        return sample
+
+    def _next_stretch(self, phase: Phase) -> Stretch:
+        weights = {
+            name: weight
+            for name, weight in phase.weights.items()
+            if not self.sources[name].is_over(phase.length)
+        }
+        if not weights:
+            raise ValueError(f"sample {self.number}: all sources of its phase are at their caps")
+        return Stretch(weights, self.sources)
+
+    def _end_stretch(self) -> None:
+        self.stretch.end(self.sources)
+        self.stretch = None
+
+    def counts(self) -> dict[str, int]:
+        return {name: source.draws for name, source in self.sources.items()}
+
+    def positions(self) -> dict[str, Position | None]:
+        return {name: source.position for name, source in self.sources.items()}
+
+    def repeated(self) -> dict[str, int]:
+        """Tokens that a source showed of epochs that another length ended (S7)."""
+        return {name: source.repeated for name, source in self.sources.items()}
