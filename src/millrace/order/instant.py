@@ -82,7 +82,7 @@ class InstantOrder(CoreOrder):
         >>> order = InstantOrder(100, "web", seed=1, sequence_length=8)
         >>> spans = order.spans([0, 1])
         >>> spans.offsets.tolist(), spans.counts.tolist()
-        ([51, 19], [9, 9])
+        ([36, 4], [9, 9])
     """
 
     def __init__(
