@@ -316,6 +316,18 @@ def _work(queue_ref: weakref.ref[StepQueue], permits: SimpleQueue[Any]) -> None:
     permits.put(False)  # for the next thread
 
 
+def _joined(steps: list[NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
+    """The samples of steps in their order, `_FEWEST` or more at a time but for the last ones."""
+    part: list[NDArray[np.int64]] = []
+    for numbers in steps:
+        part.append(numbers)
+        if sum(map(len, part)) >= _FEWEST:
+            yield np.concatenate(part)
+            part.clear()
+    if part:
+        yield np.concatenate(part)
+
+
 class LookAhead:
     """Prefetches the samples of coming steps, if the dataset has `prefetch` and `is_remote`.
 
@@ -347,10 +359,7 @@ class LookAhead:
         if self._is_remote or self._num_cold > 0:
             # The read itself will say what is wrong.
             with suppress(BaseException), self._turn:
-                steps = self._coming(position)
-                if steps and not self._is_remote:
-                    steps = [np.concatenate(steps)]
-                for numbers in steps:  # what is remote is asked for in the order of the steps
+                for numbers in _joined(self._coming(position)):
                     self._dataset.prefetch(numbers)
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
