@@ -100,7 +100,7 @@ class TokenFile:
             num_sequences=len(dataset),
             num_documents=dataset.num_documents,
             num_tokens=dataset.num_tokens,
-            has_mask=has_mask(prefix),
+            has_mask=has_mask(prefix, storage),
         )
         file = cls(record, access, getattr(storage, "base", storage))  # without the listing
         file._dataset = Deferred.of(dataset)
