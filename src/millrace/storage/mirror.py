@@ -197,10 +197,10 @@ def _last_use(path: str) -> float:
 
 def _file_system_of(folder: str) -> str:
     """The kind of the file system, by the longest mount point."""
-    place, found = os.path.realpath(folder), ("", "")
+    place, longest = os.path.realpath(folder), ("", "")
     with contextlib.suppress(OSError), open("/proc/mounts") as mounts:
         for line in mounts:
             _, point, kind, *_ = line.split()
             if f"{place}/".startswith(f"{point.rstrip('/')}/"):
-                found = max(found, (point, kind), key=lambda one: len(one[0]))
-    return found[1]
+                longest = max(longest, (point, kind), key=lambda one: len(one[0]))
+    return longest[1]

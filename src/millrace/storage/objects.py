@@ -123,7 +123,7 @@ class ObjectStorage:
         """The storage with all identities in the folders of some objects, by a listing of each."""
         folders = {path.rpartition("/")[0] + "/" for path in paths}
         listings = map(self._listing, sorted(folders))
-        identities = {path: Identity(*one) for found in listings for path, one in found.items()}
+        identities = {path: Identity(*one) for objects in listings for path, one in objects.items()}
         return PinnedObjects(self, identities, frozenset(folders), is_mirrored=False)
 
     def _listing(self, folder: str) -> dict[str, Any]:
