@@ -85,13 +85,17 @@ def conversation_of(row: Any) -> Conversation:
 
 def _is_plain(messages: Any) -> bool:
     """Whether messages are already as templates read them: most are, and this takes no time."""
-    roles = [
-        one["role"]
-        for one in (messages if type(messages) is list else ())
-        if type(one) is dict and [*map(type, one.values())] == [str, str]
-        if one.get("role") in _PLAIN_ROLES and one.get("content", "").strip()
-    ]
-    return "assistant" in roles and len(roles) == len(messages)
+    roles: list[str] = []
+    for one in messages if type(messages) is list else ():
+        if type(one) is not dict or len(one) != 2:
+            return False
+        role, content = one.get("role"), one.get("content")
+        if type(role) is not str or type(content) is not str:
+            return False
+        if role not in _PLAIN_ROLES or not content.strip():
+            return False
+        roles.append(role)
+    return "assistant" in roles
 
 
 def plain(value: Any, place: str) -> Any:
@@ -118,8 +122,11 @@ def texts_in(value: Any) -> list[str]:
     for one in pending:
         if type(one) is str:
             texts.append(one)
-        elif isinstance(one, (list, dict)):
-            pending += one if isinstance(one, list) else (*one, *one.values())
+        elif isinstance(one, dict):
+            texts += one
+            pending += one.values()
+        elif isinstance(one, list):
+            pending += one
     return texts
 
 

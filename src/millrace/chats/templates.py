@@ -82,17 +82,19 @@ class JinjaTemplate:
             messages = [
                 {**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages
             ]
-        values = {"documents": None, **self.arguments, "messages": messages, "tools": tools}
-        values["add_generation_prompt"] = has_prompt
-        if self.date is not None:
-            values["strftime_now"] = datetime.datetime.fromisoformat(self.date).strftime
         try:
             template = _compiled(self.source)
+            values = {**template.globals, "documents": None, **self.arguments}
+            values |= {"messages": messages, "tools": tools, "add_generation_prompt": has_prompt}
+            if self.date is not None:
+                values["strftime_now"] = datetime.datetime.fromisoformat(self.date).strftime
+            # What `template.render` does, which copies the values twice more.
+            rendered = template.root_render_func(template.new_context(values, shared=True))
             if tags is None:
-                return str(template.render(**values))
+                return "".join(rendered)
             blocks: list[str] = []
             with template.environment.activate_tracker(blocks, tags):
-                for block in template.generate(**values):
+                for block in rendered:
                     blocks.append(block)
                     if len(blocks) > 99:  # transformers joins all of them at each tag
                         blocks[:] = ["".join(blocks)]
@@ -113,12 +115,18 @@ class JinjaTemplate:
         }
 
 
+# Methods of texts that the sandbox allows as they are; those of `format` it wraps.
+_TEXT_METHODS = {one for one in dir(str) if one[:1] != "_"} - {"format", "format_map"}
+
+
 class _Quick:
     """Jinja's sandbox, quicker with what templates ask most: keys of messages, methods of texts."""
 
     verdicts: ClassVar[dict[tuple[type, str], bool]] = {}
 
     def getattr(self: Any, obj: Any, attribute: str) -> Any:
+        if type(obj) is str and attribute in _TEXT_METHODS:
+            return getattr(obj, attribute)
         if type(obj) is not dict or hasattr(dict, attribute):
             return super().getattr(obj, attribute)  # type: ignore[misc]
         return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
@@ -129,12 +137,20 @@ class _Quick:
             self.verdicts[key] = super().is_safe_attribute(obj, attr, value)  # type: ignore[misc]
         return self.verdicts[key]
 
-    def call(self: Any, context: Any, function: Any, /, *args: Any, **options: Any) -> Any:
-        if type(function) is not BuiltinMethodType or type(function.__self__) is not str:
-            return super().call(context, function, *args, **options)  # type: ignore[misc]
-        for name in ("_loop_vars", "_block_vars"):  # jinja's own
-            options.pop(name, None)
-        return function(*args, **options)
+    def call(
+        self: Any,
+        context: Any,
+        function: Any,
+        /,
+        *args: Any,
+        _loop_vars: Any = None,  # for functions that read the context
+        _block_vars: Any = None,
+        **options: Any,
+    ) -> Any:
+        if type(function) is BuiltinMethodType and type(function.__self__) is str:
+            return function(*args, **options)
+        options |= {"_loop_vars": _loop_vars, "_block_vars": _block_vars}
+        return super().call(context, function, *args, **options)  # type: ignore[misc]
 
 
 _LOCAL = threading.local()

@@ -100,7 +100,9 @@ def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[Bools, Bools]
     behind = np.where(starts[there] < spans, behind, edges)
     is_inside, is_across = np.zeros((2, len(ends)), bool)
     for (first, last), (begin, end) in zip(edges.tolist(), behind.tolist(), strict=True):
-        is_inside[begin:last] = is_across[first:begin] = is_across[last:end] = True
+        is_inside[begin:last] = True
+        if first < begin or last < end:
+            is_across[first:begin] = is_across[last:end] = True
     return is_inside, is_across
 
 
