@@ -327,10 +327,13 @@ def mask_blocks(starts: NDArray[np.int32], block_size: int = 128) -> Batch:
     is_seen_whole = (keys + 1) * block_size - 1 <= queries * block_size  # by the first query
     is_full = (blocks[:, :, -1, None] <= keys * block_size) & is_seen_whole
     answer: Batch = {}
+    # Reshaped, not `[:, None]`: flex attention's kernel goes from row to row by the stride of the
+    # second axis, which is 0 there, so that all rows would have the blocks of the first.
     for prefix, marks in (("", is_seen & ~is_full), ("full_", is_full)):
         order = np.argsort(~marks, axis=-1, kind="stable").astype(np.int32)
-        answer[f"{prefix}kv_num_blocks"] = marks.sum(axis=-1, dtype=np.int32)[:, None]
-        answer[f"{prefix}kv_indices"] = order[:, None]
+        counts = marks.sum(axis=-1, dtype=np.int32)
+        answer[f"{prefix}kv_num_blocks"] = counts.reshape(num_rows, 1, size)
+        answer[f"{prefix}kv_indices"] = order.reshape(num_rows, 1, size, size)
     return answer
 
 

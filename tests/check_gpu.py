@@ -1,0 +1,155 @@
+"""What packed batches and copies to a device do on a GPU, where the tests do not run.
+
+    python -m tests.check_gpu
+
+It needs CUDA and transformers, and stops at the first difference.
+"""
+
+import inspect
+import itertools
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader
+from millrace.order import PackedOrder
+from millrace.outputs import FinishedDataset, document_starts, mask_blocks, padding_free
+from millrace.torch import to_device
+
+ROW, HEADS, WIDTH, VOCABULARY = 2048, 4, 64, 1000
+CUDA = torch.device("cuda")
+# What makes `varlen_attn` causal, before and since torch 2.12.
+HAS_WINDOW = "window_size" in inspect.signature(varlen_attn).parameters
+CAUSAL: Any = {"window_size": (-1, 0)} if HAS_WINDOW else {"is_causal": True}
+
+
+def main() -> None:
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        packs = make_packs(Path(folder) / "text")
+        check_attention(packs)
+        check_model(packs)
+        check_copies(packs)
+
+
+def make_packs(prefix: Path) -> GPTDataset:
+    """Packs of documents of 1 to 900 tokens, in which each token is the last one and 1."""
+    generator = np.random.default_rng(1)
+    with IndexedDatasetBuilder(prefix, dtype=np.int32) as builder:
+        for length in generator.integers(1, 900, 4000).tolist():
+            tokens = generator.integers(VOCABULARY) + np.arange(length)
+            builder.add_document(tokens % VOCABULARY, [length])
+    data = IndexedDataset(prefix)
+    order = PackedOrder(data.sequence_lengths, ROW, seed=3, num_samples=1000)
+    options: Any = {"sequence_length": ROW, "add_extra_token": False, "boundaries": "documents"}
+    return GPTDataset(data, order=order, **options)
+
+
+def check_attention(packs: GPTDataset) -> None:
+    """Both kinds of packed attention against each document alone."""
+    compiled = torch.compile(flex_attention)
+    for number in range(0, 40, 2):
+        batch = packs.tokens([number, number + 1])
+        torch.manual_seed(number)
+        query, key, value = torch.randn(3, 2, HEADS, ROW, WIDTH, device=CUDA, dtype=torch.bfloat16)
+        starts = document_starts(batch, sequence_length=ROW)["starts"]
+        mask = mask_of(starts)
+        flexible = compiled(query, key, value, block_mask=mask)
+        row = padding_free(batch)
+        edges = torch.from_numpy(row["cu_seq_lens_q"]).to(CUDA)
+        used = [slice(0, size) for size in batch.sizes]
+        flat = [
+            torch.cat([one[n, :, part].transpose(0, 1) for n, part in enumerate(used)])
+            for one in (query, key, value)
+        ]
+        longest = row["max_length_q"]
+        varied = varlen_attn(*flat, edges, edges, longest, longest, **CAUSAL)
+        documents = zip(row["cu_seq_lens_q"][:-1], row["cu_seq_lens_q"][1:], strict=True)
+        for start, stop in documents:
+            alone = [one[start:stop].transpose(0, 1)[None] for one in flat]
+            expected = torch.nn.functional.scaled_dot_product_attention(*alone, is_causal=True)[0]
+            sample = int(start >= int(batch.ends[0]))
+            place = slice(start - sample * int(batch.ends[0]), stop - sample * int(batch.ends[0]))
+            close = partial(torch.testing.assert_close, atol=2e-2, rtol=2e-2)
+            close(flexible[sample, :, place], expected)
+            close(varied[start:stop].transpose(0, 1), expected)
+    print("flex and varlen attention see each document alone, in 40 packs", flush=True)
+
+
+def mask_of(starts: Any) -> BlockMask:
+    """Flex attention's mask of documents that start at these places."""
+    first, size = torch.from_numpy(starts).to(CUDA), starts.shape[1]
+
+    def is_seen(b: Any, _: Any, q: Any, kv: Any) -> Any:
+        return (kv <= q) & (kv >= first[b, q])
+
+    blocks = {name: torch.from_numpy(one).to(CUDA) for name, one in mask_blocks(starts).items()}
+    return BlockMask.from_kv_blocks(**blocks, mask_mod=is_seen, seq_lengths=(size, size))
+
+
+def check_model(packs: GPTDataset) -> None:
+    """A model of transformers on packs against the same documents one by one, and a few steps."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512}
+    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "use_cache": False}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa")).to(CUDA)
+    names = ("input_ids", "position_ids", "labels")
+    copy = to_device("cuda")
+    with torch.no_grad():
+        for number in range(8):
+            row = copy(padding_free(packs.tokens([number])))
+            packed = model(**{name: row[name] for name in names[:2]}).logits[0]
+            edges = row["cu_seq_lens_q"].tolist()
+            documents = [row["input_ids"][:, a:b] for a, b in itertools.pairwise(edges)]
+            alone = torch.cat([model(input_ids=one).logits[0] for one in documents])
+            torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
+    print("a model's logits of 8 packs are those of their documents", flush=True)
+    loader = Loader(FinishedDataset(packs, padding_free), micro_batch_size=4, prepare=copy)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for _, row in zip(range(60), loader, strict=False):
+        loss = model(**{name: row[name] for name in names}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert np.isfinite(losses).all()
+    assert np.mean(losses[-10:]) < losses[0] - 1, losses
+    print(f"loss of 60 steps: {losses[0]:.2f} to {np.mean(losses[-10:]):.2f}", flush=True)
+
+
+def check_copies(packs: GPTDataset) -> None:
+    """Batches that the loader's threads copy beside a computation, against the arrays."""
+    work = torch.randn(4096, 4096, device=CUDA, dtype=torch.bfloat16)
+    plain = Loader(packs, micro_batch_size=8)
+    copied = Loader(packs, micro_batch_size=8, threads=3, prepare=to_device("cuda"))
+    sums, expected = [], []
+    for batch, arrays in zip(copied, plain, strict=True):
+        for _ in range(4):
+            work = torch.tanh(work @ work)  # the device is busy when the next batch arrives
+        for name, array in arrays.items():
+            scale = torch.arange(batch[name].numel(), device=CUDA) % 1013
+            sums.append((batch[name].reshape(-1).long() * scale).sum())
+            expected.append(
+                int((array.reshape(-1).astype(np.int64) * (np.arange(array.size) % 1013)).sum())
+            )
+    assert torch.stack(sums).tolist() == expected
+    start = time.perf_counter()
+    count = sum(
+        batch["tokens"].numel()
+        for batch in Loader(packs, micro_batch_size=8, threads=3, prepare=to_device("cuda"))
+    )
+    torch.cuda.synchronize()
+    rate = count / (time.perf_counter() - start)
+    print(f"{len(sums)} arrays arrived whole; {rate:,.0f} tokens a second", flush=True)
+
+
+if __name__ == "__main__":
+    main()
