@@ -9,6 +9,7 @@ import lzma
 import sys
 import tracemalloc
 import uuid
+from datetime import date
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from pyarrow import parquet
 
 from millrace import ConfigError, TextError
 from millrace.text import find_inputs, parts_of, pieces_of
+from millrace.text.formats.arrow_tables import records_of
 from tests.text.reading import COMPRESS, read_file, read_in_parts, read_in_pieces, zstd
 
 TEXTS = ["the water", "", "turns\nthe mill", "水車 🌊", '"quoted", and\r\nmore', "a" * 300]
@@ -208,6 +210,29 @@ def test_ids_of_any_type(tmp_path: Path, value: Any, type_: Any, text: str | Non
     columns = {"text": ["a", "b"], "id": pa.array([value, None], type_)}
     for name in ("a.parquet", "a.arrow"):
         assert read_file(write_table(tmp_path / name, columns)).ids == [text, None]
+
+
+def test_records_hold_times_that_python_does_not_have_as_text() -> None:
+    time, text = 1_700_000_000_123_456_789, "2023-11-14 22:13:20.123456789"
+    odd = pa.array([time, None], pa.timestamp("ns"))
+    broken = pa.array([b"a\xff", b"b"]).cast(pa.string(), safe=False)
+    columns = {
+        "time": odd,
+        "late": pa.array([10**7, 0], pa.date32()),
+        "zone": pa.array([1, 2], pa.timestamp("us", tz="Mars/Base")),
+        "list": pa.array([[time, None], None], pa.list_(pa.timestamp("ns"))),
+        "struct": pa.StructArray.from_arrays([odd, broken], ["a", "b"]),
+    }
+    first, second = records_of(pa.table(columns), "table")
+    zones = ["1970-01-01 00:00:00.000001", "1970-01-01 00:00:00.000002"]
+    assert [*first.values()] == [
+        text,
+        "29349-01-26",
+        zones[0],
+        [text, None],
+        {"a": text, "b": b"a\xff"},
+    ]
+    assert [*second.values()] == [None, date(1970, 1, 1), zones[1], None, {"a": None, "b": "b"}]
 
 
 @pytest.mark.parametrize(("name", "least"), [("a.parquet", 4), ("a.arrows", 0)])

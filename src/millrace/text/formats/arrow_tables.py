@@ -328,17 +328,44 @@ def _id_values(column: Any) -> list[Any]:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column as Python's: str, or bytes where they are not UTF-8."""
+    """The values of a column as Python's: str, or bytes where they are not UTF-8; times that
+    Python's types do not have, such as nanoseconds, as Arrow's text."""
     _check_offsets(getattr(column, "storage", column))
     column = _plain(column)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError, KeyError):  # the last of time zones
         return list(map(_as_text, column.to_pylist()))
     import pyarrow as pa
+    from pyarrow import compute
 
-    is_nested = pa.types.is_nested(column.type)
-    column = column.cast(pa.large_list(pa.large_binary()) if is_nested else pa.large_binary())
-    column.validate(full=True)  # of nested columns, only the first problem is known so far
+    is_valid = compute.is_valid(column).to_pylist()
+    if pa.types.is_struct(column.type):
+        names = [field.name for field in column.type]
+        parts = [_values(compute.struct_field(column, [place])) for place in range(len(names))]
+        rows = [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
+        return [row if valid else None for row, valid in zip(rows, is_valid, strict=True)]
+    if pa.types.is_nested(column.type) and not pa.types.is_map(column.type):
+        values = iter(_values(compute.list_flatten(column)))
+        sizes = compute.list_value_length(column).to_pylist()
+        return [None if size is None else [*itertools.islice(values, size)] for size in sizes]
+    if pa.types.is_temporal(column.type):
+        texts = column.cast(_naive(column.type)).cast(pa.string()).to_pylist()
+        return list(map(_as_time, column, texts))  # of one row as of many
+    column = column.cast(pa.large_binary())
+    column.validate(full=True)  # only the first problem is known so far
     return list(map(_as_text, column.to_pylist()))
+
+
+def _as_time(time: Any, text: str | None) -> Any:
+    with contextlib.suppress(ValueError, OverflowError, KeyError):
+        return time.as_py()
+    return text
+
+
+def _naive(type_: Any) -> Any:
+    """The type of a time without its time zone, which may be unknown."""
+    import pyarrow as pa
+
+    return pa.timestamp(type_.unit) if pa.types.is_timestamp(type_) else type_
 
 
 def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
