@@ -65,6 +65,9 @@ class History:
         for name in list(sizes)[1:]:  # the first one has no cap, and always a weight
             if rng.random() < 0.4:
                 self.sources[name]["max-epochs"] = rng.randint(1, 4)
+        for name, size in sizes.items():
+            if size >= 2 * 16 * 2 and rng.random() < 0.4:
+                self.sources[name]["mix-window"] = rng.randint(1, size // 32)
         ends = sorted(rng.sample(range(400), 4))
         self.skips = rng.choice([[], [ends[:2], ends[2:]]])
         self.weights = {name: rng.choice([1, 0.2, rng.random() + 1e-6]) for name in sizes}
@@ -104,13 +107,16 @@ class History:
             name: (size, cap) if (cap := self.sources[name].get("max-epochs")) else size
             for name, size in self.sizes.items()
         }
-        model = Model(5, sizes, self.model, tuple(map(tuple, self.skips)))  # type: ignore[arg-type]
+        mixes = {
+            name: (mix, IndexedDataset(self.sources[name]["prefix"]).sequence_pointers // 2)
+            for name in self.sizes
+            if (mix := self.sources[name].get("mix-window"))
+        }
+        skips: Any = tuple(map(tuple, self.skips))
+        model = Model(5, sizes, self.model, skips, mixes)  # type: ignore[arg-type]
         samples = (model.draw() for _ in range(num))
         firsts = {name: 10_000 * number for number, name in enumerate(self.sizes)}
-        return [
-            list(range(s.start + firsts[s.source], s.start + firsts[s.source] + s.length + 1))
-            for s in samples
-        ]
+        return [[token + firsts[one.source] for token in one.tokens] for one in samples]
 
 
 def drawn(config: InstantConfig, states: Any, steps: int, ranks: int) -> tuple[list[Any], Any]:
@@ -146,11 +152,12 @@ def test_a_run_with_changes_is_the_models(seed: int, tmp_path: Path) -> None:
     assert samples == history.expected(len(samples))
 
 
-def test_documents_are_those_of_the_sequences(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mix", [1, 4])
+def test_documents_are_those_of_the_sequences(mix: int, tmp_path: Path) -> None:
     """Whole-file spans are cut where documents end, mapped or not."""
     fields = ("tokens", "position_ids", "cu_seqlens", "document_numbers", "max_seqlen")
     for access, boundaries in (("mmap", "documents"), ("file", "documents"), ("mmap", "eod")):
-        train = train_of(make_run(tmp_path, boundaries=boundaries, access=access))
+        train = train_of(make_run(tmp_path, boundaries=boundaries, access=access, mix_window=mix))
         batch = next(Loader(train, micro_batch_size=40, fields=fields))
         tokens = batch["tokens"].ravel()
         numbers = np.empty_like(tokens)
@@ -167,14 +174,15 @@ def test_documents_are_those_of_the_sequences(tmp_path: Path) -> None:
         assert train.spans([0, 1, 2]).sequences.min() >= 0
 
 
-def test_ranges_without_loss(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mix", [1, 4])
+def test_ranges_without_loss(mix: int, tmp_path: Path) -> None:
     sources = write_sources(random.Random(1), tmp_path, {"web": 900, "code": 700})
     for name, source in sources.items():
         source["weight"] = 1
         lengths = IndexedDataset(tmp_path / name).sequence_lengths
         write_loss_ranges(tmp_path / name, [(n, 0, 2) for n in np.flatnonzero(lengths > 2)])
-    train = train_of(make_run(tmp_path, sources, loss_ranges="apply"))
-    plain = train_of(make_run(tmp_path, sources, loss_ranges="ignore"))
+    train = train_of(make_run(tmp_path, sources, loss_ranges="apply", mix_window=mix))
+    plain = train_of(make_run(tmp_path, sources, loss_ranges="ignore", mix_window=mix))
     by_hand = TransformedDataset(plain, [LossRanges(plain)])
     numbers = np.arange(100)
     one, other = train.batch(numbers), by_hand.batch(numbers)
@@ -280,7 +288,7 @@ def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -
         ({"phases": [phases[0], {"weights": {"code": 4}}]}, "phases.1 from sample 50.shares.code"),
         ({"phases": [{"until": 50}, {"seq-length": 4}]}, "phases.1 from sample 50.sequence_length"),
         ({"phases": [{"until": 49}, *phases[1:]]}, "phases.1 from sample 50: saved"),
-        ({"split": "9,1,0"}, r"sources.code\[3\]: saved 700, now 630"),
+        ({"split": "9,1,0"}, r"sources.code.range\[1\]: saved 700, now 630"),
         ({"add_extra_token": False}, "add_extra_token"),
     ]
     for changes, message in pasts:
@@ -294,7 +302,8 @@ def test_many_sources_have_a_checksum(tmp_path: Path) -> None:
     sources = {f"s{n}": {"prefix": tmp_path / "a", "weight": 1 + n} for n in range(65)}
     state = saved(make_run(tmp_path, sources), 1)
     past = state["fingerprint"]
-    assert len(past["phases"]["0 from sample 0"]["shares"]) == len(past["sources"]) == 32
+    assert len(past["phases"]["0 from sample 0"]["shares"]) == 32
+    assert len(past["sources"]) == 10
     sources["s3"]["weight"] = 9
     loader = Loader(train_of(make_run(tmp_path, sources)), micro_batch_size=10)
     with pytest.raises(ResumeError, match=r"0 from sample 0.shares"):
@@ -377,6 +386,8 @@ def test_raw_tokens(tmp_path: Path) -> None:
     assert len(paired) > 2**62
     with pytest.raises(ConfigError, match="source code has raw tokens: give their dtype"):
         train_of(make_run(tmp_path, sources))
+    with pytest.raises(ConfigError, match="code has raw tokens, without documents to mix"):
+        make_run(tmp_path, sources, mix_window=2)
 
 
 def test_frozen_run(tmp_path: Path) -> None:
@@ -466,6 +477,8 @@ def test_weights_from_sizes(tmp_path: Path) -> None:
         ({"skips": [(5, 5)]}, r"skips\[0\] is \(5, 5\); give \[start, stop\]"),
         ({"skips": [(5, 9), (2, 6)]}, r"skips \(2, 6\) and \(5, 9\) overlap"),
         ({"split": "x"}, "must be one to three shares"),
+        ({"mix_window": 0}, "mix_window must be between 1 and"),
+        ({"mix_window": 99}, "web has 900 tokens; samples of 8 tokens, 99 in a window, need 1584"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"num_samples": (1, 2)}, "num_samples must have three entries"),
         ({"sources": {}}, "sources must be one or more"),
@@ -487,7 +500,7 @@ def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> Non
 
 def test_arguments_of_another_order_are_refused() -> None:
     rest = {"seq_length": 8, "train_samples": 5, "data_path": ["a"], "eval_iters": 0}
-    with pytest.raises(ConfigError, match="sources belong to the instant order"):
+    with pytest.raises(ConfigError, match="only the instant order has sources"):
         config_from({**rest, "sources": {"a": "a"}})
     with pytest.raises(ConfigError, match="there are sources and data_path"):
         config_from({**rest, "order": "instant", "sources": {"a": "a"}})
