@@ -57,6 +57,7 @@ LARGER_ROOMS = {
 }
 WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),
+    "Loader": "a sampler's place, a queue, the last step",
     "InstantConfig": "a run, from its sources to its sampler",
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
     **dict.fromkeys(("Description", "ShardsDescription", "Measurement"), "a report"),

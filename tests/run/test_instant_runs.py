@@ -15,6 +15,7 @@ from millrace import (
     DataError,
     GlobalBatchSampler,
     IndexedDataset,
+    IndexedDatasetBuilder,
     Loader,
     LossRanges,
     ResumeError,
@@ -295,6 +296,63 @@ def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -
         loader = Loader(train_of(make(**same | changes)), micro_batch_size=10, prefetch=0)
         with pytest.raises(ResumeError, match=message):
             loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_other_content_is_refused_once_it_was_drawn(checksums: bool, tmp_path: Path) -> None:
+    def write(name: str, first: int) -> None:
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16, checksums=checksums) as builder:
+            builder.add_documents(np.arange(first, first + 500), [300, 200])
+
+    weights = {"web": 3.0, "code": 1.0, "wiki": 1e-9}
+    sources = {name: {"prefix": tmp_path / name, "weight": one} for name, one in weights.items()}
+    for name in weights:
+        write(name, 0)
+    config = make_run(tmp_path, sources, dtype="uint16")
+    state = saved(config, 3)
+    assert state["fingerprint"]["sources"].keys() == {"web", "code"}
+    loader = Loader(train_of(config), micro_batch_size=10)
+    write("wiki", 7)  # which was not drawn
+    loader.load_state_dict(state)
+    write("code", 7)
+    loader = Loader(train_of(config), micro_batch_size=10)
+    with pytest.raises(ResumeError, match=r"sources.code.content: saved"):
+        loader.load_state_dict(state)
+
+
+def test_a_trial_repeats_each_source_as_the_run_does(tmp_path: Path) -> None:
+    sources = write_sources(random.Random(2), tmp_path, {"web": 9000, "code": 5000, "wiki": 3000})
+    for name, weight in (("web", 5), ("code", 4)):
+        sources[name]["weight"] = weight
+    arguments: dict[str, Any] = {"order": "instant", "seq_length": 4, "global_batch_size": 10}
+    arguments |= {"sources": sources | {"wiki": {"prefix": tmp_path / "wiki", "max-epochs": 3}}}
+    arguments |= {
+        "num_samples": [9000, 50, 0],
+        "split": "9,1,0",
+        "skips": [[200, 300], [2003, 2009]],
+    }
+    phases = [{"until": 3000}, {"weights": {"wiki": 6, "web": 0}, "until": 6506}]
+    arguments["phases"] = [*phases, {"weights": {"web": 3}, "seq-length": 2}]
+    run, trial = (config_from(arguments | more) for more in ({}, {"trial": 0.1}))
+    assert isinstance(trial, InstantConfig)
+    assert (trial.skips, trial.num_samples) == ([(20, 30), (200, 201)], (900, 50, 0))
+    assert [phase.until for phase in trial.phases] == [301, 651, None]
+    large, small = (build_datasets(config) for config in (run, trial))
+    np.testing.assert_array_equal(
+        large.valid.batch([0])["tokens"], small.valid.batch([0])["tokens"]
+    )
+    for share in (0.3, 0.4, 0.7, 1):
+        counts = []
+        for dataset in (large.train, small.train):
+            end = int(len(dataset) * share) // 10 * 10
+            counts.append({})
+            for start in range(0, end, 10):
+                for name, (_, epochs) in dataset.sources_of(np.arange(start, start + 10)).items():
+                    counts[-1][name] = epochs
+        assert counts[0] == pytest.approx(counts[1], rel=0.03, abs=0.03)
+    for changes in ({"trial": 0}, {"trial": 1.5}, {"trial": 0.1, "split": "0,1,0"}):
+        with pytest.raises(ConfigError, match="trial"):
+            config_from(arguments | changes)
 
 
 def test_many_sources_have_a_checksum(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ class InstantOrder(CoreOrder):
         ([36, 4], [9, 9])
     """
 
+    mix_window = 1
+
     def __init__(
         self,
         num_tokens: int,
@@ -133,6 +135,12 @@ class InstantOrder(CoreOrder):
             self.add_extra_token,
             self.num_samples,
         )
+
+    def epochs(self, num_samples: int) -> float:
+        """Epochs of the source, from the first on, up to behind so many samples."""
+        place = self.num_tokens, self.sequence_length, self.mix_window
+        epoch, length, drawn = self.position.after(num_samples, *place)
+        return epoch + drawn / (num_windows(self.num_tokens, length) * length)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the spans; not the number of samples, for any sample is the same."""

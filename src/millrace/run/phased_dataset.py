@@ -24,6 +24,7 @@ from millrace.run.skips import Skips
 from millrace.samples import BlendedDataset, GPTDataset, TokenBatch, TokenDataset
 from millrace.samples.dataset import check_numbers
 from millrace.samples.fields import Batch, BatchForm, SampleOptions
+from millrace.samples.stored import Sources
 from millrace.samples.tokens import Numbers
 
 _MOST_NAMES = 64  # sources whose shares and files a fingerprint lists; of more it has checksums
@@ -129,6 +130,10 @@ class PhasedDataset(TokenDataset):
         segment, samples = self._located(check_numbers(sample_numbers, len(self)))
         return segment.spans(samples)
 
+    def sources_of(self, numbers: Numbers) -> Sources:
+        segment, samples = self._located(numbers)
+        return segment.sources_of(samples)
+
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         segment, samples = self._located(check_numbers(sample_numbers, len(self)))
         segment.prefetch(samples)
@@ -190,7 +195,7 @@ class PhasedDataset(TokenDataset):
                 "sequence_length": self.mixture.length_of(stretch),
                 "shares": self._shares[stretch.start],
             }
-        sources = {name: one.identity for name, one in self._ranges.items() if name in drawn}
+        sources: Any = {name: one.identity for name, one in self._ranges.items() if name in drawn}
         if len(sources) > _MOST_NAMES:
             sources = {name: arrays.fingerprint(one)[:16] for name, one in sources.items()}
         skips = self._skips.before(consumed_samples)
@@ -240,6 +245,12 @@ class _Segment(BlendedDataset):
 
     def __len__(self) -> int:
         return MAX_INT64
+
+    def sources_of(self, numbers: Numbers) -> Sources:
+        sources: Sources = {}
+        for number, dataset, in_dataset, _ in self._draws(numbers)[1]:
+            [sources[self.order.names[number]]] = dataset.sources_of(in_dataset).values()
+        return sources
 
 
 class _OnDemand:
