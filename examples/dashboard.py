@@ -15,8 +15,8 @@ def write_prometheus(path: Path, metrics: dict[str, float], rank: int) -> None:
     lines = []
     for name, value in metrics.items():
         kind, _, source = name.partition("/")
-        of_source = f',source="{source}"' if source else ""
-        lines.append(f'millrace_{kind}{{rank="{rank}"{of_source}}} {value!r}\n')
+        name = f"source_{kind}" if source else kind
+        lines.append(f'millrace_{name}{{rank="{rank}",source="{source}"}} {value!r}\n')
     path.with_suffix(".tmp").write_text("".join(lines))
     os.replace(path.with_suffix(".tmp"), path)
 

@@ -1,7 +1,8 @@
 """From text to batches, on a text that every Python has: its standard library.
 
-Each step is a few lines over the API and prints what it does. The last one proves that a run which
-stops halfway and resumes on twice as many ranks draws the samples of an uninterrupted run.
+Each step is a few lines over the API and prints what it does. The last two prove that a run which
+stops halfway and resumes on twice as many ranks draws the samples of an uninterrupted run, and that
+a run which changes its plan halfway keeps its past.
 """
 
 import itertools
@@ -9,6 +10,7 @@ import json
 import sysconfig
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.encoding.training import train_tokenizer
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, ResumeError
 from millrace.feed import Loader
 from millrace.jobs import index, tokenize
 from millrace.jobs.indexing import format_result
-from millrace.run import DatasetConfig, build_datasets
+from millrace.run import DatasetConfig, InstantConfig, InstantSource, build_datasets
 
 SEQUENCE_LENGTH = 1024
 NUM_SAMPLES = 8192
@@ -69,6 +71,7 @@ def run_demo(folder: str) -> None:
     print(textwrap.indent(format_result(index(config)), "   "))
 
     _draw_batches(config, home / "state.json")
+    _change_plan(dict(zip(texts, prefixes, strict=True)))
 
     _say("What to type next (the command is .venv/bin/millrace if you ran `make demo`)")
     print(f"   millrace inspect {prefixes[0]} --tokenizer {tokenizer.path}")
@@ -125,7 +128,47 @@ def _draw_batches(config: DatasetConfig, state: Path) -> None:
     )
 
 
-def _loaders(config: DatasetConfig, num_ranks: int) -> list[Loader]:
+def _change_plan(prefixes: dict[str, str]) -> None:
+    _say("7. in the instant order: extend the run, re-weight it halfway, skip a stretch")
+    half = NUM_SAMPLES // 2
+    sources = {
+        name: InstantSource(prefix=prefix, weight=weight)
+        for (name, prefix), weight in zip(prefixes.items(), (0.3, 0.7), strict=True)
+    }
+    old = InstantConfig(
+        sequence_length=SEQUENCE_LENGTH, seed=1234, sources=sources, num_samples=(half, None, None)
+    )
+    skip, weights = (half * 5 // 4, half * 5 // 4 + 64), dict.fromkeys(prefixes, 0.5)
+    new = replace(
+        old,
+        num_samples=(NUM_SAMPLES, None, None),
+        phases=[{"until": half}, {"weights": weights}],
+        skips=[skip],
+    )
+    [loader] = _loaders(old, 1)
+    past = _draw_steps([loader])
+    state = loader.state_dict()
+    [again], [loader] = _loaders(new, 1), _loaders(new, 1)
+    if not np.array_equal(np.concatenate(_draw_steps([again], len(past))), np.concatenate(past)):
+        raise MillraceError("the new plan has another past than the old one")
+    loader.load_state_dict(state)
+    future = _draw_steps([loader])
+    epochs = loader.metrics()
+    print(
+        f"   {len(past) * 4:,} samples of the old plan; the new one has the same, token for token, "
+        f"and goes on with {len(future) * 4:,} others, half of each domain, without samples "
+        f"{skip[0]:,} to {skip[1] - 1:,}"
+    )
+    shown = ", ".join(f"{epochs[f'epoch/{name}']:.2f} of {name}" for name in prefixes)
+    print(f"   epochs at the end: {shown}")
+    try:
+        [loader] = _loaders(replace(old, skips=[(0, 64)]), 1)
+        loader.load_state_dict(state)
+    except ResumeError as error:
+        print(textwrap.indent(f"a skip in the past is refused: {error}", "   "))
+
+
+def _loaders(config: DatasetConfig | InstantConfig, num_ranks: int) -> list[Loader]:
     dataset = build_datasets(config).train
     assert dataset is not None
     return [
