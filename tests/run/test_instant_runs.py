@@ -36,11 +36,18 @@ STEP = 12  # samples of all ranks
 
 
 def write_sources(folder: Path, sizes: dict[str, int], **weights: float) -> dict[str, Any]:
-    """Token files whose tokens tell the source and the place: 10,000 for each source."""
+    """Token files whose tokens tell the source and the place: 10,000 for each source. Documents
+    have one sequence or two; some are empty."""
     rng = random.Random(len(sizes))
     for number, (name, size) in enumerate(sizes.items()):
-        cuts = sorted({rng.randrange(1, size) for _ in range(size // 9)})
-        write_documents(folder / name, np.split(np.arange(size) + 10_000 * number, cuts))
+        ends = sorted([*(rng.randrange(size) for _ in range(size // 6)), size])
+        with IndexedDatasetBuilder(folder / name, np.uint16) as builder:
+            start = 0
+            while ends:
+                own = [ends.pop(0) for _ in range(rng.randint(1, min(len(ends), 2)))]
+                tokens = np.arange(start, own[-1]) + 10_000 * number
+                builder.add_document(tokens, np.diff(own, prepend=start))
+                start = own[-1]
     own = {name: {"weight": weight} for name, weight in weights.items()}
     return {name: {"prefix": folder / name} | own.get(name, {}) for name in sizes}
 
@@ -62,7 +69,8 @@ class History:
 
     def __init__(self, rng: random.Random, folder: Path) -> None:
         sizes = {name: rng.randint(40, 900) for name in rng.sample(NAMES, rng.randint(1, 4))}
-        self.rng, self.sizes, self.sources = rng, sizes, write_sources(folder, sizes)
+        self.rng, self.folder, self.sizes = rng, folder, sizes
+        self.sources = write_sources(folder, sizes)
         for name in list(sizes)[1:]:  # the first one has no cap, and always a weight
             if rng.random() < 0.4:
                 self.sources[name]["max-epochs"] = rng.randint(1, 4)
@@ -109,7 +117,7 @@ class History:
             for name, size in self.sizes.items()
         }
         mixes = {
-            name: (mix, IndexedDataset(self.sources[name]["prefix"]).sequence_pointers // 2)
+            name: (mix, IndexedDataset(self.folder / name).document_lengths.cumsum())
             for name in self.sizes
             if (mix := self.sources[name].get("mix-window"))
         }
@@ -161,15 +169,16 @@ def test_documents_are_those_of_the_sequences(mix: int, tmp_path: Path) -> None:
         train = train_of(make_run(tmp_path, boundaries=boundaries, access=access, mix_window=mix))
         batch = next(Loader(train, micro_batch_size=40, fields=fields))
         tokens = batch["tokens"].ravel()
-        numbers = np.empty_like(tokens)
+        sequences, documents = np.empty((2, len(tokens)), np.int64)
         for place, name in enumerate(("web", "code")):
-            here = tokens // 10_000 == place
-            ends = np.cumsum(IndexedDataset(tmp_path / name).document_lengths)
-            numbers[here] = np.searchsorted(ends, tokens[here] % 10_000, "right")
-        is_first = (np.diff(tokens, prepend=-9) != 1) | (np.diff(numbers, prepend=-9) != 0)
+            here, store = tokens // 10_000 == place, IndexedDataset(tmp_path / name)
+            ends = store.sequence_lengths.cumsum()
+            sequences[here] = np.searchsorted(ends, tokens[here] % 10_000, "right")
+            documents[here] = store.documents_of(sequences[here])
+        is_first = (np.diff(tokens, prepend=-9) != 1) | (np.diff(sequences, prepend=-9) != 0)
         is_first[::8] = True
         assert batch["cu_seqlens"].tolist() == [*np.flatnonzero(is_first).tolist(), 320]
-        assert batch["document_numbers"].tolist() == numbers[is_first].tolist()
+        assert batch["document_numbers"].tolist() == documents[is_first].tolist()
         if boundaries == "documents":
             assert batch["position_ids"].max() + 1 == batch["max_seqlen"]
 
