@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.encoding.training import train_tokenizer
-from millrace.errors import MillraceError, ResumeError
+from millrace.errors import MillraceError
 from millrace.feed import Loader
 from millrace.jobs import index, tokenize
 from millrace.jobs.indexing import format_result
-from millrace.run import DatasetConfig, InstantConfig, InstantSource, build_datasets
+from millrace.run import DatasetConfig, InstantConfig, build_datasets
 
 SEQUENCE_LENGTH = 1024
 NUM_SAMPLES = 8192
@@ -130,42 +130,31 @@ def _draw_batches(config: DatasetConfig, state: Path) -> None:
 
 def _change_plan(prefixes: dict[str, str]) -> None:
     _say("7. in the instant order: extend the run, re-weight it halfway, skip a stretch")
-    half = NUM_SAMPLES // 2
-    sources = {
-        name: InstantSource(prefix=prefix, weight=weight)
-        for (name, prefix), weight in zip(prefixes.items(), (0.3, 0.7), strict=True)
-    }
+    half, skip = NUM_SAMPLES // 2, (NUM_SAMPLES * 5 // 8, NUM_SAMPLES * 5 // 8 + 64)
+    pairs = zip(prefixes.items(), (0.3, 0.7), strict=True)
     old = InstantConfig(
-        sequence_length=SEQUENCE_LENGTH, seed=1234, sources=sources, num_samples=(half, None, None)
+        sequence_length=SEQUENCE_LENGTH,
+        seed=1234,
+        sources={name: {"prefix": prefix, "weight": one} for (name, prefix), one in pairs},
+        num_samples=(half, None, None),
     )
-    skip, weights = (half * 5 // 4, half * 5 // 4 + 64), dict.fromkeys(prefixes, 0.5)
-    new = replace(
-        old,
-        num_samples=(NUM_SAMPLES, None, None),
-        phases=[{"until": half}, {"weights": weights}],
-        skips=[skip],
-    )
-    [loader] = _loaders(old, 1)
-    past = _draw_steps([loader])
-    state = loader.state_dict()
-    [again], [loader] = _loaders(new, 1), _loaders(new, 1)
-    if not np.array_equal(np.concatenate(_draw_steps([again], len(past))), np.concatenate(past)):
+    phases = [{"until": half}, {"weights": dict.fromkeys(prefixes, 0.5)}]
+    new = replace(old, num_samples=(NUM_SAMPLES, None, None), phases=phases, skips=[skip])
+    loaders = _loaders(old, 2)
+    past = _draw_steps(loaders)
+    if not np.array_equal(past, _draw_steps(_loaders(new, 2), len(past))):
         raise MillraceError("the new plan has another past than the old one")
-    loader.load_state_dict(state)
-    future = _draw_steps([loader])
-    epochs = loader.metrics()
-    print(
-        f"   {len(past) * 4:,} samples of the old plan; the new one has the same, token for token, "
-        f"and goes on with {len(future) * 4:,} others, half of each domain, without samples "
-        f"{skip[0]:,} to {skip[1] - 1:,}"
-    )
-    shown = ", ".join(f"{epochs[f'epoch/{name}']:.2f} of {name}" for name in prefixes)
-    print(f"   epochs at the end: {shown}")
-    try:
-        [loader] = _loaders(replace(old, skips=[(0, 64)]), 1)
+    state, loaders = loaders[0].state_dict(), _loaders(new, 2)
+    for loader in loaders:
         loader.load_state_dict(state)
-    except ResumeError as error:
-        print(textwrap.indent(f"a skip in the past is refused: {error}", "   "))
+    num_others = sum(map(len, _draw_steps(loaders)))
+    metrics = loaders[0].metrics()
+    epochs = ", ".join(f"{metrics[f'epoch/{name}']:.2f} of {name}" for name in prefixes)
+    print(
+        f"   {half:,} samples of the old plan: the new one has the same, token for token. It resumes\n"
+        f"   from their state with {num_others:,} others, half of each domain, without samples "
+        f"{skip[0]:,} to {skip[1] - 1:,}\n   epochs at the end: {epochs}"
+    )
 
 
 def _loaders(config: DatasetConfig | InstantConfig, num_ranks: int) -> list[Loader]:

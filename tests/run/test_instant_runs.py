@@ -74,9 +74,7 @@ class History:
         for name in list(sizes)[1:]:  # the first one has no cap, and always a weight
             if rng.random() < 0.4:
                 self.sources[name]["max-epochs"] = rng.randint(1, 4)
-        for name, size in sizes.items():
-            if size >= 2 * 16 * 2 and rng.random() < 0.4:
-                self.sources[name]["mix-window"] = rng.randint(1, size // 32)
+        self.mix = rng.choice([1, rng.randint(1, max(min(sizes.values()) // 32, 1))])
         ends = sorted(rng.sample(range(400), 4))
         self.skips = rng.choice([[], [ends[:2], ends[2:]]])
         self.weights = {name: rng.choice([1, 0.2, rng.random() + 1e-6]) for name in sizes}
@@ -109,7 +107,7 @@ class History:
     def config(self) -> InstantConfig:
         places = {"skips": self.skips, "global_batch_size": STEP, "dtype": "uint16"}
         own = {"sequence_length": self.first_length, "seed": 5, "phases": self.phases, **places}
-        return InstantConfig(sources=self.sources, **own)
+        return InstantConfig(sources=self.sources, mix_window=self.mix, **own)
 
     def expected(self, num: int) -> list[list[int]]:
         sizes = {
@@ -117,9 +115,8 @@ class History:
             for name, size in self.sizes.items()
         }
         mixes = {
-            name: (mix, IndexedDataset(self.folder / name).document_lengths.cumsum())
+            name: (self.mix, IndexedDataset(self.folder / name).document_lengths.cumsum())
             for name in self.sizes
-            if (mix := self.sources[name].get("mix-window"))
         }
         skips: Any = tuple(map(tuple, self.skips))
         model = Model(5, sizes, self.model, skips, mixes)  # type: ignore[arg-type]
@@ -419,7 +416,7 @@ def test_raw_tokens(tmp_path: Path) -> None:
             next(Loader(raw, micro_batch_size=8, fields=("document_numbers",)))
     with pytest.raises(ConfigError, match="source code has raw tokens: give their dtype"):
         train_of(make_run(tmp_path, sources))
-    with pytest.raises(ConfigError, match="code has raw tokens, without documents to mix"):
+    with pytest.raises(ConfigError, match="code has raw tokens: leave it or mix_window"):
         make_run(tmp_path, sources, mix_window=2)
 
 

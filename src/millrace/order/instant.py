@@ -156,8 +156,7 @@ class MixedOrder(InstantOrder):
         mix_window: Number of samples in a window, at least 2.
         sequences_in: Function of a range of tokens of the file, start and stop. It returns the
             sequences that hold them: their numbers, first tokens and documents, int64 [n] each.
-        position: Where the source is before sample 0.
-        options: The other arguments of `InstantOrder`.
+        options: The arguments of `InstantOrder`, of which `position` is needed.
     """
 
     core: Any = None  # the core knows no documents
@@ -167,10 +166,9 @@ class MixedOrder(InstantOrder):
         *args: Any,
         mix_window: int,
         sequences_in: Callable[[int, int], tuple[NDArray[np.int64], ...]],
-        position: Position,
         **options: Any,
     ) -> None:
-        super().__init__(*args, position=position, **options)
+        super().__init__(*args, **options)
         self.mix_window, self._sequences_in = mix_window, sequences_in
         self._key = source_key(self.seed, self.name)
         self._last: tuple[Any, Pieces] = None, np.empty((3, 0), np.int64)

@@ -44,8 +44,6 @@ class InstantSource:
         dtype: Dtype of its tokens; None: that of the configuration.
         part: Start and end of the share of its tokens to draw from, 0 to 1.
         max_epochs: Number of epochs after which it takes no part; None: no limit.
-        mix_window: Number of samples in a window, in which documents are permuted; None: that of
-            the configuration.
         raw: Whether the file is one of raw tokens, without header and index.
 
     Raises:
@@ -57,7 +55,6 @@ class InstantSource:
     dtype: Any = None
     part: Bookends = (0.0, 1.0)
     max_epochs: int | None = None
-    mix_window: int | None = None
     raw: bool = False
 
     def __post_init__(self) -> None:
@@ -68,7 +65,6 @@ class InstantSource:
             dtype=_if_given(token_dtype, self.dtype),
             part=(float(self.part[0]), float(self.part[1])),
             max_epochs=_if_given(partial(check_int, "max_epochs", least=1), self.max_epochs),
-            mix_window=_if_given(_mix_window, self.mix_window),
             raw=check_bool("raw", self.raw),
         )
         if self.weight == 0:
@@ -127,8 +123,7 @@ class InstantConfig(RunConfig):
             another sequence length must start with a step. None: not known; a loader checks its
             own steps.
         dtype: Dtype of the tokens of all sources that say none. None: the indices are read for it.
-        mix_window: Number of samples in a window of all sources that say none; 1: documents stay
-            where they are.
+        mix_window: Number of samples in a window of training, in which documents are permuted.
 
     The other arguments are those of `DatasetConfig`. What is wrong with the content of a file is
     seen when it is first drawn.
@@ -177,7 +172,7 @@ class InstantConfig(RunConfig):
             loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
             dtype=_if_given(token_dtype, self.dtype),
             alpha=_if_given(partial(check_float, "alpha", least=0, most=10), self.alpha),
-            mix_window=_mix_window(self.mix_window),
+            mix_window=check_int("mix_window", self.mix_window, 1, MAX_INT32),
         )
         self._check_sampler()
         if self.split is not None:
@@ -185,11 +180,9 @@ class InstantConfig(RunConfig):
         given = [name for name, one in self.sources.items() if one.weight is not None]
         if given and self.alpha is not None:
             raise ConfigError(f"source {given[0]} has a weight, and there is alpha: leave one out")
-        for name, one in self.sources.items():
-            if one.raw and (one.mix_window or self.mix_window) > 1:
-                raise ConfigError(
-                    f"source {name} has raw tokens, without documents to mix: give it mix_window 1"
-                )
+        raw = [name for name, one in self.sources.items() if one.raw]
+        if raw and self.mix_window > 1:
+            raise ConfigError(f"source {raw[0]} has raw tokens: leave it or mix_window out")
         skips = Skips(self.skips)
         vars(self)["skips"] = skips.ranges
         phases = self.run_phases(dict.fromkeys(self.sources, 1))
@@ -258,9 +251,6 @@ def _weight(weight: Any, of: str = "") -> float:
     if not 0 <= number < math.inf:
         raise ConfigError(f"the weight{of} is {shown(weight)}; it must be positive and finite")
     return number
-
-
-_mix_window = partial(check_int, "mix_window", least=1, most=MAX_INT32)
 
 
 def _if_given(check: Callable[[Any], T], value: Any) -> T | None:

@@ -194,10 +194,8 @@ def ranges_of(
     """The ranges of train, valid and test; None for a split without a share."""
     start, stop = part_range(file.num_tokens, source.part)
     split = "1,0,0" if config.split is None else config.split
-    of_train = source.max_epochs, source.mix_window or config.mix_window
+    own = ((source.max_epochs, config.mix_window), (None, 1), (None, 1))
     return [
         None if ends is None else SourceRange(file, (start + ends[0], start + ends[1]), *limits)
-        for ends, limits in zip(
-            split_ranges(stop - start, split), (of_train, (None, 1), (None, 1)), strict=True
-        )
+        for ends, limits in zip(split_ranges(stop - start, split), own, strict=True)
     ]

@@ -190,7 +190,9 @@ class PhasedDataset(TokenDataset):
                 drawn.update(itertools.compress(stretch.names, counts))
             if stretch.start not in self._shares:  # 10 ms for thousands of sources
                 pairs = zip(stretch.names, stretch.shares, strict=True)
-                self._shares[stretch.start] = _short({name: q / ONE for name, q in pairs})
+                shares = {name: q / ONE for name, q in pairs}
+                is_long = len(shares) > _MOST_NAMES
+                self._shares[stretch.start] = arrays.fingerprint(shares) if is_long else shares
             phases[f"{stretch.phase} from sample {stretch.start}"] = {
                 "sequence_length": self.mixture.length_of(stretch),
                 "shares": self._shares[stretch.start],
@@ -221,10 +223,6 @@ class _HeldOutDataset(PhasedDataset):
                 "needs: give the split a larger share"
             )
         return Phases(self._ranges, [replace(phase, weights=weights)])  # type: ignore[arg-type]
-
-
-def _short(entries: dict[str, Any]) -> Any:
-    return entries if len(entries) <= _MOST_NAMES else arrays.fingerprint(entries)
 
 
 class _Segment(BlendedDataset):

@@ -1,13 +1,14 @@
 """Small runs that repeat their sources as a large run does."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from millrace.checks import check_float
 from millrace.errors import ConfigError
 from millrace.order.splits import parse_split
-from millrace.run.instant_config import InstantConfig, InstantPhase
+from millrace.run.instant_config import InstantConfig
 from millrace.run.skips import Skips
 
 
@@ -26,33 +27,31 @@ def trial_of(config: InstantConfig, share: float) -> InstantConfig:
         ConfigError: A share outside its limits, a global batch whose size changes, or a
             configuration without training.
     """
-    share, size = check_float("trial", share, 0, 1), config.global_batch_size
-    step = 1 if size is None else size
-    splits = [(0.0, 1.0), None, None] if config.split is None else config.split
-    splits = parse_split(splits) if isinstance(splits, str) else list(splits)
-    if share == 0 or not isinstance(step, int) or splits[0] is None:
+    share, step = check_float("trial", share, 0, 1), config.global_batch_size or 1
+    splits: Any = "1,0,0" if config.split is None else config.split
+    train, *others = parse_split(splits) if isinstance(splits, str) else splits
+    if share == 0 or not isinstance(step, int) or train is None:
         raise ConfigError(
-            f"trial is {share}, global_batch_size {size}, split {config.split}: a trial needs a "
+            f"trial is {share}, global_batch_size {step}, split {config.split}: a trial needs a "
             "share above 0, steps of one size, and a split with training"
         )
-    first, end = splits[0]
-    splits[0] = first, first + share * (end - first)
     ends = [[round(number * share) for number in pair] for pair in config.skips]
     before, after = Skips(config.skips), Skips([pair for pair in ends if pair[0] < pair[1]])
 
-    def steps(position: int) -> int:
-        return max(round(position * share / step), 1) * step
+    def position(consumed_samples: int) -> int:
+        return max(round(consumed_samples * share / step), 1) * step
 
-    def until(phase: InstantPhase) -> int | None:
-        if phase.until is None:
-            return None
-        return int(after.samples(np.array([steps(before.position(phase.until))]))[0])
-
-    train, *others = config.num_samples
+    phases = []
+    for phase in config.phases:
+        until = phase.until
+        if until is not None:
+            until = int(after.samples(np.array([position(before.position(until))]))[0])
+        phases.append(replace(phase, until=until))
+    num, *rest = config.num_samples
     return replace(
         config,
-        split=splits,
+        split=[(train[0], train[0] + share * (train[1] - train[0])), *others],
         skips=after.ranges,
-        phases=[replace(phase, until=until(phase)) for phase in config.phases],
-        num_samples=(None if train is None else steps(train), *others),
+        phases=phases,
+        num_samples=(None if num is None else position(num), *rest),
     )
