@@ -151,9 +151,9 @@ def _change_plan(prefixes: dict[str, str]) -> None:
     metrics = loaders[0].metrics()
     epochs = ", ".join(f"{metrics[f'epoch/{name}']:.2f} of {name}" for name in prefixes)
     print(
-        f"   {half:,} samples of the old plan: the new one has the same, token for token. It resumes\n"
-        f"   from their state with {num_others:,} others, half of each domain, without samples "
-        f"{skip[0]:,} to {skip[1] - 1:,}\n   epochs at the end: {epochs}"
+        f"   {half:,} samples of the old plan: the new one has the same, token for token.\n"
+        f"   It resumes from their state with {num_others:,} others, half of each domain, without "
+        f"samples\n   {skip[0]:,} to {skip[1] - 1:,}. Epochs at the end: {epochs}"
     )
 
 
