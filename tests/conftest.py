@@ -28,6 +28,7 @@ LONG = (
     "tests/jobs/test_tokenize_kills.py",
     "tests/store/test_fuzz.py",
     "tests/feed/test_laws.py::test_every_sample_comes_exactly_once",
+    "tests/order/test_statistics.py::test_every_size_is_permuted",
 )
 """Files, or single tests, that take long."""
 

@@ -279,7 +279,7 @@ def test_the_demo_runs_and_proves_its_resume(
     monkeypatch.setattr(demo, "NUM_SAMPLES", 512)
     result = millrace("demo", "--folder", tmp_path / "demo")
     assert result.returncode == 0, result.stderr
-    assert "token for token" in result.stdout
+    assert result.stdout.count("token for token") == 2
     assert "What to type next" in result.stdout
     script = Path(__file__).parent.parent / "examples" / "fine_tune_chats.py"
     output = subprocess.check_output([sys.executable, script, tmp_path / "demo"], text=True)

@@ -50,13 +50,14 @@ LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2250, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2360, "the names of another library"),
-    "order": (2020, "three orders, each with its mixture"),
-    "run": (2200, "two orders, each with a configuration and datasets"),
+    "order": (2120, "three orders, each with its mixture; windows of mixed documents"),
+    "run": (2310, "two orders, each with a configuration and datasets; trials"),
     "store": (2320, "verification could be a room of its own"),
     "samples": (2340, "token batches, rows, transforms, and the way through the core"),
 }
 WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),
+    "Loader": "a sampler's place, a queue, the last step",
     "InstantConfig": "a run, from its sources to its sampler",
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
     **dict.fromkeys(("Description", "ShardsDescription", "Measurement"), "a report"),

@@ -1,7 +1,8 @@
 """From text to batches, on a text that every Python has: its standard library.
 
-Each step is a few lines over the API and prints what it does. The last one proves that a run which
-stops halfway and resumes on twice as many ranks draws the samples of an uninterrupted run.
+Each step is a few lines over the API and prints what it does. The last two prove that a run which
+stops halfway and resumes on twice as many ranks draws the samples of an uninterrupted run, and that
+a run which changes its plan halfway keeps its past.
 """
 
 import itertools
@@ -9,6 +10,7 @@ import json
 import sysconfig
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from millrace.errors import MillraceError
 from millrace.feed import Loader
 from millrace.jobs import index, tokenize
 from millrace.jobs.indexing import format_result
-from millrace.run import DatasetConfig, build_datasets
+from millrace.run import DatasetConfig, InstantConfig, build_datasets
 
 SEQUENCE_LENGTH = 1024
 NUM_SAMPLES = 8192
@@ -69,6 +71,7 @@ def run_demo(folder: str) -> None:
     print(textwrap.indent(format_result(index(config)), "   "))
 
     _draw_batches(config, home / "state.json")
+    _change_plan(dict(zip(texts, prefixes, strict=True)))
 
     _say("What to type next (the command is .venv/bin/millrace if you ran `make demo`)")
     print(f"   millrace inspect {prefixes[0]} --tokenizer {tokenizer.path}")
@@ -125,7 +128,36 @@ def _draw_batches(config: DatasetConfig, state: Path) -> None:
     )
 
 
-def _loaders(config: DatasetConfig, num_ranks: int) -> list[Loader]:
+def _change_plan(prefixes: dict[str, str]) -> None:
+    _say("7. in the instant order: extend the run, re-weight it halfway, skip a stretch")
+    half, skip = NUM_SAMPLES // 2, (NUM_SAMPLES * 5 // 8, NUM_SAMPLES * 5 // 8 + 64)
+    pairs = zip(prefixes.items(), (0.3, 0.7), strict=True)
+    old = InstantConfig(
+        sequence_length=SEQUENCE_LENGTH,
+        seed=1234,
+        sources={name: {"prefix": prefix, "weight": one} for (name, prefix), one in pairs},
+        num_samples=(half, None, None),
+    )
+    phases = [{"until": half}, {"weights": dict.fromkeys(prefixes, 0.5)}]
+    new = replace(old, num_samples=(NUM_SAMPLES, None, None), phases=phases, skips=[skip])
+    loaders = _loaders(old, 2)
+    past = _draw_steps(loaders)
+    if not np.array_equal(past, _draw_steps(_loaders(new, 2), len(past))):
+        raise MillraceError("the new plan has another past than the old one")
+    state, loaders = loaders[0].state_dict(), _loaders(new, 2)
+    for loader in loaders:
+        loader.load_state_dict(state)
+    num_others = sum(map(len, _draw_steps(loaders)))
+    metrics = loaders[0].metrics()
+    epochs = ", ".join(f"{metrics[f'epoch/{name}']:.2f} of {name}" for name in prefixes)
+    print(
+        f"   {half:,} samples of the old plan: the new one has the same, token for token.\n"
+        f"   It resumes from their state with {num_others:,} others, half of each domain, without "
+        f"samples\n   {skip[0]:,} to {skip[1] - 1:,}. Epochs at the end: {epochs}"
+    )
+
+
+def _loaders(config: DatasetConfig | InstantConfig, num_ranks: int) -> list[Loader]:
     dataset = build_datasets(config).train
     assert dataset is not None
     return [

@@ -7,6 +7,7 @@ import hashlib
 import heapq
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -37,6 +38,7 @@ class Sample(NamedTuple):
     draw: int
     start: int
     length: int
+    tokens: Sequence[int] = ()  # with the last label
 
 
 @lru_cache(None)
@@ -47,10 +49,12 @@ def windows(block: int, num_windows: int, key: int) -> list[int]:
 
 @dataclass
 class Source:
-    """`tokens` and `max_epochs` are a user's; the rest is the source's state."""
+    """The first four are a user's; the rest is the source's state."""
 
     tokens: int
     max_epochs: int | None
+    mix: int  # samples in a window
+    documents: Sequence[int]  # their first tokens
     key: int
     position: Position | None = None
     draws: int = 0
@@ -64,31 +68,43 @@ class Source:
     def next_position(self, length: int) -> Position:
         """S6, before the sample."""
         if self.position is None:
-            return Position(0, length, 0)
+            return Position(0, self.mix * length, 0)
         epoch, window, past = self.position
         past = -(-past // length) * length
         if window % length == 0 and past < self.epoch_size(window):
             return Position(epoch, window, past)
-        return Position(epoch + 1, length, 0)
+        return Position(epoch + 1, self.mix * length, 0)
 
     def is_over(self, length: int) -> bool:
         """C1."""
         return self.max_epochs is not None and self.next_position(length).epoch >= self.max_epochs
 
-    def draw(self, length: int) -> int:
-        """The first token of the next sample."""
+    def draw(self, length: int) -> Sequence[int]:
+        """The tokens of the next sample, and its last label."""
         last, (epoch, window, past) = self.position, self.next_position(length)
         if last and epoch > last.epoch:
             is_cut = last.window % length != 0 and last.past < self.epoch_size(last.window)
             self.repeated += self.drawn * is_cut
             self.drawn = 0
-        u, v = map(int, np.random.Philox(key=self.key, counter=epoch).random_raw(2))  # S2
+        u, v, r = map(int, np.random.Philox(key=self.key, counter=epoch).random_raw(3))  # S2
         block, place = divmod(past // window, BLOCK)
         order = windows(block, self.epoch_size(window) // window, v)
         self.position = Position(epoch, window, past + length)
         self.draws += 1
         self.drawn += length
-        return (u * window >> 64) + order[place] * window + past % window
+        start = (u * window >> 64) + order[place] * window
+        tokens: Sequence[int] = range(start, start + window + 1)
+        if self.mix > 1:
+            tokens = self.mixed(tokens, (r + order[place]) % 2**64)
+        return tokens[past % window : past % window + length + 1]
+
+    def mixed(self, tokens: range, key: int) -> list[int]:
+        """W1 and W2."""
+        cuts = [place for place, token in enumerate(tokens) if place and token in self.documents]
+        ends = zip([0, *cuts], [*cuts, len(tokens)], strict=True)
+        *others, last = [tokens[start:end] for start, end in ends]
+        order = swap_or_not(np.arange(len(others)), len(others), key, is_inverse=True)
+        return [token for piece in order for token in others[piece]] + list(last)
 
 
 @dataclass
@@ -157,6 +173,7 @@ class Model:
         sources: Tokens of each source, or its tokens and its `max_epochs`, by name.
         phases: Start, sequence length and weights of each phase.
         skips: Ranges of sample numbers that are left out.
+        mixes: The mix window of a source, and the first token of each of its documents, by name.
     """
 
     def __init__(
@@ -165,13 +182,15 @@ class Model:
         sources: dict[str, int | tuple[int, int]],
         phases: list[tuple[int, int, dict[str, float]]],
         skips: tuple[tuple[int, int], ...] = (),
+        mixes: dict[str, tuple[int, Sequence[int]]] | None = None,
     ) -> None:
         self.sources = {}
         for name, sizes in sources.items():
             text = json.dumps(["instant", seed, name], separators=(",", ":"))
             key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")  # S1
             tokens, max_epochs = sizes if isinstance(sizes, tuple) else (sizes, None)
-            self.sources[name] = Source(tokens, max_epochs, key)
+            mix = (mixes or {}).get(name, (1, ()))
+            self.sources[name] = Source(tokens, max_epochs, *mix, key)
         self.phases = [Phase(*phase) for phase in phases]
         self.skips = sorted(skips)
         self.number = 0  # of the next sample, a skipped one or not
@@ -188,8 +207,9 @@ class Model:
             for name in weights:
                 if name not in self.sources:
                     raise ValueError(f"phase {number}: no source is called {name!r}")
-                if self.sources[name].epoch_size(length) < 1:  # S8
-                    raise ValueError(f"phase {number}: {name!r} has fewer than 2 * {length} tokens")
+                window = self.sources[name].mix * length
+                if self.sources[name].epoch_size(window) < 1:  # S8
+                    raise ValueError(f"phase {number}: {name!r} has fewer than 2 * {window} tokens")
         ends = [number for skip in self.skips for number in skip]
         if any(a >= b for a, b in self.skips) or ends != sorted(ends):  # K1
             raise ValueError(f"skips overlap or are empty: {self.skips}")
@@ -208,8 +228,8 @@ class Model:
         if not self.stretch:
             self.stretch = self._next_stretch(phase)
         source = self.sources[name := self.stretch.draw()]
-        draw, start = source.draws, source.draw(phase.length)
-        sample = Sample(self.number, name, draw, start, phase.length)
+        draw, tokens = source.draws, source.draw(phase.length)
+        sample = Sample(self.number, name, draw, tokens[0], phase.length, tokens)
         self.number += 1
         if source.is_over(phase.length):  # C2
             self._end_stretch()

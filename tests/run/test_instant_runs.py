@@ -4,6 +4,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from millrace import (
     DataError,
     GlobalBatchSampler,
     IndexedDataset,
+    IndexedDatasetBuilder,
     Loader,
     LossRanges,
     ResumeError,
@@ -33,23 +35,29 @@ NAMES = ["web", "code", "wiki", "épices"]
 STEP = 12  # samples of all ranks
 
 
-def write_sources(rng: random.Random, folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """Token files whose tokens tell the source and the place: 10,000 for each source."""
+def write_sources(folder: Path, sizes: dict[str, int], **weights: float) -> dict[str, Any]:
+    """Token files whose tokens tell the source and the place: 10,000 for each source. Documents
+    have one sequence or two; some are empty."""
+    rng = random.Random(len(sizes))
     for number, (name, size) in enumerate(sizes.items()):
-        cuts = sorted({rng.randrange(1, size) for _ in range(size // 9)})
-        tokens = np.arange(size) + 10_000 * number
-        write_documents(folder / name, np.split(tokens, cuts))
-    return {name: {"prefix": folder / name} for name in sizes}
+        ends = sorted([*(rng.randrange(size) for _ in range(size // 6)), size])
+        with IndexedDatasetBuilder(folder / name, np.uint16) as builder:
+            start = 0
+            while ends:
+                own = [ends.pop(0) for _ in range(rng.randint(1, min(len(ends), 2)))]
+                tokens = np.arange(start, own[-1]) + 10_000 * number
+                builder.add_document(tokens, np.diff(own, prepend=start))
+                start = own[-1]
+    own = {name: {"weight": weight} for name, weight in weights.items()}
+    return {name: {"prefix": folder / name} | own.get(name, {}) for name in sizes}
 
 
 def make_run(folder: Path, sources: dict[str, Any] | None = None, **changes: Any) -> InstantConfig:
     options: dict[str, Any] = {"sequence_length": 8, "seed": 3, "phases": [], **changes}
+    weights = options.pop("weights", {"web": 3, "code": 1})
     if sources is None:
-        sources = write_sources(random.Random(1), folder, {"web": 900, "code": 700})
-        for name, weight in changes.pop("weights", {"web": 3, "code": 1}).items():
-            sources[name]["weight"] = weight
-        options.pop("weights", None)
-    return InstantConfig(sources=sources, **options)
+        sources = write_sources(folder, {"web": 900, "code": 700}, **weights)
+    return InstantConfig(**{"sources": sources, **options})
 
 
 def train_of(config: InstantConfig) -> Any:
@@ -61,10 +69,12 @@ class History:
 
     def __init__(self, rng: random.Random, folder: Path) -> None:
         sizes = {name: rng.randint(40, 900) for name in rng.sample(NAMES, rng.randint(1, 4))}
-        self.rng, self.sizes, self.sources = rng, sizes, write_sources(rng, folder, sizes)
+        self.rng, self.folder, self.sizes = rng, folder, sizes
+        self.sources = write_sources(folder, sizes)
         for name in list(sizes)[1:]:  # the first one has no cap, and always a weight
             if rng.random() < 0.4:
                 self.sources[name]["max-epochs"] = rng.randint(1, 4)
+        self.mix = rng.choice([1, rng.randint(1, max(min(sizes.values()) // 32, 1))])
         ends = sorted(rng.sample(range(400), 4))
         self.skips = rng.choice([[], [ends[:2], ends[2:]]])
         self.weights = {name: rng.choice([1, 0.2, rng.random() + 1e-6]) for name in sizes}
@@ -97,20 +107,22 @@ class History:
     def config(self) -> InstantConfig:
         places = {"skips": self.skips, "global_batch_size": STEP, "dtype": "uint16"}
         own = {"sequence_length": self.first_length, "seed": 5, "phases": self.phases, **places}
-        return InstantConfig(sources=self.sources, **own)
+        return InstantConfig(sources=self.sources, mix_window=self.mix, **own)
 
     def expected(self, num: int) -> list[list[int]]:
         sizes = {
             name: (size, cap) if (cap := self.sources[name].get("max-epochs")) else size
             for name, size in self.sizes.items()
         }
-        model = Model(5, sizes, self.model, tuple(map(tuple, self.skips)))  # type: ignore[arg-type]
+        mixes = {
+            name: (self.mix, IndexedDataset(self.folder / name).document_lengths.cumsum())
+            for name in self.sizes
+        }
+        skips: Any = tuple(map(tuple, self.skips))
+        model = Model(5, sizes, self.model, skips, mixes)  # type: ignore[arg-type]
         samples = (model.draw() for _ in range(num))
         firsts = {name: 10_000 * number for number, name in enumerate(self.sizes)}
-        return [
-            list(range(s.start + firsts[s.source], s.start + firsts[s.source] + s.length + 1))
-            for s in samples
-        ]
+        return [[token + firsts[one.source] for token in one.tokens] for one in samples]
 
 
 def drawn(config: InstantConfig, states: Any, steps: int, ranks: int) -> tuple[list[Any], Any]:
@@ -146,71 +158,62 @@ def test_a_run_with_changes_is_the_models(seed: int, tmp_path: Path) -> None:
     assert samples == history.expected(len(samples))
 
 
-def test_documents_are_those_of_the_sequences(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mix", [1, 4])
+def test_documents_are_those_of_the_sequences(mix: int, tmp_path: Path) -> None:
     """Whole-file spans are cut where documents end, mapped or not."""
     fields = ("tokens", "position_ids", "cu_seqlens", "document_numbers", "max_seqlen")
     for access, boundaries in (("mmap", "documents"), ("file", "documents"), ("mmap", "eod")):
-        train = train_of(make_run(tmp_path, boundaries=boundaries, access=access))
+        train = train_of(make_run(tmp_path, boundaries=boundaries, access=access, mix_window=mix))
         batch = next(Loader(train, micro_batch_size=40, fields=fields))
         tokens = batch["tokens"].ravel()
-        numbers = np.empty_like(tokens)
+        sequences, documents = np.empty((2, len(tokens)), np.int64)
         for place, name in enumerate(("web", "code")):
-            here = tokens // 10_000 == place
-            ends = np.cumsum(IndexedDataset(tmp_path / name).document_lengths)
-            numbers[here] = np.searchsorted(ends, tokens[here] % 10_000, "right")
-        is_first = (np.diff(tokens, prepend=-9) != 1) | (np.diff(numbers, prepend=-9) != 0)
+            here, store = tokens // 10_000 == place, IndexedDataset(tmp_path / name)
+            ends = store.sequence_lengths.cumsum()
+            sequences[here] = np.searchsorted(ends, tokens[here] % 10_000, "right")
+            documents[here] = store.documents_of(sequences[here])
+        is_first = (np.diff(tokens, prepend=-9) != 1) | (np.diff(sequences, prepend=-9) != 0)
         is_first[::8] = True
         assert batch["cu_seqlens"].tolist() == [*np.flatnonzero(is_first).tolist(), 320]
-        assert batch["document_numbers"].tolist() == numbers[is_first].tolist()
+        assert batch["document_numbers"].tolist() == documents[is_first].tolist()
         if boundaries == "documents":
             assert batch["position_ids"].max() + 1 == batch["max_seqlen"]
-        assert train.spans([0, 1, 2]).sequences.min() >= 0
 
 
-def test_ranges_without_loss(tmp_path: Path) -> None:
-    sources = write_sources(random.Random(1), tmp_path, {"web": 900, "code": 700})
-    for name, source in sources.items():
-        source["weight"] = 1
+@pytest.mark.parametrize("mix", [1, 4])
+def test_ranges_without_loss(mix: int, tmp_path: Path) -> None:
+    sources = write_sources(tmp_path, {"web": 900, "code": 700}, web=1, code=1)
+    for name in sources:
         lengths = IndexedDataset(tmp_path / name).sequence_lengths
         write_loss_ranges(tmp_path / name, [(n, 0, 2) for n in np.flatnonzero(lengths > 2)])
-    train = train_of(make_run(tmp_path, sources, loss_ranges="apply"))
-    plain = train_of(make_run(tmp_path, sources, loss_ranges="ignore"))
-    by_hand = TransformedDataset(plain, [LossRanges(plain)])
-    numbers = np.arange(100)
-    one, other = train.batch(numbers), by_hand.batch(numbers)
+    train = train_of(make_run(tmp_path, sources, loss_ranges="apply", mix_window=mix))
+    plain = train_of(make_run(tmp_path, sources, loss_ranges="ignore", mix_window=mix))
+    one = train.batch(np.arange(100))
+    other = TransformedDataset(plain, [LossRanges(plain)]).batch(np.arange(100))
     assert 0 < one["loss_mask"].mean() < 0.9
     for name, array in one.items():
         np.testing.assert_array_equal(array, other[name])
 
 
-@pytest.fixture
-def opens(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each path is opened, or looked at ("stat PATH")."""
-    counts: Counter[str] = Counter()
-    real_open, real_stat = storage.LocalStorage.open, storage.LocalStorage.stat
+def test_only_what_is_drawn_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opens: Counter[str] = Counter()  # of each path; "stat PATH": it was looked at
 
-    def counted_open(self: Any, path: str, access: Any) -> Any:
-        counts[path] += 1
-        return real_open(self, path, access)
+    def count(method: str, mark: str = "") -> None:
+        real = getattr(storage.LocalStorage, method)
 
-    def counted_stat(self: Any, path: str) -> Any:
-        counts[f"stat {path}"] += 1
-        return real_stat(self, path)
+        def counted(self: Any, path: str, *rest: Any) -> Any:
+            opens[mark + path] += 1
+            return real(self, path, *rest)
 
-    monkeypatch.setattr(storage.LocalStorage, "open", counted_open)
-    monkeypatch.setattr(storage.LocalStorage, "stat", counted_stat)
-    return counts
+        monkeypatch.setattr(storage.LocalStorage, method, counted)
 
-
-def test_only_what_is_drawn_is_opened(tmp_path: Path, opens: Counter[str]) -> None:
-    sources = write_sources(random.Random(1), tmp_path, dict.fromkeys(NAMES, 500))
-    for name, source in sources.items():
-        source["weight"] = {"web": 1, "code": 2}.get(name)
-    for split in (None, "9,1,0"):
+    count("open")
+    count("stat", "stat ")
+    sources = write_sources(tmp_path, dict.fromkeys(NAMES, 500), web=1, code=2)
+    for options in ({}, {"split": "9,1,0"}, {"mix_window": 3}):
         opens.clear()
         phases = [{"until": 48}, {"weights": {"wiki": 1}}]
-        config = make_run(tmp_path, sources, split=split, dtype="uint16", phases=phases)
-        train = train_of(config)
+        train = train_of(make_run(tmp_path, sources, dtype="uint16", phases=phases, **options))
         assert opens == {f"stat {tmp_path / name}.bin": 1 for name in NAMES}
         train.fingerprint(0)
         for batch, names in (([0], {"code"}), (range(48), {"code", "web"})):
@@ -221,30 +224,23 @@ def test_only_what_is_drawn_is_opened(tmp_path: Path, opens: Counter[str]) -> No
 
 
 def test_splits_end_with_documents(tmp_path: Path) -> None:
-    part = {"part": [0.2, 0.9], "weight": 1}
-    sources = write_sources(random.Random(1), tmp_path, {"web": 900, "code": 700})
+    sources = write_sources(tmp_path, {"web": 900, "code": 700}, web=1, code=1)
     for source in sources.values():
-        source |= part
+        source["part"] = [0.2, 0.9]
     config = make_run(tmp_path, sources, split="8,1,1", phases=[{"until": 9}, {"seq-length": 4}])
-    seen = []
+    web: list[set[int]] = []
     for dataset in build_datasets(config):
         assert dataset is not None
-        own = {*range(0)}
-        for first in range(9, 400, 10):
-            batch = dataset.batch(np.arange(first, first + 10))
-            own |= {*batch["tokens"].ravel().tolist(), *batch["labels"].ravel().tolist()}
-        seen.append(own)
-        if len(seen) > 1:
-            assert dataset[20]["tokens"].size == 8  # phases do not change validation
-    assert not seen[0] & seen[1]
-    assert not seen[1] & seen[2]
+        batches = [dataset.batch(np.arange(n, n + 10)) for n in range(9, 400, 10)]
+        rows = [row for batch in batches for row in (batch["tokens"], batch["labels"])]
+        web.append({token for row in rows for token in row.ravel().tolist() if token < 10_000})
+        assert dataset[20]["tokens"].size == (4 if len(web) == 1 else 8)  # phases change training
     starts = np.cumsum(IndexedDataset(tmp_path / "web").document_lengths)
-    web = [{token for token in own if token < 10_000} for own in seen]
     assert {*range(180)}.isdisjoint(web[0] | web[1] | web[2])
-    for before, after in ((web[0], web[1]), (web[1], web[2])):
+    for before, after in pairwise(web):
         assert np.any((starts > max(before)) & (starts <= min(after)))
-    small = make_run(tmp_path, {"web": sources["web"] | {"part": [0, 0.01]}}, split="0,1,0")
-    with pytest.raises(ConfigError, match="no source has 16 tokens in this split"):
+    small = make_run(tmp_path, {"web": sources["web"]}, split="9,1,0", sequence_length=100)
+    with pytest.raises(ConfigError, match="no source has 200 tokens in this split"):
         build_datasets(small).valid[0]  # type: ignore[index]
 
 
@@ -280,7 +276,7 @@ def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -
         ({"phases": [phases[0], {"weights": {"code": 4}}]}, "phases.1 from sample 50.shares.code"),
         ({"phases": [{"until": 50}, {"seq-length": 4}]}, "phases.1 from sample 50.sequence_length"),
         ({"phases": [{"until": 49}, *phases[1:]]}, "phases.1 from sample 50: saved"),
-        ({"split": "9,1,0"}, r"sources.code\[3\]: saved 700, now 630"),
+        ({"split": "9,1,0"}, r"sources.code.range\[1\]: saved 700, now 630"),
         ({"add_extra_token": False}, "add_extra_token"),
     ]
     for changes, message in pasts:
@@ -289,12 +285,69 @@ def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -
             loader.load_state_dict(state)
 
 
+@pytest.mark.parametrize("checksums", [False, True])
+def test_other_content_is_refused_once_it_was_drawn(checksums: bool, tmp_path: Path) -> None:
+    def write(name: str, first: int) -> None:
+        with IndexedDatasetBuilder(tmp_path / name, np.uint16, checksums=checksums) as builder:
+            builder.add_documents(np.arange(first, first + 500), [300, 200])
+
+    weights = {"web": 3.0, "code": 1.0, "wiki": 1e-9}
+    sources = {name: {"prefix": tmp_path / name, "weight": one} for name, one in weights.items()}
+    for name in weights:
+        write(name, 0)
+    config = make_run(tmp_path, sources, dtype="uint16")
+    state = saved(config, 3)
+    assert state["fingerprint"]["sources"].keys() == {"web", "code"}
+    loader = Loader(train_of(config), micro_batch_size=10)
+    write("wiki", 7)  # which was not drawn
+    loader.load_state_dict(state)
+    write("code", 7)
+    loader = Loader(train_of(config), micro_batch_size=10)
+    with pytest.raises(ResumeError, match=r"sources.code.content: saved"):
+        loader.load_state_dict(state)
+
+
+def test_a_trial_repeats_each_source_as_the_run_does(tmp_path: Path) -> None:
+    sizes = {"web": 9000, "code": 5000, "wiki": 3000}
+    sources = write_sources(tmp_path, sizes, web=5, code=4)
+    arguments: dict[str, Any] = {"order": "instant", "seq_length": 4, "global_batch_size": 10}
+    arguments |= {"sources": sources | {"wiki": {"prefix": tmp_path / "wiki", "max-epochs": 3}}}
+    arguments |= {
+        "num_samples": [9000, 50, 0],
+        "split": "9,1,0",
+        "skips": [[200, 300], [2003, 2009]],
+    }
+    phases = [{"until": 3000}, {"weights": {"wiki": 6, "web": 0}, "until": 6506}]
+    arguments["phases"] = [*phases, {"weights": {"web": 3}, "seq-length": 2}]
+    run, trial = (config_from(arguments | more) for more in ({}, {"trial": 0.1}))
+    assert isinstance(trial, InstantConfig)
+    assert (trial.skips, trial.num_samples) == ([(20, 30), (200, 201)], (900, 50, 0))
+    assert [phase.until for phase in trial.phases] == [301, 651, None]
+    large, small = (build_datasets(config) for config in (run, trial))
+    np.testing.assert_array_equal(
+        large.valid.batch([0])["tokens"], small.valid.batch([0])["tokens"]
+    )
+    for share in (0.3, 0.4, 0.7, 1):
+        counts = []
+        for dataset in (large.train, small.train):
+            end = int(len(dataset) * share) // 10 * 10
+            counts.append({})
+            for start in range(0, end, 10):
+                for name, (_, epochs) in dataset.sources_of(np.arange(start, start + 10)).items():
+                    counts[-1][name] = epochs
+        assert counts[0] == pytest.approx(counts[1], rel=0.03, abs=0.03)
+    for changes in ({"trial": 0}, {"trial": 1.5}, {"trial": 0.1, "split": "0,1,0"}):
+        with pytest.raises(ConfigError, match="trial"):
+            config_from(arguments | changes)
+
+
 def test_many_sources_have_a_checksum(tmp_path: Path) -> None:
     write_documents(tmp_path / "a", [np.arange(100)])
     sources = {f"s{n}": {"prefix": tmp_path / "a", "weight": 1 + n} for n in range(65)}
     state = saved(make_run(tmp_path, sources), 1)
     past = state["fingerprint"]
-    assert len(past["phases"]["0 from sample 0"]["shares"]) == len(past["sources"]) == 32
+    assert len(past["phases"]["0 from sample 0"]["shares"]) == 32
+    assert len(past["sources"]) == 10
     sources["s3"]["weight"] = 9
     loader = Loader(train_of(make_run(tmp_path, sources)), micro_batch_size=10)
     with pytest.raises(ResumeError, match=r"0 from sample 0.shares"):
@@ -330,53 +383,41 @@ def test_transforms_see_the_numbers_of_the_run(tmp_path: Path) -> None:
         def fingerprint(self) -> dict[str, Any]:
             return {}
 
-    transform = Numbers()
+    transform, fields = Numbers(), ("sample_numbers", "dataset_numbers", "tokens", "loss_mask")
     train = train_of(make_run(tmp_path, skips=[(2, 5)]))
-    loader = Loader(
-        TransformedDataset(train, [transform]),
-        micro_batch_size=4,
-        fields=("sample_numbers", "loss_mask"),
-        prefetch=0,
-    )
-    assert next(loader)["sample_numbers"].tolist() == transform.seen == [0, 1, 5, 6]
-    fields = ("sample_numbers", "dataset_numbers", "tokens")
-    batch = next(Loader(train, micro_batch_size=4, fields=fields, token_dtype="file"))
-    assert batch["sample_numbers"].tolist() == [0, 1, 5, 6]
-    assert batch["tokens"].dtype == np.uint16
-    assert batch["dataset_numbers"].tolist() == (batch["tokens"][:, 0] < 10_000).tolist()
+    for dataset in (TransformedDataset(train, [transform]), train):
+        options = {"fields": fields, "token_dtype": "file", "prefetch": 0}
+        batch = next(Loader(dataset, micro_batch_size=4, **options))
+        assert batch["sample_numbers"].tolist() == transform.seen == [0, 1, 5, 6]
+        assert batch["tokens"].dtype == np.uint16
+        assert batch["dataset_numbers"].tolist() == (batch["tokens"][:, 0] < 10_000).tolist()
 
 
 def test_copies_draw_the_same(tmp_path: Path) -> None:
-    train = train_of(make_run(tmp_path, phases=[{"until": 20}, {"seq-length": 4}]))
-    before = train.batch(np.arange(30, 60))
+    train = train_of(make_run(tmp_path, mix_window=2, phases=[{"until": 20}, {"seq-length": 4}]))
+    before = train.batch(np.arange(30, 60))["tokens"]
     copy = pickle.loads(pickle.dumps(train))
-    np.testing.assert_array_equal(copy.batch(np.arange(30, 60))["tokens"], before["tokens"])
+    np.testing.assert_array_equal(copy.batch(np.arange(30, 60))["tokens"], before)
     with Loader(train, micro_batch_size=5, consumed_samples=30, threads=3) as loader:
         rows = np.concatenate([next(loader)["tokens"] for _ in range(6)])
-    np.testing.assert_array_equal(rows, before["tokens"])
+    np.testing.assert_array_equal(rows, before)
     train.mixture.after_fork()
-    np.testing.assert_array_equal(train.batch(np.arange(30, 60))["tokens"], before["tokens"])
+    np.testing.assert_array_equal(train.batch(np.arange(30, 60))["tokens"], before)
 
 
 def test_raw_tokens(tmp_path: Path) -> None:
-    sources = write_sources(random.Random(1), tmp_path, {"web": 900, "code": 700})
-    sources = {name: one | {"weight": 1} for name, one in sources.items()}
-    paired = train_of(make_run(tmp_path, sources, dtype="uint16", split="8,2,0"))
-    sources["code"] = {"prefix": tmp_path / "code.bin", "raw": True, "weight": 1}
+    sources = write_sources(tmp_path, {"web": 900, "code": 700}, web=1, code=1)
+    paired = train_of(make_run(tmp_path, sources)).batch(range(50))
+    sources["code"] |= {"prefix": tmp_path / "code.bin", "raw": True}
     for access in ("mmap", "file"):
         raw = train_of(make_run(tmp_path, sources, dtype="uint16", access=access))
-        one, other = (
-            raw.batch(range(50)),
-            train_of(
-                make_run(tmp_path, sources | {"code": {"prefix": tmp_path / "code", "weight": 1}})
-            ).batch(range(50)),
-        )
-        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+        np.testing.assert_array_equal(raw.batch(range(50))["tokens"], paired["tokens"])
         with pytest.raises(ConfigError, match="has no index"):
             next(Loader(raw, micro_batch_size=8, fields=("document_numbers",)))
-    assert len(paired) > 2**62
     with pytest.raises(ConfigError, match="source code has raw tokens: give their dtype"):
         train_of(make_run(tmp_path, sources))
+    with pytest.raises(ConfigError, match="code has raw tokens: leave it or mix_window"):
+        make_run(tmp_path, sources, mix_window=2)
 
 
 def test_frozen_run(tmp_path: Path) -> None:
@@ -389,9 +430,10 @@ FROZEN = [465, 10291, 177, 10107, 17, 161]
 FROZEN_LATER = [237, 344]
 
 
-def test_run_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_sources(random.Random(1), tmp_path, {"web": 900, "code": 700})
-    (tmp_path / "run.yaml").write_text(
+def test_a_run_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sources(tmp_path, {"web": 900, "code": 700})
+    path = tmp_path / "run.yaml"
+    path.write_text(
         f"""
 order: instant
 seq-length: 8
@@ -403,43 +445,41 @@ eval-iters: 0
 sources:
   web: {{prefix: {tmp_path}/web, weight: 80}}
   code: {{prefix: {tmp_path}/code, weight: 20, max-epochs: 4, part: [0, 0.6]}}
-phases:
-  - {{until: 1_000}}
-  - {{weights: {{web: 50}}, until: 2_000}}
-  - {{seq-length: 4}}
+phases: [{{until: 1_000}}, {{weights: {{web: 50}}, until: 2_000}}, {{seq-length: 4}}]
 skips: [[100, 104]]
 """
     )
-    (tmp_path / "run.toml").write_text(
-        f"""
-order = "instant"
-seq-length = 8
-dtype = "uint16"
-split = "9,1,0"
-global-batch-size = 4
-train-iters = 50
-eval-iters = 0
-skips = [[100, 104]]
-phases = [{{until = 1_000}}, {{weights = {{web = 50}}, until = 2_000}}, {{seq-length = 4}}]
-sources.web = {{prefix = "{tmp_path}/web", weight = 80}}
-sources.code = {{prefix = "{tmp_path}/code", weight = 20, max-epochs = 4, part = [0, 0.6]}}
-"""
-    )
-    configs = [config_from(read_arguments(tmp_path / name)) for name in ("run.yaml", "run.toml")]
-    assert configs[0] == configs[1]
-    datasets = build_datasets(configs[0])
+    datasets = build_datasets(config_from(read_arguments(path)))
     assert (len(datasets.train or ""), len(datasets.valid or "")) == (200, 0)
     assert datasets.test is None
-    assert configs[0].seed == 1234
     options = ["--seconds", "0.01", "--step-time", "0.001", "--keep-cache"]
-    assert main(["bench", str(tmp_path / "run.yaml"), *options]) == 0
+    assert main(["bench", str(path), *options]) == 0
     assert "200 samples of 8 tokens, 2 bytes a token" in capsys.readouterr().out
-    assert main(["index", str(tmp_path / "run.yaml"), "--cache", str(tmp_path)]) == 1
+    assert main(["index", str(path), "--cache", str(tmp_path)]) == 1
     assert "the order is instant, for which nothing is built" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("weights", [("3", "1"), ("", "")])
+def test_megatrons_arguments_run_in_either_order(weights: Any, tmp_path: Path) -> None:
+    write_sources(tmp_path, {"web": 900, "code": 300})
+    path, (first, second) = tmp_path / "run.yaml", weights
+    for order in ("gpt", "instant"):
+        path.write_text(
+            f"order: {order}\ndata-path: {first} {tmp_path}/web {second} {tmp_path}/code\n"
+            "split: 90,10,0\nseq-length: 8\ntrain-samples: 80\nglobal-batch-size: 8\n"
+            "eval-iters: 1\neval-interval: 100\n"
+        )
+        train, valid, test = build_datasets(config_from(read_arguments(path)))
+        assert len(train) >= 80
+        assert len(valid) == 8
+        assert test is None
+        tokens = np.concatenate([one["tokens"] for one in Loader(train, micro_batch_size=8)])[:80]
+        assert tokens.shape == (80, 8)
+        assert abs((tokens[:, 0] < 10_000).sum() - 60) <= 2
+
+
 def test_weights_from_sizes(tmp_path: Path) -> None:
-    sources = write_sources(random.Random(1), tmp_path, {"web": 900, "code": 100})
+    sources = write_sources(tmp_path, {"web": 900, "code": 100})
     train = train_of(make_run(tmp_path, sources, alpha=0.5))
     past = train.fingerprint(1)["phases"]["0 from sample 0"]["shares"]
     assert past == {"web": pytest.approx(0.75), "code": pytest.approx(0.25)}
@@ -466,6 +506,8 @@ def test_weights_from_sizes(tmp_path: Path) -> None:
         ({"skips": [(5, 5)]}, r"skips\[0\] is \(5, 5\); give \[start, stop\]"),
         ({"skips": [(5, 9), (2, 6)]}, r"skips \(2, 6\) and \(5, 9\) overlap"),
         ({"split": "x"}, "must be one to three shares"),
+        ({"mix_window": 0}, "mix_window must be between 1 and"),
+        ({"mix_window": 99}, "web has 900 tokens; samples of 8 tokens, 99 in a window, need 1584"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"num_samples": (1, 2)}, "num_samples must have three entries"),
         ({"sources": {}}, "sources must be one or more"),
@@ -487,7 +529,7 @@ def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> Non
 
 def test_arguments_of_another_order_are_refused() -> None:
     rest = {"seq_length": 8, "train_samples": 5, "data_path": ["a"], "eval_iters": 0}
-    with pytest.raises(ConfigError, match="sources belong to the instant order"):
+    with pytest.raises(ConfigError, match="only the instant order has sources"):
         config_from({**rest, "sources": {"a": "a"}})
     with pytest.raises(ConfigError, match="there are sources and data_path"):
         config_from({**rest, "order": "instant", "sources": {"a": "a"}})

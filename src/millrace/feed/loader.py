@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.checks import check_float, check_int, shown
 from millrace.errors import ConfigError
+from millrace.feed.metrics import batch_metrics, step_metrics
 from millrace.feed.state import STATE_VERSION, Fingerprint, Position, plain
 from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_printed_after
 from millrace.feed.stream_data import IN_TURN, StreamDataset, check_dataset, sampler_of
@@ -83,6 +84,7 @@ class Loader(Renewed):
     """
 
     _queue: StepQueue | None
+    _last: tuple[Position, float, Any] | None  # of the last step: start, wait; batch of a stream
     _renewed = ("_lock", "_queue", "_stats")
 
     def __init__(
@@ -164,7 +166,7 @@ class Loader(Renewed):
     def _draw(self, bounds: list[Position]) -> Any:
         """The next batch; if `transform` fails, the step comes again."""
         self._check_handler()
-        start = self._next
+        start, waited = self._next, self._stats.seconds
         try:
             self._is_taking = True
             step = self._step(start)
@@ -189,6 +191,8 @@ class Loader(Renewed):
         bounds[1] = self._next  # of a later step, if `transform` has asked for one
         self._stats.steps += 1
         self._position = self._next
+        rows = step.batch if isinstance(self.dataset, IN_TURN) else None  # cannot be read again
+        self._last = start, self._stats.seconds - waited, rows
         return batch
 
     def __len__(self) -> int:
@@ -225,6 +229,27 @@ class Loader(Renewed):
         """How long the trainer has waited since the loader was made, copied or forked."""
         return replace(self._stats, by_cause=dict(self._stats.by_cause))
 
+    def metrics(self) -> dict[str, float]:
+        """Counters of the last step of this rank, as plain numbers; empty before the first one.
+
+        They are "consumed_samples", "wait_seconds" (how long the trainer has waited for the step),
+        "tokens", "trained_share" (of the tokens), "checksum" (53 bits of the XXH3-64 of its tokens,
+        labels, loss mask and position ids), and for each source that it draws from "tokens/NAME"
+        and "epoch/NAME", the epochs of the source up to the step's last sample of it. The samples
+        are read again for it, without `prepare` and `transform`.
+        """
+        self._maker.check_thread()
+        with self._lock:
+            if self._last is None:
+                return {}
+            start, waited, batch = self._last
+            values = {"consumed_samples": self.consumed_samples, "wait_seconds": waited}
+        if batch is not None:
+            return values | batch_metrics(batch)
+        with self._maker.lock:
+            numbers = self.sampler.sample_numbers(start.consumed_samples)
+            return values | step_metrics(self.dataset, numbers)
+
     def state_dict(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """The state to save with a checkpoint: plain numbers, strings, lists and dicts.
 
@@ -260,6 +285,7 @@ class Loader(Renewed):
 
     def _move(self, position: Position) -> None:
         self._next = self._position = position
+        self._last = None
         self._drop_queue()
 
     def _check_handler(self) -> None:

@@ -160,6 +160,10 @@ class GPTOrder(CoreOrder):
             add_extra_token=self.plan.add_extra_token,
         )
 
+    def epochs(self, num_samples: int) -> float:
+        """Epochs that so many samples are: a share of all but the last one are mixed."""
+        return num_samples * self.plan.sequence_length / self.plan.num_tokens_per_epoch
+
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides all spans, apart from the sequence lengths."""
         plan = self.plan

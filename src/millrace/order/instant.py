@@ -5,13 +5,20 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from millrace import _native
-from millrace.checks import MAX_INT64, check_bool, check_int
+from millrace.checks import MAX_INT64, check_bool, check_int, check_ints
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
-from millrace.order.spans import RULES_VERSION, CoreOrder
+from millrace.order.spans import RULES_VERSION, CoreOrder, Spans
+
+Pieces = NDArray[np.int64]
+"""Pieces of a window: their sequences, first tokens in them, and counts of tokens, [3, pieces]."""
 
 
 def num_windows(num_tokens: int, length: int) -> int:
@@ -19,12 +26,13 @@ def num_windows(num_tokens: int, length: int) -> int:
     return (num_tokens - length) // length
 
 
-def check_windows(what: str, num_tokens: int, length: int) -> None:
-    """Raises ConfigError for too few tokens for a sample (S8)."""
-    if num_windows(num_tokens, length) < 1:
+def check_windows(what: str, num_tokens: int, length: int, mix_window: int = 1) -> None:
+    """Raises ConfigError for too few tokens for a window of so many samples (S8)."""
+    if num_windows(num_tokens, mix_window * length) < 1:
+        mixed = "" if mix_window == 1 else f", {mix_window} in a window,"
         raise ConfigError(
-            f"{what} has {num_tokens} tokens; samples of {length} tokens need {2 * length}: "
-            "shorten the sequence length, or leave the source out"
+            f"{what} has {num_tokens} tokens; samples of {length} tokens{mixed} need "
+            f"{2 * mix_window * length}: shorten the sequence length, or leave the source out"
         )
 
 
@@ -41,26 +49,30 @@ class Position(NamedTuple):
     window_length: int
     drawn: int
 
-    def before_draw(self, num_tokens: int, sequence_length: int) -> "Position":
+    def before_draw(self, num_tokens: int, sequence_length: int, mix_window: int = 1) -> "Position":
         """The position at which the next sample of that length is drawn (S6)."""
         length = self.window_length
         drawn = -(-self.drawn // sequence_length) * sequence_length
         if length % sequence_length == 0 and drawn < num_windows(num_tokens, length) * length:
             return self._replace(drawn=drawn)
-        return Position(self.epoch + 1, sequence_length, 0)
+        return Position(self.epoch + 1, mix_window * sequence_length, 0)
 
     def samples_left(self, num_tokens: int, sequence_length: int) -> int:
         """Samples of that length that are left in the epoch, for a position before a draw."""
         size = num_windows(num_tokens, self.window_length) * self.window_length
         return (size - self.drawn) // sequence_length
 
-    def after(self, draws: int, num_tokens: int, sequence_length: int) -> "Position":
-        """The position some draws later, at least one, for a position before a draw."""
+    def after(
+        self, draws: int, num_tokens: int, sequence_length: int, mix_window: int = 1
+    ) -> "Position":
+        """The position some draws later, for a position before a draw."""
         left = self.samples_left(num_tokens, sequence_length)
         if draws <= left:
             return self._replace(drawn=self.drawn + draws * sequence_length)
-        epochs, rest = divmod(draws - left - 1, num_windows(num_tokens, sequence_length))
-        return Position(self.epoch + 1 + epochs, sequence_length, (rest + 1) * sequence_length)
+        length = mix_window * sequence_length
+        of_epoch = num_windows(num_tokens, length) * mix_window
+        epochs, rest = divmod(draws - left - 1, of_epoch)
+        return Position(self.epoch + 1 + epochs, length, (rest + 1) * sequence_length)
 
 
 class InstantOrder(CoreOrder):
@@ -84,6 +96,8 @@ class InstantOrder(CoreOrder):
         >>> spans.offsets.tolist(), spans.counts.tolist()
         ([36, 4], [9, 9])
     """
+
+    mix_window = 1
 
     def __init__(
         self,
@@ -122,8 +136,84 @@ class InstantOrder(CoreOrder):
             self.num_samples,
         )
 
+    def epochs(self, num_samples: int) -> float:
+        """Epochs of the source, from the first on, up to behind so many samples."""
+        place = self.num_tokens, self.sequence_length, self.mix_window
+        epoch, length, drawn = self.position.after(num_samples, *place)
+        return epoch + drawn / (num_windows(self.num_tokens, length) * length)
+
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the spans; not the number of samples, for any sample is the same."""
         names = ("name", "seed", "first_token", "num_tokens", "sequence_length", "add_extra_token")
         values = {name: getattr(self, name) for name in names}
         return {"kind": "instant", "rules": RULES_VERSION, **values, "position": [*self.position]}
+
+
+class MixedOrder(InstantOrder):
+    """The samples of a source whose windows have several samples, and permuted documents.
+
+    Args:
+        mix_window: Number of samples in a window, at least 2.
+        sequences_in: Function of a range of tokens of the file, start and stop. It returns the
+            sequences that hold them: their numbers, first tokens and documents, int64 [n] each.
+        options: The arguments of `InstantOrder`, of which `position` is needed.
+    """
+
+    core: Any = None  # the core knows no documents
+
+    def __init__(
+        self,
+        *args: Any,
+        mix_window: int,
+        sequences_in: Callable[[int, int], tuple[NDArray[np.int64], ...]],
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.mix_window, self._sequences_in = mix_window, sequences_in
+        self._key = source_key(self.seed, self.name)
+        self._last: tuple[Any, Pieces] = None, np.empty((3, 0), np.int64)
+
+    def spans(self, sample_numbers: ArrayLike) -> Spans:
+        numbers = check_ints("sample numbers", sample_numbers).tolist()
+        samples = [self._sample(number) for number in numbers]
+        sequences, offsets, counts = np.hstack([*samples, np.empty((3, 0), np.int64)])
+        bounds = np.cumsum([0, *(sample.shape[1] for sample in samples)])
+        return Spans(sequences, offsets, counts, bounds)
+
+    def _sample(self, number: int) -> Pieces:
+        """The pieces of a sample (W3)."""
+        place = self.num_tokens, self.sequence_length, self.mix_window
+        epoch, length, drawn = self.position.after(number, *place).before_draw(*place)
+        window = (epoch, length, drawn // length)
+        last, pieces = self._last  # most samples are of the window of the one before
+        if last != window:
+            pieces = self._window(*window)
+            self._last = window, pieces
+        start = drawn % length
+        stop = start + self.sequence_length + self.add_extra_token
+        ends = np.cumsum(pieces[2])
+        first, end = np.searchsorted(ends, start, "right"), np.searchsorted(ends, stop) + 1
+        sample: Pieces = pieces[:, first:end].copy()
+        sample[2, -1] -= ends[end - 1] - stop
+        before = start - (ends[first] - pieces[2, first])
+        sample[1:, 0] += before, -before
+        return sample
+
+    def _window(self, epoch: int, length: int, place: int) -> Pieces:
+        """The window at a place of an epoch, and the label behind it (W1, W2)."""
+        words = np.random.Philox(key=self._key, counter=epoch).random_raw(3).tolist()
+        num = num_windows(self.num_tokens, length)
+        number = int(_native.swap_or_not(np.array([place]), num, words[1], True)[0])
+        start = self.first_token + (words[0] * length >> 64) + number * length
+        stop = start + length + 1
+        sequences, firsts, documents = self._sequences_in(start, stop)
+        starts = np.maximum(firsts, start)
+        counts = np.diff(starts, append=stop)
+        has_tokens = counts > 0
+        pieces: Pieces = np.stack([sequences, starts - firsts, counts])[:, has_tokens]
+        of = np.cumsum(np.diff(documents[has_tokens], prepend=documents[0]) > 0)
+        of -= of[0]
+        others = np.arange(of[-1])
+        places = _native.swap_or_not(others, len(others), (words[2] + number) % 2**64, False)
+        order = np.argsort(np.append(places, len(others))[of], kind="stable")
+        return pieces[:, order]

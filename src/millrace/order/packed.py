@@ -266,6 +266,10 @@ class PackedOrder(CoreOrder):
             _keys(self.inputs.seed)[1],
         )
 
+    def epochs(self, num_samples: int) -> float:
+        """Epochs that so many samples are."""
+        return num_samples / max(self.plan.num_packs, 1)
+
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the spans: the same for any number of samples."""
         values = asdict(self.plan)

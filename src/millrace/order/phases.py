@@ -33,10 +33,12 @@ class Source:
     Attributes:
         num_tokens: Number of tokens.
         max_epochs: Number of epochs after which it takes no part; None: no limit.
+        mix_window: Number of samples in a window, in which documents are permuted.
     """
 
     num_tokens: int
     max_epochs: int | None = None
+    mix_window: int = 1
 
     @property
     def rough_tokens(self) -> int:
@@ -205,17 +207,17 @@ class Phases(Renewed):
         ):
             self._debts[name] = self._debts.get(name, 0) + share * count - ONE * draws
             if draws > 0:
-                position = self._next_position(name, length)
-                self._lefts[name] = position.after(draws, self._num_tokens(name, length), length)
+                place = self._num_tokens(name, length), length, self._sources[name].mix_window
+                self._lefts[name] = self._next_position(name, length).after(draws, *place)
                 self._drawn[name] += draws
         is_next = number + 1 < len(self._phases) and end == self._phases[number + 1].start
         return number + is_next
 
     def _next_position(self, name: str, length: int) -> Position:
-        left = self._lefts.get(name)
+        left, source = self._lefts.get(name), self._sources[name]
         if left is None:
-            return Position(0, length, 0)
-        return left.before_draw(self._sources[name].num_tokens, length)
+            return Position(0, source.mix_window * length, 0)
+        return left.before_draw(source.num_tokens, length, source.mix_window)
 
     def _draws_left(self, name: str, length: int) -> float:
         """Draws of that length until the source has reached its last epoch (C1)."""
@@ -225,12 +227,13 @@ class Phases(Renewed):
         epochs = source.max_epochs - position.epoch - 1
         num_tokens = self._num_tokens(name, length)
         rest = position.samples_left(num_tokens, length)
-        return 0 if epochs < 0 else rest + epochs * num_windows(num_tokens, length)
+        of_epoch = num_windows(num_tokens, source.mix_window * length) * source.mix_window
+        return 0 if epochs < 0 else rest + epochs * of_epoch
 
     def _num_tokens(self, name: str, length: int) -> int:
-        num_tokens = self._sources[name].num_tokens
-        check_windows(f"source {name}", num_tokens, length)
-        return num_tokens
+        source = self._sources[name]
+        check_windows(f"source {name}", source.num_tokens, length, source.mix_window)
+        return source.num_tokens
 
     # ---- what has been drawn ----
 
@@ -301,7 +304,7 @@ class Phases(Renewed):
                         f"{what}: the weight is {shown(weight)}; it must be positive and finite. "
                         "Leave a source out to draw nothing from it"
                     )
-                check_windows(what, source.rough_tokens, length)
+                check_windows(what, source.rough_tokens, length, source.mix_window)
         for name, source in self._sources.items():
             if source.max_epochs is not None:
                 check_int(f"max_epochs of source {name}", source.max_epochs, 1)

@@ -110,6 +110,10 @@ class SequenceOrder(CoreOrder):
     def core(self) -> _native.Order:
         return _native.sequence_order(self.num_samples, self.sequence_length + self.add_extra_token)
 
+    def epochs(self, num_samples: int) -> float:
+        """Epochs that so many samples are."""
+        return num_samples / max(self.num_samples, 1)
+
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         names = ("num_samples", "sequence_length", "add_extra_token")
         values = {name: getattr(self, name) for name in names}

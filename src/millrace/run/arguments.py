@@ -18,6 +18,7 @@ from millrace.errors import ConfigError
 from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.run.instant_config import AnyConfig, InstantConfig
+from millrace.run.trials import trial_of
 from millrace.sampling import RampUp
 from millrace.storage import Access
 
@@ -149,7 +150,9 @@ _READERS: dict[str, Reader | None] = {
     "add_extra_token": check_bool,
     **dict.fromkeys(("order", "order_options", "sampler", "sampler_options", "boundaries")),
     **dict.fromkeys(("loss_ranges", *_UNKNOWN_COUNTS)),  # taken as they are, like the line before
-    **dict.fromkeys(("sources", "phases", "skips", "alpha", "dtype")),  # of `InstantConfig`
+    "trial": functools.partial(_number, kind=float),
+    **dict.fromkeys(("sources", "phases", "skips")),  # these two lines are of `InstantConfig`
+    **dict.fromkeys(("alpha", "dtype", "mix_window")),
 }
 
 _FIELDS = {
@@ -167,8 +170,8 @@ _FIELDS = {
 NAMES = tuple(_READERS)
 """The arguments that concern data. Millrace's own are `num_samples` (train, valid, test),
 `any_tokenizer`, `loss_ranges`, `order`, `sampler` and their options, `add_extra_token`,
-`boundaries`, and what the instant order has of its own: `sources`, `phases`, `skips`, `alpha` and
-`dtype`."""
+`boundaries`, and what the instant order has of its own: `sources`, `phases`, `skips`, `alpha`,
+`dtype`, `mix_window` and `trial`."""
 
 
 def _read(name: str, value: Any) -> Any:
@@ -215,9 +218,9 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
         return _instant_config(arguments)
     if order == "gpt":
         del arguments["order"]
-    for name in ("sources", "phases", "skips"):
+    for name in ("sources", "phases", "skips", "trial"):
         if name in arguments:
-            raise ConfigError(f"{name} belong to the instant order: give `order: instant`")
+            raise ConfigError(f"only the instant order has {name}: give `order: instant`")
     return _dataset_config(arguments)
 
 
@@ -245,7 +248,8 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
         given["global_batch_size"] = RampUp(
             start, increment, samples, arguments["global_batch_size"]
         )
-    return InstantConfig(**{"seed": DEFAULT_SEED, **given}, access=_access(arguments))
+    config = InstantConfig(**{"seed": DEFAULT_SEED, **given}, access=_access(arguments))
+    return trial_of(config, arguments["trial"]) if "trial" in arguments else config
 
 
 def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:

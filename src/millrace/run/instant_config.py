@@ -123,6 +123,7 @@ class InstantConfig(RunConfig):
             another sequence length must start with a step. None: not known; a loader checks its
             own steps.
         dtype: Dtype of the tokens of all sources that say none. None: the indices are read for it.
+        mix_window: Number of samples in a window of training, in which documents are permuted.
 
     The other arguments are those of `DatasetConfig`. What is wrong with the content of a file is
     seen when it is first drawn.
@@ -141,6 +142,7 @@ class InstantConfig(RunConfig):
     num_samples: Sequence[int | None] = (None, None, None)
     global_batch_size: int | BatchSizeSchedule | None = None
     dtype: Any = None
+    mix_window: int = 1
     add_extra_token: bool = True
     eod_token: int | None = None
     pad_token: int | None = None
@@ -170,6 +172,7 @@ class InstantConfig(RunConfig):
             loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
             dtype=_if_given(token_dtype, self.dtype),
             alpha=_if_given(partial(check_float, "alpha", least=0, most=10), self.alpha),
+            mix_window=check_int("mix_window", self.mix_window, 1, MAX_INT32),
         )
         self._check_sampler()
         if self.split is not None:
@@ -177,6 +180,9 @@ class InstantConfig(RunConfig):
         given = [name for name, one in self.sources.items() if one.weight is not None]
         if given and self.alpha is not None:
             raise ConfigError(f"source {given[0]} has a weight, and there is alpha: leave one out")
+        raw = [name for name, one in self.sources.items() if one.raw]
+        if raw and self.mix_window > 1:
+            raise ConfigError(f"source {raw[0]} has raw tokens: leave it or mix_window out")
         skips = Skips(self.skips)
         vars(self)["skips"] = skips.ranges
         phases = self.run_phases(dict.fromkeys(self.sources, 1))

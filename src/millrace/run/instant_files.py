@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
+from millrace.files import checksum
 from millrace.names import BIN, IDX
 from millrace.order import part_range, split_ranges
 from millrace.order.splits import Range
@@ -17,6 +19,7 @@ from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig, InstantSource
 from millrace.storage import storage_of
 from millrace.store import IndexedDataset, RawTokens
+from millrace.store.info import read_info
 from millrace.store.layout import read_header
 
 
@@ -86,8 +89,22 @@ class SourceFile:
                 f"the run began with {self.num_tokens}, {self.dtype}. Restore the file, or correct "
                 "the dtype"
             )
+        _ = self._sums  # of now: other files may take their place
         self._compare_tokenizers()
         return store
+
+    @cached_property
+    def _sums(self) -> str | None:
+        info = None if self._is_raw else read_info(self.prefix)
+        if info is None or info.bin is None:
+            return None
+        return checksum([f"{info.bin} {info.idx}".encode()])
+
+    @property
+    def content(self) -> str:
+        """A hash of the sidecar's checksums; without them, of the sizes and of parts of the files,
+        which are opened for it."""
+        return self._sums or self.store.fingerprint
 
     @property
     def _file(self) -> IndexedDataset | RawTokens:
@@ -100,6 +117,17 @@ class SourceFile:
         if conflict := tokenizer_conflict([*known, record]):
             raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
         known.append(record)
+
+    def sequences_in(self, start: int, stop: int) -> tuple[NDArray[np.int64], ...]:
+        """The sequences that hold tokens [start, stop). See `MixedOrder`."""
+        store: Any = self.store
+        pointers, size = store.sequence_pointers, self.dtype.itemsize
+        # NumPy's search would copy all pointers, which are not aligned in the file.
+        first = bisect.bisect_right(pointers, start * size) - 1
+        end = max(bisect.bisect_left(pointers, stop * size), first + 1)
+        store.check_sequences(first, end)  # a damaged index is an error
+        numbers = np.arange(first, end)
+        return numbers, pointers[first:end] // size, store.documents_of(numbers)
 
     def document_start(self, token: int) -> int:
         """The first token of a document from a token on; the number of tokens behind the last."""
@@ -124,11 +152,21 @@ class SourceRange:
         file: The token file.
         bounds: First token, and end, before they are moved to the starts of documents.
         max_epochs: Number of epochs after which it takes no part; None: no limit.
+        mix_window: Number of samples in a window, in which documents are permuted.
     """
 
     file: SourceFile
     bounds: Range
     max_epochs: int | None
+    mix_window: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the tokens of the samples, as plain values."""
+        file = self.file
+        identity = {"tokens": file.num_tokens, "dtype": file.dtype.name, "range": [*self.bounds]}
+        mixing = {"mix_window": self.mix_window} if self.mix_window > 1 else {}
+        return {**identity, **mixing, "content": file.content}
 
     @property
     def rough_tokens(self) -> int:
@@ -156,8 +194,8 @@ def ranges_of(
     """The ranges of train, valid and test; None for a split without a share."""
     start, stop = part_range(file.num_tokens, source.part)
     split = "1,0,0" if config.split is None else config.split
-    caps = (source.max_epochs, None, None)
+    own = ((source.max_epochs, config.mix_window), (None, 1), (None, 1))
     return [
-        None if ends is None else SourceRange(file, (start + ends[0], start + ends[1]), cap)
-        for ends, cap in zip(split_ranges(stop - start, split), caps, strict=True)
+        None if ends is None else SourceRange(file, (start + ends[0], start + ends[1]), *limits)
+        for ends, limits in zip(split_ranges(stop - start, split), own, strict=True)
     ]

@@ -1,5 +1,6 @@
 """The datasets of a run in the instant order."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from millrace.checks import MAX_INT64
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
 from millrace.order import RULES_VERSION, SPLITS, Spans
-from millrace.order.instant import InstantOrder, num_windows
+from millrace.order.instant import InstantOrder, MixedOrder, num_windows
 from millrace.order.mixture_tree import ONE
 from millrace.order.phases import Phase, Phases
 from millrace.provenance.tokenizers import TokenizerRecord
@@ -23,9 +24,10 @@ from millrace.run.skips import Skips
 from millrace.samples import BlendedDataset, GPTDataset, TokenBatch, TokenDataset
 from millrace.samples.dataset import check_numbers
 from millrace.samples.fields import Batch, BatchForm, SampleOptions
+from millrace.samples.stored import Sources
 from millrace.samples.tokens import Numbers
 
-_MOST_NAMES = 64  # sources that a fingerprint names; of more it has a checksum
+_MOST_NAMES = 64  # sources whose shares and files a fingerprint lists; of more it has checksums
 
 
 class PhasedDataset(TokenDataset):
@@ -128,6 +130,10 @@ class PhasedDataset(TokenDataset):
         segment, samples = self._located(check_numbers(sample_numbers, len(self)))
         return segment.spans(samples)
 
+    def sources_of(self, numbers: Numbers) -> Sources:
+        segment, samples = self._located(numbers)
+        return segment.sources_of(samples)
+
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         segment, samples = self._located(check_numbers(sample_numbers, len(self)))
         segment.prefetch(samples)
@@ -137,7 +143,11 @@ class PhasedDataset(TokenDataset):
         name = self.mixture.names[number]
         source = self._ranges[name]
         first, end = source.tokens
-        order = InstantOrder(
+        kind: Any = InstantOrder
+        if source.mix_window > 1:
+            sequences_in = source.file.sequences_in
+            kind = partial(MixedOrder, mix_window=source.mix_window, sequences_in=sequences_in)
+        order = kind(
             end - first,
             name,
             self._config.seed,
@@ -170,25 +180,28 @@ class PhasedDataset(TokenDataset):
     def _past(self, consumed_samples: int) -> dict[str, Any]:
         if consumed_samples == 0:
             return {"phases": {}, "skips": [], "sources": {}}
-        last = int(self._skips.samples(np.array([consumed_samples - 1]))[0])
+        end = int(self._skips.samples(np.array([consumed_samples - 1]))[0]) + 1
         phases: dict[str, Any] = {}
-        names: set[str] = set()
-        for stretch in self.mixture.past(last + 1):
-            names.update(stretch.names)
+        past = self.mixture.past(end)
+        drawn: set[str] = set()
+        for stretch, stop in zip(past, [*(one.start for one in past[1:]), end], strict=True):
+            if not drawn.issuperset(stretch.names):
+                counts = stretch.tree.counts(stop - stretch.start)
+                drawn.update(itertools.compress(stretch.names, counts))
             if stretch.start not in self._shares:  # 10 ms for thousands of sources
                 pairs = zip(stretch.names, stretch.shares, strict=True)
-                self._shares[stretch.start] = _short({name: q / ONE for name, q in pairs})
+                shares = {name: q / ONE for name, q in pairs}
+                is_long = len(shares) > _MOST_NAMES
+                self._shares[stretch.start] = arrays.fingerprint(shares) if is_long else shares
             phases[f"{stretch.phase} from sample {stretch.start}"] = {
                 "sequence_length": self.mixture.length_of(stretch),
                 "shares": self._shares[stretch.start],
             }
-        sources = {
-            name: [one.file.num_tokens, one.file.dtype.name, *one.bounds]
-            for name, one in self._ranges.items()
-            if name in names
-        }
+        sources: Any = {name: one.identity for name, one in self._ranges.items() if name in drawn}
+        if len(sources) > _MOST_NAMES:
+            sources = {name: arrays.fingerprint(one)[:16] for name, one in sources.items()}
         skips = self._skips.before(consumed_samples)
-        return {"phases": phases, "skips": skips, "sources": _short(sources)}
+        return {"phases": phases, "skips": skips, "sources": sources}
 
 
 class _HeldOutDataset(PhasedDataset):
@@ -212,10 +225,6 @@ class _HeldOutDataset(PhasedDataset):
         return Phases(self._ranges, [replace(phase, weights=weights)])  # type: ignore[arg-type]
 
 
-def _short(entries: dict[str, Any]) -> Any:
-    return entries if len(entries) <= _MOST_NAMES else arrays.fingerprint(entries)
-
-
 class _Segment(BlendedDataset):
     """A part of a run with one sequence length, by sample numbers."""
 
@@ -234,6 +243,12 @@ class _Segment(BlendedDataset):
 
     def __len__(self) -> int:
         return MAX_INT64
+
+    def sources_of(self, numbers: Numbers) -> Sources:
+        sources: Sources = {}
+        for number, dataset, in_dataset, _ in self._draws(numbers)[1]:
+            [sources[self.order.names[number]]] = dataset.sources_of(in_dataset).values()
+        return sources
 
 
 class _OnDemand:

@@ -23,7 +23,7 @@ from millrace.samples.dataset import (
 )
 from millrace.samples.fields import FIELDS, SOURCE_FIELDS, Batch, BatchForm
 from millrace.samples.rows import rows
-from millrace.samples.stored import Leaves, StoredTokens, gather, gather_tokens
+from millrace.samples.stored import Leaves, Sources, StoredTokens, gather, gather_tokens
 from millrace.samples.tokens import Numbers, TokenBatch, check_tokens, concatenate, fingerprint_of
 
 _UNEVEN = ("cu_seqlens", "max_seqlen", "document_numbers", "document_bounds")
@@ -188,6 +188,16 @@ class BlendedDataset(TokenDataset):
                 batch = batch.with_arrays(part_source=sources + inner)
             batches.append(batch)
         return batches[0] if len(batches) == 1 else concatenate(batches).select(_order(draws))
+
+    def sources_of(self, numbers: Numbers) -> Sources:
+        sources: Sources = {}
+        for _, dataset, in_dataset, _ in self._draws(numbers)[1]:
+            own = {name_of(dataset): (len(in_dataset), None)}
+            if hasattr(dataset, "sources_of"):
+                own = dataset.sources_of(in_dataset)
+            for name, (count, epochs) in own.items():
+                sources[name] = sources.get(name, (0, None))[0] + count, epochs
+        return sources
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens the samples are made of; each dataset numbers sequences of its own."""

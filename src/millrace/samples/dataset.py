@@ -11,7 +11,7 @@ from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.samples.fields import Batch, BatchForm, SampleOptions
 from millrace.samples.rows import mask_losses, rows
-from millrace.samples.stored import Leaves, StoredTokens, documents_of, gather
+from millrace.samples.stored import Leaves, Sources, StoredTokens, documents_of, gather
 from millrace.samples.tokens import (
     Numbers,
     TokenBatch,
@@ -165,6 +165,11 @@ class TokenDataset:
         if leaves is not None:
             return gather(leaves, options, form, numbers)
         return rows(self._tokens_for(numbers, form), options, form)
+
+    def sources_of(self, numbers: Numbers) -> Sources:
+        """What some samples are drawn from."""
+        inner = getattr(self.source, "sources_of", None)
+        return {} if inner is None else inner(numbers)
 
     def leaves(self, numbers: Numbers) -> Leaves | None:
         """The samples for one call of the core; None if the core cannot read them."""

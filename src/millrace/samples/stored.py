@@ -20,6 +20,9 @@ from millrace.store.token_file import TokenFile
 _OUTSIDE = "an index points outside its data: {}. Write it again"
 
 
+Sources = dict[str, tuple[int, float | None]]
+"""How many samples each source has, by its name, and its epochs up to the last one, if known."""
+
 TokenStore = IndexedDataset | RawTokens | Shards
 """Stored tokens: a token file, raw tokens, or the shards of a folder."""
 
@@ -92,6 +95,12 @@ class StoredTokens:
             span = f"{counts[place]} tokens from token {offsets[place]} on"
             raise ValueError(f"a span has {span}; the store has {num_tokens}")
         return offsets * size, counts * size
+
+    def sources_of(self, sample_numbers: Numbers) -> Sources:
+        """See `TokenDataset`."""
+        epochs = getattr(self.order, "epochs", None)
+        last = int(max(sample_numbers, default=-1))
+        return {self.prefix: (len(sample_numbers), None if epochs is None else epochs(last + 1))}
 
     @property
     def is_remote(self) -> bool:
