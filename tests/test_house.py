@@ -50,8 +50,8 @@ LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2250, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2360, "the names of another library"),
-    "order": (2020, "three orders, each with its mixture"),
-    "run": (2200, "two orders, each with a configuration and datasets"),
+    "order": (2060, "three orders, each with its mixture"),
+    "run": (2220, "two orders, each with a configuration and datasets"),
     "store": (2320, "verification could be a room of its own"),
     "samples": (2340, "token batches, rows, transforms, and the way through the core"),
 }
