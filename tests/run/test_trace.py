@@ -142,7 +142,7 @@ def test_the_verb(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     assert "\n  sample 3, skipped\n" in trace("--line", f"{tmp_path}/{name}.jsonl:{line}")
     assert "in no sample" in trace("--source", "a", "--document", "0")
     assert "and more" in trace("--source", "a", "--document", "4", "--limit", "1")
-    assert "no document of the run comes from line 41" in trace("--line", "a.jsonl:41")
+    assert "no document of the run comes from a.jsonl:41" in trace("--line", "a.jsonl:41")
     report = trace("--held-out", "lines.txt")
     assert report.startswith("1 ")
     assert "3 documents of the run come from the list" in report

@@ -1,6 +1,7 @@
 """Documents of a run by the lines of files that they came from, and whether they were drawn."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -12,9 +13,11 @@ from millrace.errors import ConfigError
 from millrace.inspect.trace import NO_ORIGINS, Trace, Visit, format_origin
 from millrace.provenance.origins import import_pyarrow
 
+_LINE = re.compile("(.+):([0-9]{1,18})", re.DOTALL)  # FILE:N
+
 
 def find_documents(
-    trace: Trace, lines: Iterable[tuple[str, int]], ids: Iterable[str] = (), source: Any = None
+    trace: Trace, lines: Iterable[str], ids: Iterable[str] = (), source: str | None = None
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """The documents that came from some lines, or have some ids.
 
@@ -23,7 +26,7 @@ def find_documents(
 
     Args:
         trace: The trace of the run.
-        lines: Pairs of a file and the number of a line, or row.
+        lines: FILE:N for each line, or row.
         ids: The ids.
         source: Name of the source to look in; None: all of them.
 
@@ -31,15 +34,17 @@ def find_documents(
         The name of the source, the number of the document and its `Origin` by name.
 
     Raises:
-        ConfigError: A source without origins.
+        ConfigError: A source without origins, or a line that is not FILE:N.
     """
     import_pyarrow()
     import pyarrow as pa
     import pyarrow.compute
 
     files, own_ids = defaultdict[int, list[str]](list), {*ids}
-    for path, line in lines:
-        files[line].append(path)
+    for line in lines:
+        if (parts := _LINE.fullmatch(line)) is None:
+            raise ConfigError(f"a line is {line}: give FILE:N, such as web.jsonl:17")
+        files[int(parts[2])].append(parts[1])
     wanted, wanted_ids = np.array([*files], np.int64), pa.array([*own_ids], pa.string())
     bounds = (0, MAX_INT64) if own_ids else (min(files), max(files))
     places = range(len(trace.names)) if source is None else trace.sources(source)
@@ -81,16 +86,15 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
         ConfigError: A source without origins, or a list that is empty, or cannot be read: nothing
             can be proved.
     """
-    lines, ids = list[tuple[str, int]](), set[str]()
+    lines, ids = list[str](), set[str]()
     try:
         with open(path, encoding="utf-8") as file:
             for number, entry in enumerate(map(str.strip, file), 1):
-                place, _, line = entry.rpartition(":")
-                id_: Any = entry or None
+                line, id_ = entry, entry or None
                 if entry.startswith("{"):
-                    place, line, id_ = path, str(number), json.loads(entry).get("id")
-                if place and line.isdecimal():
-                    lines.append((place, int(line)))
+                    line, id_ = f"{path}:{number}", json.loads(entry).get("id")
+                if _LINE.fullmatch(line):
+                    lines.append(line)
                 if id_ is not None:
                     ids.add(id_ if isinstance(id_, str) else json.dumps(id_))
     except (OSError, ValueError) as error:

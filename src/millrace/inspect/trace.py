@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import check_choice, check_int, printable, printable_lines, shown
+from millrace.checks import check_choice, check_int, check_ints, printable, printable_lines, shown
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, MillraceError
 from millrace.order import SPLITS
@@ -267,15 +267,16 @@ class Trace:
 
         Args:
             source: A name for `sources`.
-            documents: Number of a document in the token file, or ascending numbers.
+            documents: Number of a document in the token file, or several numbers.
             until: Sample number at which to stop; None: the end of the run.
         """
         stop = self.num_samples if until is None else min(until, self.num_samples)
-        wanted = np.atleast_1d(np.asarray(documents, np.int64))
+        wanted = np.unique(check_ints("documents", np.atleast_1d(documents)))
         for number in self.sources(source):
             store = self.store(number)
+            store.documents_of(wanted[:0])  # an error for raw tokens, which have none
             count = store.num_documents if isinstance(store, IndexedDataset) else len(store)
-            for document in (wanted[0], wanted[-1]):
+            for document in wanted.tolist():
                 check_int(f"the document of {source}", document, 0, count - 1)
             for samples in filter(len, self._candidates(number, wanted, stop)):
                 sequences, _, _, bounds = self._dataset.spans(samples)

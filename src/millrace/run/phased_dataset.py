@@ -138,13 +138,15 @@ class PhasedDataset(TokenDataset):
         name = self.mixture.names[source]
         for stretch, end in self.mixture.stretches():
             if name in stretch.names:
-                leaf, end = stretch.names.index(name), int(min(end, stop))
+                leaf, size = stretch.names.index(name), int(min(end, stop)) - stretch.start
                 first = int(stretch.drawn[leaf])
-                count = stretch.tree.counts(end - stretch.start)[leaf]
+                # No more than that are drawn: in a stretch, the limit is 3.4 more than the share.
+                last = first + stretch.shares[leaf] * size // ONE + 5
                 dataset = self._segments[self.mixture.segments[stretch.phase]].datasets[source]
-                for draws in dataset.order.find(tokens, (first, first + count)):
-                    places = [stretch.tree.find(leaf, draw - first) for draw in draws.tolist()]
-                    yield stretch.start + np.array(places, np.int64)
+                for draws in dataset.order.find(tokens, (first, last)):
+                    found = (stretch.tree.find(leaf, draw - first) for draw in draws.tolist())
+                    places = np.fromiter(found, np.int64)
+                    yield stretch.start + places[places < size]
             if end >= stop:
                 return
 

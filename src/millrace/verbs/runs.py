@@ -111,14 +111,11 @@ def _documents_of(own: TraceOptions, trace: inspect.Trace) -> list[tuple[str, in
     if own.document is not None and own.source is not None:
         number = trace.sources(own.source)[0]
         return [(own.source, own.document, trace.origin(number, own.document))]
-    path, _, line = str(own.line).rpartition(":")
-    if not (path and line.isdecimal()):
-        raise UsageError(f"--line is {own.line}: give FILE:N, such as web.jsonl:17")
-    documents = [*inspect.find_documents(trace, [(path, int(line))], source=own.source)]
+    documents = [*inspect.find_documents(trace, [str(own.line)], source=own.source)]
     if not documents:
         raise ConfigError(
-            f"no document of the run comes from line {line} of {path}: `millrace tokenize` has "
-            "left it out, or had another path"
+            f"no document of the run comes from {own.line}: `millrace tokenize` left it out, or had "
+            "another path"
         )
     return documents
 
