@@ -114,8 +114,8 @@ def _documents_of(own: TraceOptions, trace: inspect.Trace) -> list[tuple[str, in
     documents = [*inspect.find_documents(trace, [str(own.line)], source=own.source)]
     if not documents:
         raise ConfigError(
-            f"no document of the run comes from {own.line}: `millrace tokenize` left it out, or had "
-            "another path"
+            f"no document of the run comes from {own.line}: `millrace tokenize` left it out, or "
+            "its path was another"
         )
     return documents
 
