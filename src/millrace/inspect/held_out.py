@@ -51,7 +51,7 @@ def find_documents(
     for name, number in {trace.names[one]: one for one in places}.items():  # parts of a file: once
         file = getattr(trace.store(number), "origins_file", None)
         if file is None:
-            raise ConfigError(f"{name}: {NO_ORIGINS}")
+            raise ConfigError(f"{name}: {NO_ORIGINS}. To look elsewhere, name a source")
         for first, table in file.groups_with(*bounds):
             has_id = pa.compute.is_in(table.column("id"), wanted_ids).to_numpy()
             rows = np.flatnonzero(np.isin(table.column("line"), wanted) | has_id)

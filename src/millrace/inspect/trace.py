@@ -24,7 +24,7 @@ from millrace.run.phased_dataset import PhasedDataset
 from millrace.run.skips import Skips
 from millrace.samples import BlendedDataset, TransformedDataset
 from millrace.sampling import BatchSizeSchedule, GlobalBatchSampler
-from millrace.store import IndexedDataset
+from millrace.store import IndexedDataset, RawTokens
 
 _CHUNK_SIZE = 1 << 16  # samples that are looked at together
 NO_ORIGINS = "no PREFIX.origins.parquet, which `millrace tokenize` writes, tells file and line"
@@ -159,8 +159,8 @@ class Trace:
         batch = self._dataset.tokens([number])
         mask = self._dataset.batch([number])["loss_mask"][0]
         all_trained = np.append(False, mask > 0)[: len(batch.tokens)]
-        none = np.full(len(batch.part_starts), -1)
-        sources = none + 1 if batch.part_source is None else batch.part_source
+        none = np.zeros(len(batch.part_starts), np.int64)
+        sources = none if batch.part_source is None else batch.part_source
         sequences = none if batch.part_sequence is None else batch.part_sequence
         places = np.stack((sources, sequences, batch.part_offset), axis=1).tolist()
         decoders = {source: self._decoder(source) for source in {*sources.tolist()}}
@@ -168,7 +168,7 @@ class Trace:
         for (source, sequence, offset), bound in zip(places, bounds, strict=True):
             tokens, trained = batch.tokens[slice(*bound)], all_trained[slice(*bound)]
             store, document, origin = self.store(source), None, None
-            if sequence >= 0:
+            if not isinstance(store, RawTokens):
                 document = int(store.documents_of(np.array([sequence]))[0])
                 origin = self.origin(source, document)
                 if isinstance(store, IndexedDataset):
@@ -177,7 +177,7 @@ class Trace:
             part = TracedPart(
                 source=self.names[source],
                 document=document,
-                sequence=None if sequence < 0 else sequence,
+                sequence=None if document is None else sequence,
                 start=offset,
                 stop=offset + len(tokens),
                 origin=origin,
@@ -270,7 +270,8 @@ class Trace:
             documents: Number of a document in the token file, or several numbers.
             until: Sample number at which to stop; None: the end of the run.
         """
-        stop = self.num_samples if until is None else min(until, self.num_samples)
+        stop = self.num_samples if until is None else check_int("until", until, 0)
+        stop = min(stop, self.num_samples)
         wanted = np.unique(check_ints("documents", np.atleast_1d(documents)))
         for number in self.sources(source):
             store = self.store(number)
