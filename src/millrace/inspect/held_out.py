@@ -86,7 +86,7 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
         ConfigError: A source without origins, or a list that is empty, or cannot be read: nothing
             can be proved.
     """
-    lines, ids = list[str](), set[str]()
+    lines, ids, number = list[str](), set[str](), 0
     try:
         with open(path, encoding="utf-8") as file:
             for number, entry in enumerate(map(str.strip, file), 1):
@@ -97,8 +97,8 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
                     lines.append(line)
                 if id_ is not None:
                     ids.add(id_ if isinstance(id_, str) else json.dumps(id_))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): give JSONL, or plain text") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number}: neither JSON nor plain text ({error})") from None
     if not lines and not ids:
         raise ConfigError(f"{path} is empty, so that it holds nothing out: give another list")
     documents: dict[str, dict[Any, Any]] = defaultdict(dict)

@@ -191,10 +191,12 @@ class Trace:
     def step(self, number: int, rank: int | None = None, ranks: int = 1) -> list[int]:
         """The sample numbers of a step, of all ranks or of one."""
         size = 1 if rank is None else self._micro_batch_size
+        if size is None:
+            raise ConfigError("ranks need the micro_batch_size of the run: add it to its file")
         sampler = GlobalBatchSampler(
             self._num_positions,
             global_batch_size=self.schedule,
-            micro_batch_size=check_int("micro_batch_size of the run", size, 1),
+            micro_batch_size=size,
             data_parallel_rank=rank or 0,
             data_parallel_size=ranks,
         )
