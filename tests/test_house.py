@@ -50,8 +50,8 @@ LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2250, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2360, "the names of another library"),
-    "order": (2120, "three orders, each with its mixture; windows of mixed documents"),
-    "run": (2310, "two orders, each with a configuration and datasets; trials"),
+    "order": (2200, "three orders, each with its mixture; windows of mixed documents"),
+    "run": (2340, "two orders, each with a configuration and datasets; trials"),
     "store": (2320, "verification could be a room of its own"),
     "samples": (2340, "token batches, rows, transforms, and the way through the core"),
 }

@@ -9,20 +9,30 @@ from millrace.inspect.description import (
     format_description,
     format_shards,
 )
+from millrace.inspect.held_out import check_held_out, find_documents, format_held_out
 from millrace.inspect.packs import PackDescription, describe_packs, format_packs, packs_svg
 from millrace.inspect.shares import shares_svg
+from millrace.inspect.trace import Trace, TracedPart, Visit, format_origin, format_sample
 
 __all__ = [
     "Description",
     "PackDescription",
     "ShardsDescription",
+    "Trace",
+    "TracedPart",
+    "Visit",
+    "check_held_out",
     "describe",
     "describe_packs",
     "describe_shards",
+    "find_documents",
     "format_chat",
     "format_description",
+    "format_held_out",
+    "format_origin",
     "format_packs",
     "format_report",
+    "format_sample",
     "format_shards",
     "packs_svg",
     "shares_svg",

@@ -5,7 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from millrace.checks import MAX_INT64, check_bool, check_int, check_ints
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
 from millrace.order.spans import RULES_VERSION, CoreOrder, Spans
+from millrace.order.splits import Range
 
 Pieces = NDArray[np.int64]
 """Pieces of a window: their sequences, first tokens in them, and counts of tokens, [3, pieces]."""
@@ -141,6 +142,34 @@ class InstantOrder(CoreOrder):
         place = self.num_tokens, self.sequence_length, self.mix_window
         epoch, length, drawn = self.position.after(num_samples, *place)
         return epoch + drawn / (num_windows(self.num_tokens, length) * length)
+
+    def find(self, tokens: Range, samples: Range) -> Iterator[NDArray[np.int64]]:
+        """Those of a range of samples that may hold some tokens of the token file.
+
+        The samples in whose windows the tokens lie: not all of them need hold any.
+
+        Returns:
+            Ascending numbers for each epoch, int64 [n].
+        """
+        (start, stop), length = samples, self.sequence_length
+        while start < stop:
+            here = self.position
+            if start > 0:
+                here = here.after(start, self.num_tokens, length, self.mix_window)
+                here = here.before_draw(self.num_tokens, length, self.mix_window)
+            epoch, window, drawn = here
+            philox = np.random.Philox(key=source_key(self.seed, self.name), counter=epoch)
+            offset, key = map(int, philox.random_raw(2))
+            # The label behind a window belongs to its last sample.
+            first, last = (token - self.first_token - (offset * window >> 64) for token in tokens)
+            size = num_windows(self.num_tokens, window)
+            windows = np.arange(max(first - 1, 0) // window, min(-(-last // window), size))
+            places = _native.swap_or_not(windows, size, key, False)
+            begins = places[:, None] * window + np.arange(0, window, length)
+            end = min(start + here.samples_left(self.num_tokens, length), stop)
+            numbers = np.sort(start + (begins.reshape(-1) - drawn) // length)
+            yield numbers[(numbers >= start) & (numbers < end)]
+            start = end
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the spans; not the number of samples, for any sample is the same."""

@@ -9,7 +9,7 @@ import itertools
 import math
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -239,25 +239,31 @@ class Phases(Renewed):
 
     def find(self, segment: int, name: str, number: int) -> int:
         """The sample that is a source's of that number in a segment; -1: none. See `draws`."""
-        place = 0
-        while True:
-            if place == len(self._stretches):
-                if self._end is None:
-                    return -1
-                self.stretch_of(self._end)
-            stretch = self._stretches[place]
+        for stretch, end in self.stretches():
             of = self.segments[stretch.phase]
             if of > segment:
-                return -1
+                break
             if of == segment and name in stretch.names:
                 leaf = stretch.names.index(name)
-                end = self._end
-                if place + 1 < len(self._stretches):
-                    end = self._stretches[place + 1].start
                 before = int(stretch.drawn[leaf])
                 sample = stretch.start + stretch.tree.find(leaf, number - before)
-                if number >= before and (end is None or sample < end):
+                if number >= before and sample < end:
                     return sample
+        return -1
+
+    def stretches(self) -> Iterator[tuple[Stretch, float]]:
+        """The stretches one by one, computed when they are asked for, and the end of each."""
+        place = 0
+        while True:
+            with self._lock:
+                if place == len(self._stretches):
+                    self._go_on(int(self._end))  # type: ignore[arg-type]
+                ends = [one.start for one in self._stretches[place + 1 : place + 2]]
+                end = min(ends, default=math.inf if self._end is None else self._end)
+                stretch = self._stretches[place]
+            yield stretch, end
+            if end == math.inf:
+                return
             place += 1
 
     def past(self, sample_number: int) -> list[Stretch]:

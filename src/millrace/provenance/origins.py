@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -103,20 +104,30 @@ class OriginsFile:
             )
         counts = [self._metadata.row_group(n).num_rows for n in range(parquet.num_row_groups)]
         self._ends = np.cumsum([0, *counts])
+        self._last: tuple[int, Any] = (-1, None)  # row group: the next document is in it, mostly
 
     def tables(self, start: int, stop: int) -> Iterator[Any]:
         """The rows of documents [start, stop) as pyarrow tables, one for each row group."""
-        parquet = self._parquet()
         group = int(np.searchsorted(self._ends, start, side="right")) - 1
         while start < stop:
             first, end = self._ends[group : group + 2].tolist()
-            with self._as_data_error():
-                table = parquet.read_row_group(group, use_threads=False)
-                table.validate(full=True)
+            kept, table = self._last
+            if kept != group:
+                with self._as_data_error():
+                    table = self._parquet().read_row_group(group, use_threads=False)
+                    table.validate(full=True)
+                self._last = group, table
             if len(table) != end - first:
                 raise DataError(f"{self.path} is damaged in row group {group}. {_REMEDY}")
             yield table.slice(start - first, min(stop, end) - start)
             start, group = end, group + 1
+
+    def groups_with(self, low: float, high: float) -> Iterator[tuple[int, Any]]:
+        """The row groups that may have lines from `low` to `high`: first document, and table."""
+        for group, (start, stop) in enumerate(itertools.pairwise(self._ends.tolist())):
+            lines = self._metadata.row_group(group).column(1).statistics
+            if not (lines and lines.has_min_max) or (lines.min <= high and low <= lines.max):
+                yield from ((start, table) for table in self.tables(start, stop))
 
     def origin(self, document: int) -> Origin:
         sources, _, lines, byte_offsets, ids = self.read(document, document + 1)

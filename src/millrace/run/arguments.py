@@ -19,7 +19,7 @@ from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.trials import trial_of
-from millrace.sampling import RampUp
+from millrace.sampling import BatchSizeSchedule, RampUp
 from millrace.storage import Access
 
 LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
@@ -242,14 +242,20 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
     given = {name: value for name, value in fields.items() if name in names}
     if arguments.keys() & {"num_samples", "train_samples", "train_iters"}:
         given["num_samples"] = _num_samples(arguments, None)
-    rampup = arguments.get("rampup_batch_size")
-    if rampup and "global_batch_size" in arguments:
-        start, increment, samples = rampup
-        given["global_batch_size"] = RampUp(
-            start, increment, samples, arguments["global_batch_size"]
-        )
+    if arguments.get("rampup_batch_size"):
+        given["global_batch_size"] = schedule_from(arguments)
     config = InstantConfig(**{"seed": DEFAULT_SEED, **given}, access=_access(arguments))
     return trial_of(config, arguments["trial"]) if "trial" in arguments else config
+
+
+def schedule_from(arguments: Mapping[str, Any]) -> BatchSizeSchedule | None:
+    """The global batch sizes of a run; None without global_batch_size."""
+    names = ("global_batch_size", "rampup_batch_size")
+    size, rampup = (_read(name, arguments.get(name)) for name in names)
+    if size is None or not rampup:
+        return None if size is None else BatchSizeSchedule([(0, size)])
+    start, increment, samples = rampup
+    return RampUp(start, increment, samples, size)
 
 
 def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The datasets of a run in the instant order."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from millrace.order import RULES_VERSION, SPLITS, Spans
 from millrace.order.instant import InstantOrder, MixedOrder, num_windows
 from millrace.order.mixture_tree import ONE
 from millrace.order.phases import Phase, Phases
+from millrace.order.splits import Range
 from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig, check_starts
 from millrace.run.instant_files import SourceFile, SourceRange, ranges_of
@@ -137,6 +138,28 @@ class PhasedDataset(TokenDataset):
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         segment, samples = self._located(check_numbers(sample_numbers, len(self)))
         segment.prefetch(samples)
+
+    def find(self, source: int, tokens: Range, stop: int) -> Iterator[Numbers]:
+        """The samples before one that may hold some tokens of a source: see `InstantOrder.find`."""
+        name = self.mixture.names[source]
+        for stretch, end in self.mixture.stretches():
+            if name in stretch.names:
+                leaf, size = stretch.names.index(name), int(min(end, stop)) - stretch.start
+                first = int(stretch.drawn[leaf])
+                # No more than that are drawn: in a stretch, the limit is 3.4 more than the share.
+                last = first + stretch.shares[leaf] * size // ONE + 5
+                dataset = self._segments[self.mixture.segments[stretch.phase]].datasets[source]
+                for draws in dataset.order.find(tokens, (first, last)):
+                    found = (stretch.tree.find(leaf, draw - first) for draw in draws.tolist())
+                    places = np.fromiter(found, np.int64)
+                    yield stretch.start + places[places < size]
+            if end >= stop:
+                return
+
+    def unskipped(self) -> tuple["PhasedDataset", Skips]:
+        """The same run, without end, in which no sample is left out; and what was."""
+        whole = type(self)(self._ranges, self._phases, self._config, Skips([]), None)
+        return whole, self._skips
 
     def make_dataset(self, segment: int, options: SampleOptions, number: int) -> GPTDataset:
         """The samples of a source in a part of the run with one sequence length."""

@@ -1,15 +1,20 @@
 """`index`, `bench`, `cache` and `demo`."""
 
+import itertools
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from millrace import inspect
+from millrace.encoding import Tokenizer
+from millrace.errors import ConfigError
 from millrace.jobs import benchmark_report, indexing
 from millrace.jobs.benchmarking import BenchOptions, RunOptions, bench, run_of
 from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries, list_cache, prune_cache
 from millrace.jobs.indexing import IndexOptions
 from millrace.option_class import option, take_options
 from millrace.run import arguments as run_arguments
-from millrace.verbs import DamageError, JsonOption, Verb, json_text
+from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
 
 def _index(
@@ -39,6 +44,80 @@ def _bench(as_json: bool = False, **options: Any) -> str:
     run = run_of(**take_options(RunOptions, options))
     result = bench(run, **options)
     return json_text(result) if as_json else benchmark_report.format_result(result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    config: str = option("YAML or TOML file of the run", flags="config", metavar="RUN")
+    sample: int | None = option("number of a sample", None, least=0, metavar="K")
+    step: int | None = option(
+        "number of a step, from 0; with the next options the step before which to look", None
+    )
+    line: str | None = option("line, or row, of a file", None, metavar="FILE:N")
+    document: int | None = option("number of a document of --source", None, least=0)
+    held_out: str | None = option(
+        "JSONL, or text with an id or FILE:N on each line", None, metavar="FILE"
+    )
+    source: str | None = option("source of --document or --line", None, metavar="NAME")
+    until: int | None = option("sample before which to look", None, least=0)
+    rank: str | None = option("of a step: the samples of rank R of N", None, metavar="R/N")
+    split: str = option("train, valid or test; valid:1 is the second validation set", "train")
+    limit: int = option("most samples to print of a document", 100, least=1)
+    tokenizer: str | None = option(
+        "tokenizer to decode with", None, default_text="the token file's", metavar="FILE"
+    )
+
+
+def _trace(as_json: bool = False, **values: Any) -> str:
+    own = TraceOptions(**values)
+    asked = own.sample, own.line, own.document, own.held_out
+    is_one = asked.count(None) == 3 or (asked.count(None) == 4 and own.step is not None)
+    if not is_one or (own.document is not None and own.source is None):
+        raise UsageError("give --sample, --step, --line, --source and --document, or --held-out")
+    tokenizer = None if own.tokenizer is None else Tokenizer(own.tokenizer)
+    trace = inspect.Trace.of(own.config, own.split, tokenizer)
+    if own.sample is not None or asked.count(None) == 4:
+        samples = [trace.sample(number) for number in _samples_of(own, trace)]
+        return json_text(samples) if as_json else "\n\n".join(map(inspect.format_sample, samples))
+    until = own.until if own.step is None else trace.first_sample(own.step)
+    if own.held_out is not None:
+        report = inspect.check_held_out(trace, own.held_out, until)
+        text = json_text(report) if as_json else inspect.format_held_out(report)
+        if report["seen"]:
+            raise DamageError(f"{len(report['seen'])} held-out documents are drawn", text)
+        return text
+    lines, all_visits = [], []
+    for source, document, origin in _documents_of(own, trace):
+        more = trace.visits(source, document, until)
+        visits = [*itertools.islice(more, own.limit)]
+        all_visits += visits
+        lines.append(f"{source}: document {document}, {inspect.format_origin(origin)}")
+        lines += [f"  {visit}" for visit in visits] or ["  in no sample"]
+        lines += ["  and more: --limit"] if next(more, None) else []
+    return json_text(all_visits) if as_json else "\n".join(lines)
+
+
+def _samples_of(own: TraceOptions, trace: inspect.Trace) -> list[int]:
+    if own.sample is not None:
+        return [own.sample]
+    share = re.fullmatch(r"(\d+)/(\d+)", own.rank or "0/1")
+    if share is None:
+        raise UsageError(f"--rank is {own.rank}: give R/N, such as 3/8")
+    rank, ranks = map(int, share.groups())
+    return trace.step(own.step or 0, None if own.rank is None else rank, ranks)
+
+
+def _documents_of(own: TraceOptions, trace: inspect.Trace) -> list[tuple[str, int, Any]]:
+    if own.document is not None and own.source is not None:
+        number = trace.sources(own.source)[0]
+        return [(own.source, own.document, trace.origin(number, own.document))]
+    documents = [*inspect.find_documents(trace, [str(own.line)], source=own.source)]
+    if not documents:
+        raise ConfigError(
+            f"no document of the run comes from {own.line}: `millrace tokenize` left it out, or "
+            "its path was another"
+        )
+    return documents
 
 
 def _list(folder: str, as_json: bool = False) -> str:
@@ -93,6 +172,16 @@ VERBS = (
         "Measures how fast this machine feeds a run. Draws batches of the training data, cold "
         "and warm, and says how long training steps would wait, what bounds the rate, and how many "
         "accelerators it could feed.",
+    ),
+    Verb(
+        "trace",
+        _trace,
+        (TraceOptions, JsonOption),
+        "Says which documents a sample of a run holds, and which samples hold a document. "
+        "Computes both from the run and its data: nothing is logged while it trains. "
+        "Of a sample or step, prints source, document, file, line, range and text, with what is "
+        "trained on in brackets; of a document or line, the samples and steps that draw it. "
+        "With --held-out, exits with 1 if a document of the list is drawn before a step.",
     ),
     Verb("cache list", _list, (CacheOptions, JsonOption), "Lists the entries."),
     Verb(

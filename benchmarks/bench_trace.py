@@ -1,0 +1,103 @@
+"""A trace in the instant order, both ways, in a run of 10^13 tokens in 4,096 sources.
+
+The other column is the limit.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet  # noqa: F401  # the imports are not timed
+import yaml
+from common import LOWER, Report, Row, finish, number_of_runs, parser
+
+from millrace.inspect import Trace, find_documents, format_sample
+from millrace.provenance import OriginsWriter
+from millrace.store.writer import Entries, write_index
+
+NUM_TOKENS = 10**13 // 4096  # of each source
+LIMIT = 100.0  # ms
+NAME = "s0005"  # of the source with an index
+
+NOTES = [
+    "Sparse token files of equal size (uint16), random weights, sequence length 4,096, as many "
+    "samples as 10^13 tokens make. One source has an index and origins of 10^7 documents, of 244 "
+    "tokens each. The start (from the YAML file) is timed alone, without a limit here. Each other "
+    "row is the first thing that a new trace does: the source is opened for it."
+]
+
+
+def main() -> None:
+    options = parser(__doc__ or "").parse_args()
+    runs = number_of_runs(options)
+    num_sources, num_documents = (64, 10**5) if options.quick else (4096, 10**7)
+    report = Report("The trace", NOTES, runs, peer="limit")
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        write_run(Path(folder), num_sources, num_documents)
+        times: dict[str, list[float]] = {}
+        for run in range(runs):
+            for name, seconds in measure(Path(folder) / "run.yaml", run, num_documents).items():
+                times.setdefault(name, []).append(seconds * 1e3)
+    for name, values in times.items():
+        bar = None if name.startswith("start") else 1
+        report.rows.append(Row.compare(name, values, [LIMIT], "ms", better=LOWER, bar=bar))
+    finish(report, options)
+
+
+def write_run(folder: Path, num_sources: int, num_documents: int) -> None:
+    sources = {}
+    weights = np.random.default_rng(0).random(num_sources) + 0.1
+    for number, weight in enumerate(weights.tolist()):
+        name = f"s{number:04}"
+        sources[name] = {"prefix": str(folder / name), "weight": weight}
+        with open(folder / f"{name}.bin", "wb") as file:
+            file.truncate(2 * NUM_TOKENS)
+    lengths = np.full(num_documents, NUM_TOKENS // num_documents)
+    lengths[-1] += NUM_TOKENS - lengths.sum()
+    ones, step = np.ones(num_documents, np.int64), 10**5
+    starts = range(0, num_documents, step)
+    entries = (Entries(lengths[at : at + step], ones[at : at + step]) for at in starts)
+    write_index(str(folder / NAME), np.uint16, entries)
+    with OriginsWriter(folder / NAME) as origins:
+        for at in starts:
+            numbers = np.arange(at, at + step)
+            ids = [f"doc-{number}" for number in numbers.tolist()]
+            origins.add(["data/web.jsonl"], np.zeros(step, int), numbers + 1, 1000 * numbers, ids)
+    run = {"order": "instant", "seq-length": 4096, "global-batch-size": 512, "dtype": "uint16"}
+    counts = {"num-samples": [num_sources * NUM_TOKENS // 4096, 0, 0]}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**run, **counts, "sources": sources}))
+
+
+def measure(run: Path, seed: int, num_documents: int) -> dict[str, float]:
+    """Seconds of each step, at another place in each run."""
+    random, times = np.random.default_rng(seed), {}
+
+    def timed(name: str, act: Any) -> Any:
+        start = time.perf_counter()
+        value = act()
+        times[name] = time.perf_counter() - start
+        return value
+
+    def fresh() -> Trace:
+        trace = Trace.of(run)
+        trace._dataset.mixture  # noqa: B018
+        return trace
+
+    document = int(random.integers(num_documents))
+    trace = timed("start, not the trace", fresh)
+    visits = timed("document to samples", lambda: [*trace.visits(NAME, document)])
+    sample = visits[0].sample
+    trace = fresh()
+    timed("sample to documents, as text", lambda: format_sample(trace.sample(sample)))
+    trace = fresh()
+    line = [f"web.jsonl:{document + 1}"]
+    found = timed("line to document", lambda: [*find_documents(trace, line, source=NAME)])
+    assert found[0][1] == document
+    assert any(part.document == document for part in trace.sample(sample).parts)
+    return times
+
+
+if __name__ == "__main__":
+    main()

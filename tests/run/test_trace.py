@@ -1,0 +1,154 @@
+"""A trace against all samples of small runs, both ways; and the verb."""
+
+import json
+import random
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace import ConfigError, DatasetConfig, IndexedDatasetBuilder, build_datasets
+from millrace.cli import main
+from millrace.inspect import Trace
+from millrace.run import InstantConfig
+from millrace.run.skips import Skips
+from tests.run.test_instant_runs import History, write_sources
+
+
+def check_trace(dataset: Any, num: int, skips: Any = ()) -> None:
+    """Compares a trace with the first samples of a dataset."""
+    trace, samples = Trace(dataset), Skips(skips).samples(np.arange(num)).tolist()
+    holders: dict[tuple[str, int | None], list[int]] = defaultdict(list)
+    for number in range(samples[-1] + 1):
+        visit = trace.sample(number)
+        assert (visit.position is None) == (number not in samples)
+        if visit.position is not None:
+            assert samples[visit.position] == number
+            mask = dataset.batch([visit.position])["loss_mask"][0]
+            drawn = dataset.tokens([visit.position]).tokens
+            assert np.concatenate([part.tokens for part in visit.parts]).tolist() == drawn.tolist()
+            first, *trained = np.concatenate([part.trained for part in visit.parts]).tolist()
+            assert not first
+            assert trained + [False] * (len(mask) - len(trained)) == (mask > 0).tolist()
+        for part in visit.parts:
+            document = trace.store(trace.sources(part.source)[0]).document(part.document)
+            assert document[part.start : part.stop].tolist() == part.tokens
+            holders[part.source, part.document].append(number)
+    for name in trace.names:
+        for document in range(trace.store(trace.sources(name)[0]).num_documents):
+            visits = trace.visits(name, document, samples[-1] + 1)
+            expected = sorted({*holders[name, document]})
+            assert [visit.sample for visit in visits] == expected, (name, document)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_trace_of_an_instant_run_is_its_samples(seed: int, tmp_path: Path) -> None:
+    """Phases, lengths, caps and skips; parts of files and splits."""
+    rng = random.Random(seed)
+    history = History(rng, tmp_path)
+    for _ in range(3):
+        history.add_phase(max(history.model[-1][0], rng.randint(0, 100)))
+    check_trace(build_datasets(history.config()).train, rng.randint(50, 300), history.skips)
+    sources = {
+        name: {**one, "weight": 1, "part": [0.1, 0.9]}
+        for name, one in write_sources(rng, tmp_path, {"x": 900, "y": 700}).items()
+    }
+    config = InstantConfig(sources=sources, sequence_length=8, seed=seed, split="6,2,2")
+    for dataset in build_datasets(config):
+        check_trace(dataset, 120)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_trace_of_a_built_run_is_its_samples(seed: int, tmp_path: Path) -> None:
+    """Megatron-LM's order and packs: blends, splits, epochs, EOD masks, several sequences in a
+    document, empty ones."""
+    rng, random_ = random.Random(seed), np.random.default_rng(seed)
+    prefixes = [str(tmp_path / name) for name in "abc"[: rng.randint(1, 3)]]
+    for prefix in prefixes:
+        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+            for _ in range(rng.randint(20, 50)):
+                lengths = random_.integers(0, 12, rng.randint(0, 3))
+                tokens = random_.integers(1, 300, int(lengths.sum()))
+                builder.add_document(tokens, lengths=lengths)
+    packs = {"order": "millrace.order:PackPlan", "order_options": {"long_documents": "split"}}
+    weights = rng.choice([None, [rng.random() + 0.1 for _ in prefixes]])
+    config = DatasetConfig(
+        sequence_length=rng.choice([5, 8]),
+        seed=seed,
+        blend=(prefixes, weights),
+        split="6,2,2",
+        num_samples=rng.choice([(20, 5, 5), (150, 5, 5)]),
+        eod_token=7,
+        eod_mask_loss=rng.random() < 0.5,
+        pad_token=rng.choice([None, 9]),
+        add_extra_token=rng.random() < 0.7,
+        **(packs if seed % 3 == 0 else {}),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for dataset in build_datasets(config):
+            check_trace(dataset, len(dataset))
+
+
+def test_steps_are_the_schedules(tmp_path: Path) -> None:
+    """A ramp-up, skips and ranks, as a loader takes them."""
+    write_sources(random.Random(1), tmp_path, {"web": 900})
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"{{order: instant, seq-length: 8, global-batch-size: 8, micro-batch-size: 2, "
+        f"rampup-batch-size: [4, 4, 8], num-samples: [40, 0, 0], skips: [[6, 9]], "
+        f"sources: {{web: {{prefix: {tmp_path}/web, weight: 1}}}}}}"
+    )
+    trace = Trace.of(run)
+    steps = [0, 1, 2, 3], [4, 5, 9, 10], [*range(11, 19)]
+    assert tuple(map(trace.step, range(3))) == steps
+    assert [trace.step(2, rank, 2) for rank in (0, 1)] == [[11, 12, 15, 16], [13, 14, 17, 18]]
+    visits = [trace.sample(number) for number in (3, 7, 10, 11)]
+    assert [(one.position, one.step) for one in visits] == [(3, 0), (None, None), (7, 1), (8, 2)]
+    assert (trace.first_sample(2), trace.num_samples) == (11, 43)
+    with pytest.raises(ConfigError, match="no step 6: give one up to 5"):
+        trace.step(6)
+
+
+def test_the_verb(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"id": f"d{n}", "text": "word " * (n % 5)}) for n in range(40)]
+    for name in ("a", "b"):  # the same lines in both
+        Path(f"{name}.jsonl").write_text("\n".join(lines))
+        job = ["--input", f"{name}.jsonl", "--output-prefix", name, "--tokenizer", "bytes"]
+        assert main(["tokenize", *job]) == 0
+    sources = ", ".join(f"{name}: {{prefix: {name}_text_document, weight: 1}}" for name in "ab")
+    Path("run.yaml").write_text(
+        f"{{order: instant, seq-length: 16, global-batch-size: 4, num-samples: [90, 0, 0], "
+        f"skips: [[2, 6]], sources: {{{sources}}}}}"
+    )
+    Path("lines.txt").write_text("d5\nb.jsonl:8\n")
+
+    def trace(*options: str) -> str:
+        capsys.readouterr()
+        status = main(["trace", "run.yaml", *options])
+        text = capsys.readouterr()
+        return f"{status} {text.out}{text.err}"
+
+    (sample,) = json.loads(trace("--sample", "3", "--json")[2:])
+    assert sample["position"] is None
+    part = sample["parts"][-1]
+    line, name = part["origin"]["line"], part["source"]
+    assert "".join(text for _, text in part["texts"]) in "word word word word "
+    assert f"{name}.jsonl line {line}, id d{line - 1}" in trace("--sample", "3")
+    assert "\n  sample 3, skipped\n" in trace("--line", f"{tmp_path}/{name}.jsonl:{line}")
+    assert "in no sample" in trace("--source", "a", "--document", "0")
+    assert "and more" in trace("--source", "a", "--document", "4", "--limit", "1")
+    assert "no document of the run comes from a.jsonl:41" in trace("--line", "a.jsonl:41")
+    report = trace("--held-out", "lines.txt")
+    assert report.startswith("1 ")
+    assert "3 documents of the run come from the list" in report
+    assert "Equal text elsewhere is not found" in report
+    assert trace("--held-out", "a.jsonl", "--step", "0").startswith("0 80 documents")
+    assert "there is no source c" in trace("--source", "c", "--document", "0")
+    assert "the sample must be between 0 and 93" in trace("--sample", "94")
+    Path("a_text_document.origins.parquet").unlink()
+    assert "`millrace tokenize` writes" in trace("--held-out", "lines.txt")
