@@ -1,5 +1,6 @@
 """Masks of chats: what is trained on, and what is refused. For templates, see test_templates."""
 
+import itertools
 import re
 import unicodedata
 from dataclasses import replace
@@ -247,36 +248,35 @@ def test_long_chats_are_rendered_a_fixed_number_of_times(
     assert counts == []
 
 
-ODD_WORDS = ["a", " a", "b\n", "9001", "904170001", "<think>x", "[|user|]", "append", "long " * 9]
+# What a template may do with a text, and what it can only do with one that it reads.
 READING = """m.content; m.content | trim; 'x' + m.content.strip(); m.content | tojson; m.content * 2
-m.content | upper if m.content | length < 2 else m.content; m.content ~ (m.content in 'abc')
+m.content | upper if m.content | length < 2 else m.content
+m.content + (m.content in 'abc') | string; m.content if m.content else 'none'
 m.content + (m.content ~ '' == 'a') | string; m.content + ('%4s' % m.content) | length | string
-m.content + (messages[m.content] is defined) | string; ', '.join([m.content]) | length
+m.content + (messages[m.content] is defined) | string; ', '.join([m.content]) | length | string
 m.content + ('abc'.find(m.content)) | string; m.content + (m | string) | length | string
-m.content + {'a': 'y'}[m.content] | default('n'); m.content if m.content is in 'abc' else m.content
+m.content + {'a': 'y'}[m.content] | default('n'); 'y' if m.content is in 'abc' else m.content
 m.content + said(m.content); m.content + ('<b' in m.content) | string; '{}'.format(m.content)
 m.content | escape; m.content[:1] + m.content[1:]; m.content + (m.content == 'a') | string
-m.content + (m.content.split('/')[-1] | length) | string; m.content if m.content else 'none'"""
-SETUP = "{% macro said(x) %}{% set y %}{{ x }}{% endset %}{{ y | length }}{% endmacro %}"
+m.content + (m.content.strip('a') == '') | string; m.content + ([m.content] | string == '') | string
+m.content + (m.content.split('/')[-1] | length) | string"""
+SETUP = "{% macro said(x) %}{% set y %}{{ x }}{% endset %}{{ y == 'a' }}{% endmacro %}"
+ODD_WORDS = ["a", " a", "b\n", "904170001", "<think>x", "[|user|]", "count", "a/<b", "long " * 9]
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    words=st.lists(st.sampled_from(ODD_WORDS), min_size=2, max_size=6),
-    said=st.sampled_from(re.split(";\\s|\n", READING)),
-    prompt=st.sampled_from(["", "<think>", "{{ '<t>' if messages[-1].content | length > 5 }}"]),
-)
-def test_chats_are_proven_as_their_stand_ins(words: list[str], said: str, prompt: str) -> None:
-    source = PLAIN.replace("m.content", said).replace("[|assistant|]", "[|assistant|]" + prompt)
+@pytest.mark.parametrize("said", re.split(";\\s|\n", READING))
+def test_chats_are_proven_as_their_stand_ins(said: str) -> None:
     rules = ChatEncoder(Tokenizer("bytes"), PLAIN).rules
-    rules = replace(rules, template=JinjaTemplate(SETUP + source))
-    chat = conversation_of(
-        {"messages": [{**CHAT[n % 2], "content": w} for n, w in enumerate(words)]}
-    )
-    outcomes = []
-    for proving in (prove_chat, prove_chat, prove):
-        try:
-            outcomes.append(proving(chat, rules))
-        except TextError as error:
-            outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1] == outcomes[2]
+    for prompt in ("", "<think>", "{{ '<t>' if messages[-1].content | length > 5 }}"):
+        source = PLAIN.replace("m.content", said).replace("[|assistant|]", "[|assistant|]" + prompt)
+        rules = replace(rules, template=JinjaTemplate(SETUP + source))
+        for word, other in itertools.product(ODD_WORDS, ("a", "b")):
+            messages = [{**CHAT[0], "content": other}, {**CHAT[1], "content": word}]
+            chat = conversation_of({"messages": messages})
+            outcomes = []
+            for proving in (prove_chat, prove):
+                try:
+                    outcomes.append(proving(chat, rules))
+                except TextError as error:
+                    outcomes.append(str(error))
+            assert outcomes[0] == outcomes[1]
