@@ -124,7 +124,7 @@ def test_our_chatml() -> None:
     encoder = ChatEncoder(Tokenizer("bytes"))
     messages = [{"role": "system", "content": "s"}, *CHAT]
     (document,) = encoder.explain({"messages": messages})
-    assert document["routes"] == ("markers", "prompt", "tags")
+    assert document["routes"] == ("markers", "prompt")
     start = "<|im_start|>"
     assert "".join(document["texts"]) == (
         f"{start}system\ns<|im_end|>\n{start}user\nthe mill<|im_end|>\n"

@@ -114,11 +114,10 @@ def _check_plain(*values: Any) -> None:
 
 
 def guarded(template: Any, source: str) -> Any:
-    """A compiled template for sealed texts, in place of the one whose environment this takes; None
-    for one that reads texts where no guard can see it."""
+    """A compiled template made for sealed texts; None for one that reads where no guard sees it."""
     from jinja2 import nodes
 
-    environment = template.environment
+    environment = template.environment.overlay()
     tree = environment.parse(source)
     for node in tree.find_all(nodes.Compare):
         is_of_constant = isinstance(node.expr, nodes.Const) and len(node.ops) == 1

@@ -157,7 +157,7 @@ class ChatML:
 
     name = "ChatML"
     arguments: Mapping[str, Any] = {}
-    has_tags = True
+    has_tags = False
     literals: frozenset[str] = frozenset()
 
     def render(
@@ -166,13 +166,8 @@ class ChatML:
         """As `JinjaTemplate.render`."""
         if tools:
             raise TextError("our ChatML does not describe tools: give a template that does")
-        text, header = "", "<|im_start|>assistant\n"
-        for message in messages:
-            start = len(text)
-            text += f"<|im_start|>{message['role']}\n{_chatml_body(message)}<|im_end|>\n"
-            if message["role"] == "assistant" and tags is not None:
-                tags.append((start + len(header), len(text) - 1))
-        return text + header if has_prompt else text
+        bodies = [f"<|im_start|>{one['role']}\n{_chatml_body(one)}<|im_end|>\n" for one in messages]
+        return "".join(bodies) + "<|im_start|>assistant\n" * has_prompt
 
     def sealed(self) -> "ChatML":
         """As `JinjaTemplate.sealed`: it reads no text."""
@@ -183,18 +178,17 @@ class ChatML:
         return {"template": "millrace ChatML 1"}
 
 
-Template = JinjaTemplate | ChatML
-
-
 def _chatml_body(message: Message) -> str:
-    body = str(message["content"])
-    if message.get("reasoning_content"):
-        body = f"<think>\n{message['reasoning_content']}\n</think>\n\n{body}"
+    thought, body = message.get("reasoning_content"), str(message["content"])
+    body = f"<think>\n{thought}\n</think>\n\n{body}" if thought else body
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         call = {"name": function["name"], "arguments": function.get("arguments", {})}
         body += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
     return body
+
+
+Template = JinjaTemplate | ChatML
 
 
 def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
