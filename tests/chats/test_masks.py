@@ -258,8 +258,9 @@ m.content + ('abc'.find(m.content)) | string; m.content + (m | string) | length 
 m.content + {'a': 'y'}[m.content] | default('n'); 'y' if m.content is in 'abc' else m.content
 m.content + said(m.content); m.content + ('<b' in m.content) | string; '{}'.format(m.content)
 m.content | escape; m.content[:1] + m.content[1:]; m.content + (m.content == 'a') | string
-m.content + (m.content.strip('a') == '') | string; m.content + ([m.content] | string == '') | string
-m.content + (m.content.split('/')[-1] | length) | string"""
+m.content + (m.content.strip('a') == '') | string
+m.content + (([m.content] | string) | length) | string
+m.content + (m.content.split('/') | length) | string"""
 SETUP = "{% macro said(x) %}{% set y %}{{ x }}{% endset %}{{ y == 'a' }}{% endmacro %}"
 ODD_WORDS = ["a", " a", "b\n", "904170001", "<think>x", "[|user|]", "count", "a/<b", "long " * 9]
 
