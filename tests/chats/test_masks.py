@@ -273,7 +273,8 @@ def test_chats_are_proven_as_their_stand_ins(said: str) -> None:
         rules = replace(rules, template=JinjaTemplate(SETUP + source))
         for word, other in itertools.product(ODD_WORDS, ("a", "b")):
             messages = [{**CHAT[0], "content": other}, {**CHAT[1], "content": word}]
-            chat = conversation_of({"messages": messages})
+            blank = {"role": "system", "content": " \n" if other == "b" else ""}
+            chat = conversation_of({"messages": [blank, *messages]})
             outcomes = []
             for proving in (prove_chat, prove):
                 try:

@@ -7,12 +7,14 @@ that writes the same without reading them writes it for all words, so the mask i
 import bisect
 import itertools
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from millrace.chats.conversations import Conversation
 from millrace.chats.proof import Document, Rules, Span, Turn, prove
 from millrace.chats.sealed import SealedText
+from millrace.chats.templates import JinjaTemplate
 from millrace.errors import TextError
 
 _NUMBERS = [f"90417{number:04d}" for number in range(40)]
@@ -59,11 +61,9 @@ def _shape_of(chat: Conversation, rules: Rules) -> tuple[_Shape, list[str]]:
     for message, number, weight in zip(messages, _NUMBERS, chat.weights, strict=False):
         content = message["content"]
         words.append(content.strip())
-        if words[-1] == content:
-            shape.append((message["role"], content and number, weight))
-        else:  # white space around them, or nothing else
-            before, _, after = content.partition(words[-1] or content)
-            shape.append((message["role"], f"{before}{words[-1] and number}{after}", weight))
+        # Without words, the white space is a part of the shape.
+        held = content.replace(words[-1], number, 1) if words[-1] else content
+        shape.append((message["role"], held, weight))
     joined = "\0".join([message["content"] for message in messages])
     # Templates may look for these, and the prompt of a turn may hold the tag with which it begins.
     if any(literal in joined for literal in rules.template.literals):
@@ -83,11 +83,13 @@ def _stand_in(shape: _Shape, rules: Rules) -> _StandIn | None:
         for one in messages
     ]
     texts: dict[tuple[int, bool], str] = {}
+    if isinstance(template, JinjaTemplate):  # ours reads no text
+        template = replace(template, is_sealed=True)
     try:
-        text = template.sealed().render(sealed, None)
+        text = template.render(sealed, None)
         document, *others = prove(Conversation(messages, None, weights), rules, texts)
         for (length, has_prompt), one in texts.items():
-            is_alike = one == template.sealed().render(sealed[:length], None, has_prompt)
+            is_alike = one == template.render(sealed[:length], None, has_prompt)
             if not (is_alike and text.startswith(one)):
                 return None
     except TextError:

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version as version_of
 from typing import Any
 
@@ -41,7 +41,7 @@ class JinjaTemplate:
             read the clock.
         name: Name for messages.
         has_parts: Whether the template reads contents as lists of parts.
-        is_sealed: Whether the contents are `SealedText`.
+        is_sealed: Whether to refuse to read contents, which are `SealedText`.
 
     Attributes:
         has_tags: Whether the template marks what the model has written.
@@ -109,10 +109,6 @@ class JinjaTemplate:
             reason = f"{error}" or type(error).__name__
             raise TextError(f"{self.name} refuses the chat: {reason}") from None
 
-    def sealed(self) -> "JinjaTemplate":
-        """The template that refuses to read `SealedText`."""
-        return replace(self, is_sealed=True)
-
     def fingerprint(self) -> dict[str, Any]:
         """Plain values: all that decides the text."""
         return {
@@ -168,10 +164,6 @@ class ChatML:
             raise TextError("our ChatML does not describe tools: give a template that does")
         bodies = [f"<|im_start|>{one['role']}\n{_chatml_body(one)}<|im_end|>\n" for one in messages]
         return "".join(bodies) + "<|im_start|>assistant\n" * has_prompt
-
-    def sealed(self) -> "ChatML":
-        """As `JinjaTemplate.sealed`: it reads no text."""
-        return self
 
     def fingerprint(self) -> dict[str, Any]:
         """As `JinjaTemplate.fingerprint`."""
