@@ -71,7 +71,7 @@ def _shape_of(chat: Conversation, rules: Rules) -> tuple[_Shape, list[str]]:
     return () if any(map(rules.special.match, words)) else tuple(shape), words
 
 
-@lru_cache(256)
+@lru_cache(1024)
 def _stand_in(shape: _Shape, rules: Rules) -> _StandIn | None:
     """The stand-in of a shape; None if its proof tells nothing of others."""
     template, weights = rules.template, [weight for *_, weight in shape]
