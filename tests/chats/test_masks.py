@@ -260,7 +260,8 @@ m.content + said(m.content); m.content + ('<b' in m.content) | string; '{}'.form
 m.content | escape; m.content[:1] + m.content[1:]; m.content + (m.content == 'a') | string
 m.content + (m.content.strip('a') == '') | string
 m.content + (([m.content] | string) | length) | string
-m.content + (m.content.split('/') | length) | string"""
+m.content + (m.content.split('/') | length) | string; m.content + ('a' | trim(m.content))
+m.content + ('a' | replace('a', m.content) | length) | string"""
 SETUP = "{% macro said(x) %}{% set y %}{{ x }}{% endset %}{{ y == 'a' }}{% endmacro %}"
 ODD_WORDS = ["a", " a", "b\n", "904170001", "<think>x", "[|user|]", "count", "a/<b", "long " * 9]
 

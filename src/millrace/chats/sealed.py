@@ -74,8 +74,14 @@ for _name in ("strip", "lstrip", "rstrip"):
 for _name in ("__contains__", "startswith", "endswith", "find", "count", "split", "replace"):
     setattr(SealedText, _name, _searching(_name))
 
-_FILTERS = """count d default first last length list map reject rejectattr replace select selectattr
-    string trim""".split()
+
+def _trim(value: Any, chars: str | None = None) -> str:
+    _check_plain(chars)
+    return str(value).strip(chars)
+
+
+_FILTERS = """count d default first last length list map reject rejectattr select selectattr
+    string""".split()
 """Filters that read a text by its methods alone."""
 
 _CONTEXT = ("caller", "_loop_vars", "_block_vars")  # what Jinja adds to a call
@@ -130,5 +136,6 @@ def guarded(template: Any, source: str) -> Any:
     environment.__class__ = type("Environment", (_Guard, type(environment)), {})
     filters, tests = environment.filters, environment.tests
     environment.filters = {one: filters[one] if one in _FILTERS else _refuse for one in filters}
+    environment.filters["trim"] = _trim
     environment.tests = {**tests, "in": _refuse}
     return environment.from_string(source)
