@@ -252,14 +252,14 @@ def test_long_chats_are_rendered_a_fixed_number_of_times(
 READING = """m.content; m.content | trim; 'x' + m.content.strip(); m.content | tojson; m.content * 2
 m.content | upper if m.content | length < 2 else m.content
 m.content + (m.content in 'abc') | string; m.content if m.content else 'none'
-m.content + (m.content ~ '' == 'a') | string; m.content + ('%4s' % (m.content,)) | length | string
+m.content + (m.content ~ '' == 'a') | string; m.content + ('%s' % (m.content,) == 'a') | string
 m.content + (messages[m.content] is defined) | string; ', '.join([m.content]) | length | string
 m.content + ('abc'.find(m.content)) | string; m.content + (m | string) | length | string
 m.content + {'a': 'y'}[m.content] | default('n'); 'y' if m.content is in 'abc' else m.content
 m.content + said(m.content); m.content + ('<b' in m.content) | string; '{}'.format(m.content)
 m.content | escape; m.content[:1] + m.content[1:]; m.content + (m.content == 'a') | string
 m.content + (m.content.strip('a') == '') | string
-m.content + (([m.content] | string) | length) | string
+m.content + ([m.content] | string == '[\\'a\\']') | string
 m.content + (m.content.split('/') | length) | string; m.content + ('a' | trim(m.content))
 m.content + ('a' | replace('a', m.content) | length) | string"""
 SETUP = "{% macro said(x) %}{% set y %}{{ x }}{% endset %}{{ y == 'a' }}{% endmacro %}"
