@@ -49,8 +49,8 @@ NOTES = [
     "count. Every run is a fresh process, with one thread that renders and encodes.",
     "Theirs: `SFTDataset` of 0.19 and torch's `default_collate`, a line a batch; a line holds the "
     "conversations that fit into 8,192 tokens, one after the other. It gets the first 30 lines, "
-    "we all {count:,} conversations. Both have them in memory. The tokens of the first line were compared: "
-    "equal.",
+    "we all {count:,} conversations. Both have them in memory. The tokens of the first line were "
+    "compared: equal.",
     "Ours: `ChatEncoder`, with two routes or more for each mask, `StreamDataset`, packed to 8,192 "
     "tokens, and `Loader`. Cache: packs of a `TextDataset` whose cache is there. All trained on "
     "the same number of tokens. Both sides have the same template.",
