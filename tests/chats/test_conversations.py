@@ -75,13 +75,12 @@ def test_the_other_parts_of_messages() -> None:
         ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, r"\[1\] .* is empty"),
         ({"messages": [{"role": "user"}, CHAT[1]]}, r"messages\[0\] \(user\) is empty"),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, r"messages\[1\] has 3; only"),
-        ({"messages": [USER, {"role": "assistant", "content": b"a"}]}, r"\[1\].content is b'a'"),
+        ({"messages": [USER, {"role": "assistant", "content": b"a"}]}, r"\[1\] is .* it has b'a'"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]}, "only"),
         ({"messages": [USER, {**CHAT[1], "tool_calls": "f"}]}, r"a tool call of messages\[1\]"),
         ({"messages": [USER, {**CHAT[1], "tool_calls": [{"function": {}}]}]}, "a tool call of"),
         ({"messages": [USER, {**CHAT[1], "thinking": 3}]}, r"reasoning of messages\[1\] is 3"),
         ({"messages": [USER, {**CHAT[1], "weight": 0.5}]}, r"message 1 has the weight \[0.5\]"),
-        ({"messages": [USER, {**CHAT[1], "x": {1: 2}}]}, r"messages\[1\].x is {1: 2}"),
         ({"messages": CHAT, "system": 3}, "content of system has 3; only texts"),
         ({"messages": CHAT, "tools": "{"}, "which is not JSON"),
         ({"messages": CHAT, "tools": ["f"]}, "give a list of objects"),
@@ -89,7 +88,7 @@ def test_the_other_parts_of_messages() -> None:
         ({"prompt": "u", "completion": ""}, "completion .* is empty"),
         (
             {"instruction": "u", "input": np.array(["a", 3], object), "output": "a"},
-            "of input has 3; only",
+            "content of input has 3; only",
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.chats import ChatEncoder, Document, JinjaTemplate
+from millrace.chats import ChatEncoder, Document
 from millrace.chats.encoder import _Masks
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
@@ -64,15 +63,12 @@ def test_arrays_of_rows(folder: Path) -> None:
     table = format_report(rows.report).splitlines()
     assert table[0].split() == ["rows", "5"]
     assert table[-1].split() == ["trained", "share", f"{rows.trained.mean():.1%}"]
+    masks = _Masks(encoder._borders, [Document("é", [], ("markers",))])
+    assert "it has no target" in masks.problems[0]
     for batch in ([], [BAD, {}]):
         rows = encoder.encode(batch)
         assert len(rows.tokens) == len(rows.ends) == 0
         assert rows.counts.tolist() == [0] * len(rows.problems) == [0] * len(batch)
-
-
-def test_a_document_without_targets(folder: Path) -> None:
-    masks = _Masks(ChatEncoder(Tokenizer(folder))._borders, [Document("é", [], ("markers",))])
-    assert "it has no target" in masks.problems[0]
 
 
 def test_special_tokens_in_contents(folder: Path) -> None:
@@ -121,27 +117,18 @@ def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
         ChatEncoder(Tokenizer(folder), template_arguments={"a": 1})
 
 
-def test_our_chatml() -> None:
-    encoder = ChatEncoder(Tokenizer("bytes"))
-    messages = [{"role": "system", "content": "s"}, *CHAT]
-    (document,) = encoder.explain({"messages": messages})
-    assert document["routes"] == ("markers", "prompt", "tags")
+def test_our_chatml(folder: Path) -> None:
+    messages = [{"role": "system", "content": "s"}, CHAT[0], {**CHAT[1], "content": "水🌊é"}]
     start = "<|im_start|>"
-    assert "".join(document["texts"]) == (
-        f"{start}system\ns<|im_end|>\n{start}user\nthe mill<|im_end|>\n"
-        f"{start}assistant\nthe race<|im_end|>\n"
-    )
-    rows = encoder.encode([{"messages": messages, "tools": [{"name": "f"}]}])
-    assert "does not describe tools" in rows.problems[0]
-
-
-def test_characters_of_several_tokens_are_shown_whole(folder: Path) -> None:
-    said = {"messages": [CHAT[0], {**CHAT[1], "content": "水🌊é"}]}
+    whole = f"{start}system\ns<|im_end|>\n{start}user\nthe mill<|im_end|>\n{start}assistant\n"
     for tokenizer in (Tokenizer("bytes"), Tokenizer(folder)):
-        (document,) = ChatEncoder(tokenizer, "chatml").explain(said)
-        shown = format_chat([document])
-        assert "⟦水🌊é<|im_end|>⟧" in shown
-        assert "\ufffd" not in shown
+        encoder = ChatEncoder(tokenizer, "chatml")
+        (document,) = encoder.explain({"messages": messages})
+        assert document["routes"] == ("markers", "prompt")
+        assert "".join(document["texts"]) == f"{whole}水🌊é<|im_end|>\n"
+        assert "⟦水🌊é<|im_end|>⟧" in format_chat([document])
+        rows = encoder.encode([{"messages": messages, "tools": [{"name": "f"}]}])
+        assert "does not describe tools" in rows.problems[0]
 
 
 def test_templates_render_as_transformers_does(folder: Path) -> None:
@@ -156,27 +143,6 @@ def test_templates_render_as_transformers_does(folder: Path) -> None:
     (document,) = encoder.documents({"messages": messages})
     assert (document.text, document.spans) == (text, tags)
     assert document.routes == ("markers", "prompt", "tags")
-
-
-SANDBOXED = """one.role.title(); one.content.split(maxsplit=1); one.content.strip(x=1); one.x.y
-one.x is defined; one.items() | list; one.keys; messages.append(1); one.pop('role'); one.update
-one.__class__; one._x; ''.__class__.mro(); '{0.__class__}'.format(1); '{0}'.format(one.role)
-'{a.__class__}'.format_map({'a': 1}); ''.join(['a']); ''.join.__self__; namespace(a=1).a
-one.content.format.__globals__; dict.mro(); [].sort(); one.role.upper(); cycler('a').next()"""
-
-
-@pytest.mark.parametrize("expression", re.split("; |\n", SANDBOXED))
-def test_templates_stay_in_the_sandbox(expression: str) -> None:
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    template = "{% for one in messages %}{{" + expression + "}}{% endfor %}"
-    outcomes = []
-    for render in (JinjaTemplate(template).render, _compile_jinja_template(template).render):
-        try:
-            outcomes.append(render(messages=CHAT, tools=None))
-        except Exception as error:
-            outcomes.append(str(error).removeprefix("the template refuses the chat: "))
-    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize(
@@ -197,32 +163,27 @@ def test_options_that_cannot_work(folder: Path, options: dict[str, Any], message
 
 
 def test_tokenizers_that_cannot_work(folder: Path) -> None:
-    function = Tokenizer.from_function(len, vocabulary_size=9, version="1")
     added = Tokenizer(folder, add_special_tokens=True)
-    for tokenizer in (function, added, "gpt2"):
-        with pytest.raises(ConfigError, match=r"token"):
-            ChatEncoder(tokenizer)  # type: ignore[arg-type]
     plain = Tokenizer(folder, special_tokens_in_text=False)
-    with pytest.raises(ConfigError, match="special_tokens_in_text is False"):
-        ChatEncoder(plain, PLAIN)
+    function = Tokenizer.from_function(len, vocabulary_size=9, version="1")
+    for tokenizer in (function, added, plain, "gpt2"):
+        with pytest.raises(ConfigError, match=r"tokenizer is|tokens end|special_tokens_in_text"):
+            ChatEncoder(tokenizer)  # type: ignore[arg-type]
 
 
-def encode_in_process(encoder: ChatEncoder, out: Any) -> None:
-    out.put([array.tolist() for array in encoder.encode([ROW, BAD])[:3]])  # type: ignore[union-attr]
+def encode(encoder: ChatEncoder, out: Any = None) -> Any:
+    rows = encoder.encode([ROW, BAD, {"messages": CHAT * 2}] * 20)
+    arrays = [rows.tokens.tolist(), rows.ends.tolist(), np.asarray(rows.trained).tolist()]
+    return out.put(arrays) if out else arrays
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_have_the_same_encoder(folder: Path, method: str) -> None:
+def test_workers_and_threads_have_the_same_encoder(folder: Path) -> None:
     encoder = ChatEncoder(Tokenizer(folder), TAGGED)
-    expected = [array.tolist() for array in encoder.encode([ROW, BAD])[:3]]  # type: ignore[union-attr]
+    expected = encode(encoder)
     copy = pickle.loads(pickle.dumps(encoder))
     assert copy.fingerprint() == encoder.fingerprint()
     json.dumps(encoder.fingerprint())
-    assert results_of_processes(method, encode_in_process, [(encoder,)]) == [expected]
-
-
-def test_threads_do_not_mix_their_tags(folder: Path) -> None:
-    encoder = ChatEncoder(Tokenizer(folder), TAGGED)
-    with ThreadPoolExecutor(4) as pool:
-        results = [*pool.map(encoder.encode, [[ROW] * 100] * 4)]
-    assert [one.problems for one in results] == [{}] * 4
+    for method in ("fork", "spawn"):
+        assert results_of_processes(method, encode, [(encoder,)]) == [expected]
+    with ThreadPoolExecutor(4) as pool:  # templates track the tags of one rendering
+        assert [*pool.map(encode, [copy, encoder] * 4)] == [expected] * 8

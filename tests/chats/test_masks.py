@@ -1,6 +1,9 @@
 """Masks of chats: what is trained on, and what is refused. For templates, see test_templates."""
 
+import itertools
+import re
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from millrace.chats import ChatEncoder
+from millrace.chats import ChatEncoder, JinjaTemplate
 from millrace.chats.conversations import conversation_of
 from millrace.chats.proof import prove
 from millrace.chats.stand_ins import prove_chat
@@ -236,52 +239,47 @@ def test_long_chats_are_rendered_a_fixed_number_of_times(
         return render(self, messages, *rest, **options)
 
     monkeypatch.setattr(type(encoder.rules.template), "render", counting)
-    said = [{**one, "content": f"{one['content']} {at}"} for at, one in enumerate(CHAT * 150)]
-    # The chat and its stand-in with and without markers; then the chat alone, and the first turn.
-    for messages, most in ((CHAT * 150, 910), (said, 305)):
+    (document,) = encoder.documents({"messages": CHAT * 150})
+    assert len(document.turns) == 150
+    assert sum(counts) < 605  # with markers and without, and the first turn
+    for word in ("first", "second"):  # of one shape, which is proven once
         counts.clear()
-        (document,) = encoder.documents({"messages": messages})
-        assert len(document.turns) == 150
-        assert sum(counts) < most
+        encoder.documents({"messages": [*CHAT, CHAT[0], {**CHAT[1], "content": word}]})
+    assert counts == []
 
 
-ODD_WORDS = [
-    "a",
-    " a",
-    "b\n",
-    "9001",
-    "904170001",
-    "<think>x",
-    "[|user|]",
-    "assistant",
-    "long " * 9,
-]
+# What a template may do with a text, and what it can only do with one that it reads.
+READING = """m.content; m.content | trim; 'x' + m.content.strip(); m.content | tojson; m.content * 2
+m.content | upper if m.content | length < 2 else m.content
+m.content + (m.content in 'abc') | string; m.content if m.content else 'none'
+m.content + (m.content ~ '' == 'a') | string; m.content + ('%s' % (m.content,) == 'a') | string
+m.content + (messages[m.content] is defined) | string; ', '.join([m.content]) | length | string
+m.content + ('abc'.find(m.content)) | string; m.content + (m | string) | length | string
+m.content + {'a': 'y'}[m.content] | default('n'); 'y' if m.content is in 'abc' else m.content
+m.content + said(m.content); m.content + ('<b' in m.content) | string; '{}'.format(m.content)
+m.content | escape; m.content[:1] + m.content[1:]; m.content + (m.content == 'a') | string
+m.content + (m.content.strip('a') == '') | string
+m.content + ([m.content] | string == '[\\'a\\']') | string
+m.content + (m.content.split('/') | length) | string; m.content + ('a' | trim(m.content))
+m.content + ('a' | replace('a', m.content) | length) | string"""
+SETUP = "{% macro said(x) %}{% set y %}{{ x }}{% endset %}{{ y == 'a' }}{% endmacro %}"
+ODD_WORDS = ["a", " a", "b\n", "904170001", "<think>x", "[|user|]", "count", "a/<b", "long " * 9]
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    words=st.lists(st.sampled_from(ODD_WORDS), min_size=2, max_size=6),
-    said=st.sampled_from(
-        [
-            "{{ m.content }}",
-            "{{ m.content | trim }}",
-            "{{ m.content | upper if m.content | length < 2 else m.content }}",
-            "{{ m.content | tojson }}",
-        ]
-    ),
-    prompt=st.sampled_from(["", "<think>", "{{ '<t>' if messages[-1].content | length > 5 }}"]),
-)
-def test_chats_are_proven_as_their_stand_ins(words: list[str], said: str, prompt: str) -> None:
-    template = PLAIN.replace("{{ m.content }}", said).replace(
-        "[|assistant|]", "[|assistant|]" + prompt
-    )
-    rules = ChatEncoder(Tokenizer("bytes"), template).rules
-    row = {"messages": [{**CHAT[at % 2], "content": text} for at, text in enumerate(words)]}
-    chat = conversation_of(row)
-    outcomes = []
-    for proving in (prove_chat, prove_chat, prove):
-        try:
-            outcomes.append(proving(chat, rules))
-        except TextError as error:
-            outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1] == outcomes[2]
+@pytest.mark.parametrize("said", re.split(";\\s|\n", READING))
+def test_chats_are_proven_as_their_stand_ins(said: str) -> None:
+    rules = ChatEncoder(Tokenizer("bytes"), PLAIN).rules
+    for prompt in ("", "<think>", "{{ '<t>' if messages[-1].content | length > 5 }}"):
+        source = PLAIN.replace("m.content", said).replace("[|assistant|]", "[|assistant|]" + prompt)
+        rules = replace(rules, template=JinjaTemplate(SETUP + source))
+        for word, other in itertools.product(ODD_WORDS, ("a", "b")):
+            messages = [{**CHAT[0], "content": other}, {**CHAT[1], "content": word}]
+            blank = {"role": "system", "content": " \n" if other == "b" else ""}
+            chat = conversation_of({"messages": [blank, *messages]})
+            outcomes = []
+            for proving in (prove_chat, prove):
+                try:
+                    outcomes.append(proving(chat, rules))
+                except TextError as error:
+                    outcomes.append(str(error))
+            assert outcomes[0] == outcomes[1]

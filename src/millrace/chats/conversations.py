@@ -24,8 +24,6 @@ ROLES = {
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 """The columns that make a conversation: the first form of which a row has all."""
 
-_PLAIN = frozenset({str, int, float, bool, type(None)})
-
 _COLUMNS = (*itertools.chain(*FORMS), "input", "system", "tools")
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -65,22 +63,22 @@ def conversation_of(row: Any) -> Conversation:
     if there == ["messages"] and _is_plain(row["messages"]):
         messages = row["messages"]
         return Conversation(messages, None, [None] * len(messages))
-    columns = {name: plain(row[name], name) for name in there}
-    form = next((one for one in FORMS if columns.keys() >= {*one}), None)
+    form = next((one for one in FORMS if {*there} >= {*one}), None)
     if form is None:
         forms = ", or ".join(" and ".join(one) for one in FORMS)
         names = shown(sorted(map(str, row)))
         raise TextError(f"the row has the columns {names}; it needs {forms}: rename them")
+    others = {name: _plain(row.get(name), name) for name in ("system", "tools")}
     if form[0] == "instruction":
-        texts = [_text_of(name, columns.get(name)) for name in ("instruction", "input")]
-        columns["instruction"] = "\n\n".join(filter(None, texts))
-    messages = [_message(place, one) for place, one in _messages_of(form, columns)]
-    if columns.get("system") and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, _message("system", {"role": "system", "content": columns["system"]}))
+        texts = [_text_of(name, _plain(row.get(name), name)) for name in ("instruction", "input")]
+        row = {**row, "instruction": "\n\n".join(filter(None, texts))}
+    messages = [_message(place, one) for place, one in _messages_of(form, row)]
+    if others["system"] and (not messages or messages[0]["role"] != "system"):
+        messages.insert(0, _message("system", {"role": "system", "content": others["system"]}))
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
     weights = [_weight_of(number, message) for number, message in enumerate(messages)]
-    return Conversation(messages, _tools_of(columns.get("tools")), weights)
+    return Conversation(messages, _tools_of(others["tools"]), weights)
 
 
 def _is_plain(messages: Any) -> bool:
@@ -98,22 +96,21 @@ def _is_plain(messages: Any) -> bool:
     return "assistant" in roles
 
 
-def plain(value: Any, place: str) -> Any:
-    """A value in JSON's types, from Python's and NumPy's; TextError for another."""
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = value.tolist()
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, (dict, Mapping)) and all(isinstance(key, str) for key in value):
-        return {
-            str(key): one if type(one) in _PLAIN else plain(one, f"{place}.{key}")
-            for key, one in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [plain(one, f"{place}[{number}]") for number, one in enumerate(value)]
-    if isinstance(value, str):
-        return str(value)
-    raise TextError(f"{place} is {shown(value)}; give texts, numbers, lists or objects")
+def _plain(value: Any, place: str) -> Any:
+    """A value as JSON returns it, also from NumPy's types; TextError for another."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False, default=_standard))
+    except (TypeError, ValueError) as error:
+        what = f"{place} is {shown(value)}: {error}"
+        raise TextError(f"{what}; give texts, numbers, lists or objects") from None
+
+
+def _standard(value: Any) -> Any:
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, bytes):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"it has {shown(value)}")
 
 
 def texts_in(value: Any) -> list[str]:
@@ -130,14 +127,15 @@ def texts_in(value: Any) -> list[str]:
     return texts
 
 
-def _messages_of(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _messages_of(form: tuple[str, ...], row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The messages of a row as they stand there, with their places for errors."""
     for name, role in zip(form, ("user", "assistant"), strict=False):
-        value = columns[name]
+        value = row[name]
         if len(form) == 2 and isinstance(value, str):
-            yield name, {"role": role, "content": value}
-        elif isinstance(value, list):
-            yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
+            yield name, {"role": role, "content": str(value)}
+        elif isinstance(value, (list, tuple, np.ndarray)):
+            for number, one in enumerate(value):
+                yield (place := f"{name}[{number}]"), _plain(one, place)
         else:
             raise TextError(f"{name} is {shown(value)}; give a list of messages")
 

@@ -129,11 +129,9 @@ class ChatEncoder:
         """
         try:
             chat = conversation_of(row)
-            if self._problem_of([chat.messages, chat.tools]):
-                for number, message in enumerate(chat.messages):
-                    if problem := self._problem_of(message):
-                        raise TextError(f"message {number} {problem}")
-                raise TextError(f"the tools {self._problem_of(chat.tools)}")
+            for number, message in enumerate(chat.messages):
+                self._check_texts(f"message {number}", message)
+            self._check_texts("the tools", chat.tools)
             return prove_chat(chat, self.rules)
         except RecursionError:
             raise TextError("the row is nested too deeply: make it flat") from None
@@ -170,20 +168,20 @@ class ChatEncoder:
             "options": identity_of(self.options),
         }
 
-    def _problem_of(self, value: Any) -> str | None:
-        """Why texts in a value cannot be encoded, or that they hold special tokens."""
+    def _check_texts(self, place: str, value: Any) -> None:
+        """Raises TextError for texts that cannot be encoded, or that hold special tokens."""
         text = "\0".join(texts_in(value))
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            return f"has the lone surrogate U+{ord(text[error.start]):04X}: repair the text"
+            what = f"{place} has the lone surrogate U+{ord(text[error.start]):04X}"
+            raise TextError(f"{what}: repair the text") from None
         special = self._special.search(text)
-        if special is None or self.options.special_text == "keep":
-            return None
-        return (
-            f"holds the text of the special token {special[0]!r}: remove it, or give "
-            'special_text="keep" to encode it as that token'
-        )
+        if special is not None and self.options.special_text == "refuse":
+            raise TextError(
+                f"{place} holds the text of the special token {special[0]!r}: remove it, or give "
+                'special_text="keep" to encode it as that token'
+            )
 
 
 class _Masks:

@@ -9,7 +9,6 @@ Trained are the characters from the end of the generation prompt to the end of t
 """
 
 import bisect
-import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -156,20 +155,20 @@ class _Proof:
 
     def _turn(self, message: int) -> list[Turn]:
         """What is trained of a turn, if anything."""
-        shown, messages = self._shown(message), self.messages
+        shown = self._shown(message)
         begin, end = shown.begin, shown.end
         # A template rewrites history by leaving pieces out, or by other text around a turn. So
         # turns between the same texts, with no piece left out before, have been rendered alike,
         # and the first of them stands for all: but a tag may be the prompt's, too.
-        key: Any = None
-        has_tag = self.rules.special.match(self.text, begin)
-        if message < min(self.lost, default=len(messages)) and not has_tag:
-            role, kinds = messages[message - 1]["role"], [piece.kind for piece in shown.pieces]
-            key = (role, *messages[message], *kinds, self.text[shown.before : begin])
-        if key is None or key not in self._starts:
+        key: Any = message
+        if message < min(self.lost, default=len(self.messages)):
+            role, kinds = self.messages[message - 1]["role"], [one.kind for one in shown.pieces]
+            if not self.rules.special.match(self.text, begin):
+                key = (role, *self.messages[message], *kinds, self.text[shown.before : begin])
+        if key not in self._starts:
             self._starts[key] = self._start(message, shown) - begin
-        around = None if key is None else (key, self.text[end : shown.after])
-        if around is None or around not in self._stops:
+        around = key, self.text[end : shown.after]
+        if around not in self._stops:
             first, last = self._stop(message, shown)
             self._stops[around] = first - end, last - end
         first, last = self._stops[around]
@@ -255,17 +254,15 @@ class _Proof:
     def _trained(self, shown: Shown, start: int, stop: Span, shift: int = 0) -> list[Turn]:
         """The turn from start to stop, without pieces that are not asked for and what is around
         these; moved by `shift`. Empty if no piece is asked for."""
-        kinds = self.rules.options.kinds
-        is_asked = [piece.kind in kinds for piece in shown.pieces]
-        if not any(is_asked):
+        pieces, spans = shown.pieces, list[Span]()
+        is_asked = [piece.kind in self.rules.options.kinds for piece in pieces]
+        for number, piece in enumerate(pieces):
+            if is_asked[number]:
+                is_joined = number > 0 and is_asked[number - 1]
+                first = spans.pop()[0] if is_joined else piece.start if number else start
+                spans.append((first, piece.end))
+        if not spans:
             return []
-        spans = []
-        for is_kept, run in itertools.groupby(shown.pieces, lambda piece: piece.kind in kinds):
-            pieces = [*run]
-            if is_kept:
-                spans.append((pieces[0].start, pieces[-1].end))
-        if is_asked[0]:
-            spans[0] = start, spans[0][1]
         spans.append((spans.pop()[0] if is_asked[-1] else stop[0], stop[1]))
         moved = [(first + shift, last + shift) for first, last in spans if first < last]
         return [Turn(moved, (stop[0] + shift, stop[1] + shift))]

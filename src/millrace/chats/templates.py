@@ -8,11 +8,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version as version_of
-from types import BuiltinMethodType
-from typing import Any, ClassVar
+from typing import Any
 
 from millrace.chats.conversations import Message
 from millrace.chats.options import ChatOptions
+from millrace.chats.sealed import guarded
 from millrace.checks import shown
 from millrace.deferred import cached_property
 from millrace.encoding.hugging_face import read_object, texts_in
@@ -41,6 +41,7 @@ class JinjaTemplate:
             read the clock.
         name: Name for messages.
         has_parts: Whether the template reads contents as lists of parts.
+        is_sealed: Whether to refuse to read contents, which are `SealedText`.
 
     Attributes:
         has_tags: Whether the template marks what the model has written.
@@ -55,6 +56,7 @@ class JinjaTemplate:
     date: str | None = None
     name: str = "the template"
     has_parts: bool = False
+    is_sealed: bool = False
 
     def __post_init__(self) -> None:
         clock = _CLOCK.search(_COMMENT.sub("", self.source))
@@ -83,7 +85,9 @@ class JinjaTemplate:
                 {**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages
             ]
         try:
-            template = _compiled(self.source)
+            template = _compiled(self.source, self.is_sealed)
+            if template is None:
+                raise TextError("it cannot be sealed")
             values = {**template.globals, "documents": None, **self.arguments}
             values |= {"messages": messages, "tools": tools, "add_generation_prompt": has_prompt}
             if self.date is not None:
@@ -115,51 +119,13 @@ class JinjaTemplate:
         }
 
 
-# Methods of texts that the sandbox allows as they are; those of `format` it wraps.
-_TEXT_METHODS = {one for one in dir(str) if one[:1] != "_"} - {"format", "format_map"}
-
-
-class _Quick:
-    """Jinja's sandbox, quicker with what templates ask most: keys of messages, methods of texts."""
-
-    verdicts: ClassVar[dict[tuple[type, str], bool]] = {}
-
-    def getattr(self: Any, obj: Any, attribute: str) -> Any:
-        if type(obj) is str and attribute in _TEXT_METHODS:
-            return getattr(obj, attribute)
-        if type(obj) is not dict or hasattr(dict, attribute):
-            return super().getattr(obj, attribute)  # type: ignore[misc]
-        return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-
-    def is_safe_attribute(self: Any, obj: Any, attr: str, value: Any) -> Any:
-        key = type(obj), attr  # which decide alone
-        if key not in self.verdicts:
-            self.verdicts[key] = super().is_safe_attribute(obj, attr, value)  # type: ignore[misc]
-        return self.verdicts[key]
-
-    def call(
-        self: Any,
-        context: Any,
-        function: Any,
-        /,
-        *args: Any,
-        _loop_vars: Any = None,  # for functions that read the context
-        _block_vars: Any = None,
-        **options: Any,
-    ) -> Any:
-        if type(function) is BuiltinMethodType and type(function.__self__) is str:
-            return function(*args, **options)
-        options |= {"_loop_vars": _loop_vars, "_block_vars": _block_vars}
-        return super().call(context, function, *args, **options)  # type: ignore[misc]
-
-
 _LOCAL = threading.local()
 
 
-def _compiled(source: str) -> Any:
+def _compiled(source: str, is_sealed: bool) -> Any:
     """The compiled template. Each thread has its own: a template tracks one rendering's tags."""
     templates = vars(_LOCAL).setdefault("templates", {})
-    if source not in templates:
+    if (source, is_sealed) not in templates:
         try:
             from transformers.utils.chat_template_utils import _compile_jinja_template as compiling
 
@@ -170,11 +136,11 @@ def _compiled(source: str) -> Any:
                 f"chat templates need transformers and jinja2 ({error}): pip install "
                 "'millrace[chats]', or give template=\"chatml\""
             ) from None
-        template.globals = {**template.globals}  # a chain of maps, copied at each rendering
-        environment = template.environment
-        environment.__class__ = type("Environment", (_Quick, type(environment)), {})
-        templates[source] = template
-    return templates[source]
+        template = guarded(template, source) if is_sealed else template
+        if template is not None:
+            template.globals = {**template.globals}  # a chain of maps, copied at each rendering
+        templates[source, is_sealed] = template
+    return templates[source, is_sealed]
 
 
 class ChatML:
@@ -187,7 +153,7 @@ class ChatML:
 
     name = "ChatML"
     arguments: Mapping[str, Any] = {}
-    has_tags = True
+    has_tags = False
     literals: frozenset[str] = frozenset()
 
     def render(
@@ -196,31 +162,25 @@ class ChatML:
         """As `JinjaTemplate.render`."""
         if tools:
             raise TextError("our ChatML does not describe tools: give a template that does")
-        text, header = "", "<|im_start|>assistant\n"
-        for message in messages:
-            start = len(text)
-            text += f"<|im_start|>{message['role']}\n{_chatml_body(message)}<|im_end|>\n"
-            if message["role"] == "assistant" and tags is not None:
-                tags.append((start + len(header), len(text) - 1))
-        return text + header if has_prompt else text
+        bodies = [f"<|im_start|>{one['role']}\n{_chatml_body(one)}<|im_end|>\n" for one in messages]
+        return "".join(bodies) + "<|im_start|>assistant\n" * has_prompt
 
     def fingerprint(self) -> dict[str, Any]:
         """As `JinjaTemplate.fingerprint`."""
         return {"template": "millrace ChatML 1"}
 
 
-Template = JinjaTemplate | ChatML
-
-
 def _chatml_body(message: Message) -> str:
-    body = str(message["content"])
-    if message.get("reasoning_content"):
-        body = f"<think>\n{message['reasoning_content']}\n</think>\n\n{body}"
+    thought, body = message.get("reasoning_content"), str(message["content"])
+    body = f"<think>\n{thought}\n</think>\n\n{body}" if thought else body
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
         call = {"name": function["name"], "arguments": function.get("arguments", {})}
         body += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
     return body
+
+
+Template = JinjaTemplate | ChatML
 
 
 def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
