@@ -22,7 +22,7 @@ from millrace.run import DatasetConfig, build_datasets
 from millrace.shards import Shards
 from millrace.store import RawTokens
 from millrace.tokenizing import tokenize
-from tests.buckets.conftest import Bucket
+from tests.buckets.conftest import Bucket, on_each_server
 from tests.buckets.servers import Proxy
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import write_sequences
@@ -64,6 +64,7 @@ def test_a_dataset_is_that_of_the_files(tmp_path: Path, bucket: Bucket, proxy: P
     assert proxy.count("GET") == 0  # the index is on the node
 
 
+@on_each_server
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_loader_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy, threads: int) -> None:
     write_pair(tmp_path)
