@@ -19,10 +19,11 @@ from millrace.checks import check_float, check_int, check_path
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
 from millrace.names import BIN, IDX, INFO
-from millrace.storage import Access, Bytes, Identity, StoredFile, gather_range
+from millrace.storage import BUCKET_SCHEMES, Access, Bytes, Identity, StoredFile, gather_range, read_file
 from millrace.storage.ahead import Ahead
 from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
 from millrace.storage.mirror import Copy, Mirror, sums_in
+from millrace.storage.msc import ProfileStore
 from millrace.storage.transfers import Transfers, closing
 
 T = TypeVar("T")
@@ -179,6 +180,8 @@ class ObjectStorage:
 
     def _store(self, bucket: str, retries: int) -> Any:
         scheme, _, name = bucket.partition("://")
+        if scheme == "msc":
+            return ProfileStore(name)
         try:
             from obstore import store
         except ImportError:
@@ -215,10 +218,10 @@ def bucket_of(path: str) -> tuple[str, str]:
     """
     scheme, mark, rest = path.partition("://")
     name, _, key = rest.partition("/")
-    if scheme not in STORES or not mark or bool(name) == (scheme == "file"):
+    if scheme not in BUCKET_SCHEMES or not mark or bool(name) == (scheme == "file"):
         raise ConfigError(
             f"{path!r} is not the path of an object, which is s3://BUCKET/KEY, gs://BUCKET/KEY, "
-            "az://CONTAINER/KEY or file:///PATH"
+            "az://CONTAINER/KEY, msc://PROFILE/KEY or file:///PATH"
         )
     return f"{scheme}://{name}", key
 
@@ -329,8 +332,7 @@ class ObjectFile(Ahead):
         sidecar = self._path.removesuffix(BIN) + INFO
         with contextlib.suppress(FileNotFoundError):
             if self._path.endswith(BIN):
-                read = lambda store, key: bytes(store.get(key).bytes())  # noqa: E731
-                return sums_in(self._storage.ask(sidecar, read), self.size)
+                return sums_in(read_file(self._storage, sidecar), self.size)
         return []
 
     def _fetch(self, start: int, stop: int, is_right: Callable[[Any], bool] | None = None) -> Any:
