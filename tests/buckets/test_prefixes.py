@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
@@ -18,6 +19,7 @@ from millrace import IndexedDataset, IndexedDatasetBuilder, Loader
 from millrace.cli import main
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, StorageError
+from millrace.online import open_rows
 from millrace.run import DatasetConfig, build_datasets
 from millrace.shards import Shards
 from millrace.store import RawTokens
@@ -218,6 +220,27 @@ def test_texts(tmp_path: Path, bucket: Bucket, tokenizer_file: Path, kind: str) 
     assert outputs[0] == outputs[1] == outputs[2] != b""
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_rows_by_number(tmp_path: Path, bucket: Bucket, proxy: Proxy, kind: str) -> None:
+    path, numbers = tmp_path / f"in.{kind}", np.random.default_rng(0).permutation(300)
+    table = pa.table({"text": make_texts(300)})
+    if kind == "parquet":
+        pa.parquet.write_table(table, path, row_group_size=70)
+    elif kind == "csv":
+        pa.csv.write_csv(table, path)
+    else:
+        write_jsonl(path, make_texts(300))
+    remote = f"{bucket.upload(tmp_path)}/in.{kind}"
+    expected = open_rows(path).rows(numbers)
+    for _ in range(2):
+        opened = open_rows(remote, cache=tmp_path / "cache")
+        assert pickle.loads(pickle.dumps(opened)).rows(numbers) == expected
+    bucket.put(f"in.{kind}", path.read_bytes()[::-1])
+    if kind == "jsonl":
+        with pytest.raises(StorageError, match="changed"):
+            opened.rows(numbers)
+
+
 def test_the_budget_of_a_run(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,5 +305,12 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
         assert low[7].tolist() == IndexedDataset(tmp_path / "data")[7].tolist()
     assert samples[0] == samples[1]
     assert isinstance(low.bin_reader, drop_in._S3BinReader)
+    options = {"mmap": False, "object_storage_config": drop_in.ObjectStorageConfig(folder)}
+    by_client = drop_in.IndexedDataset(f"msc://__filesystem__{tmp_path}/data", **options)
+    assert isinstance(by_client.bin_reader, drop_in._MultiStorageClientBinReader)
+    assert [by_client[number].tolist() for number in (0, 7)] == [low[0].tolist(), low[7].tolist()]
+    (tmp_path / "data.bin").write_bytes((tmp_path / "data.bin").read_bytes())
+    with pytest.raises(StorageError, match="changed"):
+        by_client[0]
     assert pickle.loads(pickle.dumps(low))[3].tolist() == low[3].tolist()
-    assert [path.suffix for path in Path(folder).iterdir()] == [".idx"]
+    assert {path.suffix for path in Path(folder).iterdir()} == {".idx"}
