@@ -67,21 +67,19 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(
-    request: Any, _start: Any, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Bucket]:
+def bucket(request: Any, _start: Any, tmp_path_factory: Any) -> Iterator[Bucket]:
     """The environment names its server, and a folder for copies that is new."""
     kind, folder = getattr(request, "param", "s3"), tmp_path_factory.mktemp("node")
     scheme = "s3" if kind == "ceph" else kind
     proxy, address = (Proxy(""), "") if kind == "file" else _start(kind)
     proxy.reset()
-    for name, value in environment_for(address, scheme).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    by_environment.cache_clear()
-    yield Bucket(f"file://{folder}/objects" if kind == "file" else f"{scheme}://train", proxy)
-    by_environment.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in [*environment_for(address, scheme).items(), ("TMPDIR", str(folder))]:
+            patch.setenv(name, value)
+        patch.setattr("tempfile.tempdir", str(folder))
+        by_environment.cache_clear()
+        yield Bucket(f"file://{folder}/objects" if kind == "file" else f"{scheme}://train", proxy)
+        by_environment.cache_clear()
 
 
 @pytest.fixture

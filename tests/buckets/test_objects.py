@@ -113,10 +113,11 @@ FAULTS = {
 def test_faults_end_in_time_or_are_not_seen(bucket: Bucket, proxy: Proxy, kind: str) -> None:
     path = bucket.put("a", BYTES[:5000].tobytes())
     proxy.add_fault(kind, "GET", times=3)
-    file = bucket.storage(stall_limit=0.3).open(path, "file")
+    file = bucket.storage(stall_limit=1.0).open(path, "file")
     assert file.read(7, 4000).tobytes() == BYTES[7:4007].tobytes()
     assert proxy.count("GET") == 4
-    file = bucket.storage(stall_limit=0.2, time_limit=0.8).open(path, "file")
+    storage = bucket.storage(stall_limit=0.2, time_limit=0.8)
+    file = storage.open_as(path, "file", file.identity)
     proxy.add_fault(kind, "GET")
     with pytest.raises(StorageError, match=rf"{FAULTS[kind]}.*requests in .*time_limit is 0.8 s"):
         file.read(7, 4000)

@@ -83,6 +83,43 @@ def test_a_loader_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy, thre
     assert remote == local
 
 
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 200))]
+
+
+@pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_cases_under_faults(tmp_path: Path, bucket: Bucket, proxy: Proxy, seed: int) -> None:
+    """Faults that are shorter than the limit change no batch, and are not seen."""
+    random = np.random.default_rng(seed)
+    write_pair(tmp_path / "in", documents=int(random.integers(1, 200)), seed=seed)
+    folders = tmp_path / "in", bucket.upload(tmp_path / "in")
+    mirrors: list[Any] = [{}, {"limit": 1 << 13}, {"limit": 1 << 30}]
+    mirror = mirrors[random.integers(3)]
+    faults = {"503": 0.05, "cut": 0.03, "expired": 0.02, "stall": 0.003}
+    if mirror.get("limit") == 1 << 30:  # each block is compared with the sidecar
+        faults["flip"] = 0.3
+    proxy.latency = float(random.choice([0, 0.003]))
+    for kind, share in faults.items():
+        proxy.add_fault(kind, "GET .*bin" if kind == "flip" else "GET|HEAD", share)
+    if mirror:
+        mirror = {**mirror, "mirror": tmp_path / "mirror"}
+    storage = bucket.storage(stall_limit=2.0, time_limit=120.0, **mirror)
+    length, threads, ahead = random.integers(1, 100), random.integers(1, 4), random.integers(1, 9)
+    local, remote = (
+        batches_of(
+            millrace.GPTDataset(
+                IndexedDataset(f"{folder}/data", storage=one),
+                sequence_length=int(length),
+                seed=seed,
+            ),
+            threads=int(threads),
+            prefetch=int(ahead),
+        )
+        for folder, one in zip(folders, (None, storage), strict=True)
+    )
+    assert remote == local
+
+
 def test_shards_and_raw_tokens(
     tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture[str]
 ) -> None:
