@@ -98,6 +98,9 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
     for bad in ("s3://", "s3:///a", "file://a/b", "ftp://a/b", "a/b"):
         with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY"):
             bucket.storage().stat(bad)
+    for options, place in (({"endpont": "x"}, path), ({}, "msc://nothing/a")):
+        with pytest.raises(ConfigError, match="cannot be opened with its options"):
+            bucket.storage(options).stat(place)
 
 
 FAULTS = {

@@ -158,7 +158,7 @@ def _opened(file: InputFile) -> Iterator[Callable[[Numbers, Numbers], Any]]:
             gather = source.reader.gather
         else:
             source = open(file.path, "rb", buffering=0)  # noqa: SIM115
-            gather = partial(_native.read_packed, source.fileno(), file.size)
+            gather = partial(_native.read_packed, source.fileno(), int(file.size or 0))
     with source, unchanged(file.part(), lambda: status_of(file.path, source)):
         yield gather
 

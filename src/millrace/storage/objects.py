@@ -19,7 +19,15 @@ from millrace.checks import check_float, check_int, check_path
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
 from millrace.names import BIN, IDX, INFO
-from millrace.storage import BUCKET_SCHEMES, Access, Bytes, Identity, StoredFile, gather_range, read_file
+from millrace.storage import (
+    BUCKET_SCHEMES,
+    Access,
+    Bytes,
+    Identity,
+    StoredFile,
+    gather_range,
+    read_file,
+)
 from millrace.storage.ahead import Ahead
 from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
 from millrace.storage.mirror import Copy, Mirror, sums_in
@@ -180,28 +188,30 @@ class ObjectStorage:
 
     def _store(self, bucket: str, retries: int) -> Any:
         scheme, _, name = bucket.partition("://")
-        if scheme == "msc":
-            return ProfileStore(name)
-        try:
-            from obstore import store
-        except ImportError:
-            raise ConfigError(
-                f"{bucket} needs the obstore package: pip install 'millrace[buckets]'"
-            ) from None
-        if scheme == "file":
-            return store.LocalStore()
         timeouts = {
             "timeout": f"{min(_TIMEOUT, self.time_limit)}s",
             "read_timeout": f"{min(self._stall_limit, self.time_limit)}s",
             "pool_max_idle_per_host": "1024",
         }
-        return getattr(store, STORES[scheme])(
-            name,
-            **self._options,
-            # An endpoint of the user may be http://; the stores' own are https://.
-            client_options={"allow_http": True, **timeouts, **self._client_options},
-            retry_config={"max_retries": retries},
-        )
+        try:
+            if scheme == "msc":
+                return ProfileStore(name)
+            from obstore import store
+
+            if scheme == "file":
+                return store.LocalStore()
+            return getattr(store, STORES[scheme])(
+                name,
+                **self._options,
+                # An endpoint of the user may be http://; the stores' own are https://.
+                client_options={"allow_http": True, **timeouts, **self._client_options},
+                retry_config={"max_retries": retries},
+            )
+        except ImportError:
+            package = "multi-storage-client" if scheme == "msc" else "'millrace[buckets]'"
+            raise ConfigError(f"{bucket} needs a package: pip install {package}") from None
+        except Exception as error:
+            raise ConfigError(f"{bucket} cannot be opened with its options: {error}") from None
 
 
 @functools.cache
