@@ -34,8 +34,9 @@ def gathered(data: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> bytes
 
 @on_each_server
 def test_an_object_is_a_file(bucket: Bucket) -> None:
-    path, storage = bucket.put("folder/a.bin", BYTES.tobytes()), bucket.storage()
-    bucket.put("folder/below/b.bin", b"")
+    path, storage = bucket.put("folder/a b%2F+é.bin", BYTES.tobytes()), bucket.storage()
+    empty = bucket.put("folder/below/b.bin", b"")
+    assert storage.open(empty, "file").read(0, 0).tobytes() == b""
     file = pickle.loads(pickle.dumps(storage)).open(path, "file")
     assert file.identity == storage.stat(path)
     assert file.read(0, file.size).tobytes() == BYTES.tobytes()

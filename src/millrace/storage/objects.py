@@ -264,7 +264,9 @@ def _problem_of(path: str, error: Exception) -> str:
     if status in (401, 403) or kind in ("PermissionDeniedError", "UnauthenticatedError"):
         remedy = "Check the credentials, and what they may read"
         raise StorageError(f"{path} was denied: {text}. {remedy}") from None
-    if 400 <= status < 500 and status not in (408, 429):
+    # S3 answers 400 if credentials expired, and to a HEAD it does so without a code.
+    may_expire = status == 400 and "<Code>" not in text
+    if 400 <= status < 500 and status not in (408, 429) and not may_expire:
         raise StorageError(f"{path} cannot be read: {text}") from None
     return f"{path} cannot be read: {text}"
 
