@@ -91,7 +91,7 @@ SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in ran
 def test_random_cases_under_faults(tmp_path: Path, bucket: Bucket, proxy: Proxy, seed: int) -> None:
     """Faults that are shorter than the limit change no batch, and are not seen."""
     random = np.random.default_rng(seed)
-    write_pair(tmp_path / "in", documents=int(random.integers(1, 200)), seed=seed)
+    write_pair(tmp_path / "in", documents=int(random.integers(40, 200)), seed=seed)
     folders = tmp_path / "in", bucket.upload(tmp_path / "in")
     mirrors: list[Any] = [{}, {"limit": 1 << 13}, {"limit": 1 << 30}]
     mirror = mirrors[random.integers(3)]
