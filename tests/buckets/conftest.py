@@ -1,51 +1,63 @@
-"""A SeaweedFS for all tests of a process, and a proxy before it."""
+"""A bucket on any of the servers, which start once for all tests of a process."""
 
+import contextlib
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.storage.objects import ObjectStorage, by_environment
-from tests.buckets.servers import Proxy, environment_for, options_for, seaweedfs, store_of
+from tests.buckets.ceph import ceph
+from tests.buckets.servers import Proxy, azurite, environment_for, seaweedfs
 
 _numbers = itertools.count()
+_SERVERS: dict[str, Callable[[Path], Any]] = {"s3": seaweedfs, "az": azurite, "ceph": ceph}
+
+on_each_server = pytest.mark.parametrize(
+    "bucket",
+    ["s3", "gs", "az", "file", pytest.param("ceph", marks=pytest.mark.long)],
+    indirect=True,
+)
+"""A test in a bucket of each server, and in a folder as if it were one."""
 
 
 @pytest.fixture(scope="session")
-def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Proxy, str]]:
-    with seaweedfs(tmp_path_factory.mktemp("seaweedfs")) as address:
-        proxy = Proxy(address)
-        with proxy.running() as proxy_address:
-            yield address, proxy, proxy_address
+def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """A proxy and its address before a server of a kind."""
+    with contextlib.ExitStack() as stack:
 
+        @functools.cache
+        def server(kind: str) -> str:
+            address: str = stack.enter_context(_SERVERS[kind](tmp_path_factory.mktemp(kind)))
+            return address
 
-@pytest.fixture
-def proxy(_server: tuple[str, Proxy, str]) -> Proxy:
-    """The proxy, without faults and with no request counted."""
-    _server[1].reset()
-    return _server[1]
+        @functools.cache
+        def start(kind: str) -> tuple[Proxy, str]:
+            proxy = Proxy(server("s3" if kind == "gs" else kind), is_google=kind == "gs")
+            return proxy, stack.enter_context(proxy.running())
+
+        yield start
 
 
 class Bucket:
-    """A prefix of its own in a bucket, `s3://train/NUMBER`; it is read by way of the proxy."""
+    """A prefix of its own in a bucket, `s3://train/NUMBER`, that is read by way of a proxy."""
 
-    def __init__(self, address: str, proxy_address: str, folder: Path) -> None:
-        self.prefix, self._store = f"s3://train/{next(_numbers)}", store_of(address)
-        self.options, self._folder = options_for(proxy_address), str(folder)
+    def __init__(self, root: str, proxy: Proxy) -> None:
+        self.prefix, self.proxy = f"{root}/{next(_numbers)}", proxy
 
-    def storage(self, **arguments: Any) -> ObjectStorage:
-        defaults: dict[str, Any] = {"folder": self._folder, "time_limit": 20.0}
-        return ObjectStorage(self.options, **{**defaults, **arguments})
+    def storage(self, options: Any = None, **arguments: Any) -> ObjectStorage:
+        return ObjectStorage(options, **{"time_limit": 20.0, **arguments})
 
     def put(self, name: str, data: bytes) -> str:
         path = f"{self.prefix}/{name}"
-        self._store.put(path.removeprefix("s3://train/"), data)
+        self.storage().ask(path, lambda store, key: store.put(key, data))
         return path
 
     def delete(self, path: str) -> None:
-        self._store.delete(path.removeprefix("s3://train/"))
+        self.storage().ask(path, lambda store, key: store.delete(key))
 
     def upload(self, folder: Path) -> str:
         """Copies all files of a folder; returns its prefix."""
@@ -55,15 +67,22 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(
-    proxy: Proxy, _server: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: Any
-) -> Iterator[Bucket]:
-    """Also the storage of prefixes that come without one reads by way of the proxy."""
-    for name, value in environment_for(_server[2]).items():
-        monkeypatch.setenv(name, value)
-    folder = tmp_path_factory.mktemp("node")
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    monkeypatch.setenv("TMPDIR", str(folder))
-    by_environment.cache_clear()
-    yield Bucket(_server[0], _server[2], folder / "copies")
-    by_environment.cache_clear()
+def bucket(request: Any, _start: Any, tmp_path_factory: Any) -> Iterator[Bucket]:
+    """The environment names its server, and a folder for copies that is new."""
+    kind, folder = getattr(request, "param", "s3"), tmp_path_factory.mktemp("node")
+    scheme = "s3" if kind == "ceph" else kind
+    proxy, address = (Proxy(""), "") if kind == "file" else _start(kind)
+    proxy.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in [*environment_for(address, scheme).items(), ("TMPDIR", str(folder))]:
+            patch.setenv(name, value)
+        patch.setattr("tempfile.tempdir", str(folder))
+        by_environment.cache_clear()
+        yield Bucket(f"file://{folder}/objects" if kind == "file" else f"{scheme}://train", proxy)
+        by_environment.cache_clear()
+
+
+@pytest.fixture
+def proxy(bucket: Bucket) -> Proxy:
+    """The proxy before the bucket, without faults and with no request counted."""
+    return bucket.proxy

@@ -1,6 +1,8 @@
-"""Servers for tests: SeaweedFS, a proxy with faults before it, and a server of byte ranges."""
+"""Servers for tests: SeaweedFS, azurite, a proxy with faults before them, a server of ranges."""
 
+import base64
 import contextlib
+import hmac
 import json
 import os
 import random
@@ -12,42 +14,93 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
+from email.utils import formatdate
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 KEYS = {"access_key_id": "millrace", "secret_access_key": "millrace-secret"}
 READER_KEYS = {"access_key_id": "reader", "secret_access_key": "reader-secret"}  # reads nothing
+AZURE = "devstoreaccount1"  # the account that each azurite has, and its key
+AZURE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+_NODE = Path(sysconfig.get_path("scripts"), "node")
+_AZURITE = _NODE.parents[1] / "azurite/node_modules/azurite/dist/src/blob/main.js"
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_STORAGE_"}
 _ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>of the proxy</Message></Error>"
 
 
-def options_for(address: str, **options: Any) -> dict[str, Any]:
+def options_for(address: str, scheme: str = "s3") -> dict[str, Any]:
     """Options of obstore for a server."""
-    return {"endpoint": address, "region": "us-east-1", **KEYS, **options}
+    if scheme == "gs":
+        names = ("client_email", "private_key", "private_key_id")
+        account = {"gcs_base_url": address, "disable_oauth": True, **dict.fromkeys(names, "")}
+        return {"service_account_key": json.dumps(account)}
+    if scheme == "az":
+        key = {"account_name": AZURE, "account_key": AZURE_KEY}
+        return {"endpoint": f"{address}/{AZURE}", **key}
+    return {"endpoint": address, "region": "us-east-1", **KEYS}
 
 
-def environment_for(address: str) -> dict[str, str]:
+def environment_for(address: str, scheme: str = "s3") -> dict[str, str]:
     """The same as environment variables."""
-    return {f"AWS_{name.upper()}": value for name, value in options_for(address).items()}
+    options = options_for(address, scheme) if scheme in _VARIABLES else {}
+    return {f"{_VARIABLES[scheme]}{name.upper()}": value for name, value in options.items()}
 
 
-def store_of(address: str, bucket: str = "train", **options: Any) -> Any:
-    """A store of obstore's own, to write what is read."""
+def store_of(address: str) -> Any:
+    """A store of obstore's own."""
     from obstore.store import S3Store
 
     client: Any = {"allow_http": True}
-    return S3Store(bucket, client_options=client, **options_for(address, **options))
+    retries: Any = {"max_retries": 0}
+    options = options_for(address)
+    return S3Store("train", client_options=client, retry_config=retries, **options)
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "x" * number
+        ]
+        return [one.getsockname()[1] for one in sockets]
+
+
+@contextlib.contextmanager
+def process(command: list[Any], folder: Path, is_ready: Callable[[], Any]) -> Iterator[None]:
+    """A server, with its data in a folder, once it is ready."""
+    # One volume a bucket of SeaweedFS: the default takes seven.
+    environment = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1", "TMPDIR": str(folder)}
+    with open(folder / "log", "wb") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        end = time.monotonic() + 120
+        while True:
+            try:
+                is_ready()
+                break
+            except Exception:
+                if server.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError((folder / "log").read_text()[-2000:]) from None
+                time.sleep(0.1)
+        yield
+    finally:
+        server.kill()
+        server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def seaweedfs(folder: Path) -> Iterator[str]:
-    """A SeaweedFS with its data in a folder; gives the address of its S3 interface."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
-        ports = [one.getsockname()[1] for one in sockets]
-    config = []
-    for keys, actions in ((KEYS, ["Admin", "Read", "Write", "List"]), (READER_KEYS, [])):
+    """A SeaweedFS; gives the address of its S3 interface. Without a signature all is allowed."""
+    ports = free_ports(8)
+    everything = ["Admin", "Read", "Write", "List"]
+    config: list[Any] = [{"name": "anonymous", "actions": everything}]
+    for keys, actions in ((KEYS, everything), (READER_KEYS, [])):
         pair = dict(zip(("accessKey", "secretKey"), keys.values(), strict=True))
         config += [{"name": pair["accessKey"], "credentials": [pair], "actions": actions}]
     (folder / "s3.json").write_text(json.dumps({"identities": config}))
@@ -61,34 +114,34 @@ def seaweedfs(folder: Path) -> Iterator[str]:
     command += [f"-{name}.localSocket={folder}/{name}.sock" for name in ("filer", "s3")]
     for name, port, grpc_port in zip(names, ports[:4], ports[4:], strict=True):
         command += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc_port}"]
-    # One volume a bucket: the default takes seven.
-    environment = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1", "TMPDIR": str(folder)}
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-    try:
-        address = f"http://127.0.0.1:{ports[3]}"
-        _wait_until_it_writes(address, process, folder)
+    address = f"http://127.0.0.1:{ports[3]}"
+    # Its health check answers before a write succeeds.
+    with process(command, folder, lambda: store_of(address).put("warm-up", b"x")):
         yield address
-    finally:
-        process.kill()
-        process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_until_it_writes(address: str, process: Any, folder: Path) -> None:
-    """Its health check answers before a write succeeds."""
-    from obstore.exceptions import BaseError
+@contextlib.contextmanager
+def azurite(folder: Path) -> Iterator[str]:
+    """A server of Azure's blobs, with a container."""
+    (port,) = free_ports(1)
+    command = [_NODE, _AZURITE, f"--blobPort={port}", "--blobHost=127.0.0.1", "--silent"]
+    command += ["--disableTelemetry", "--inMemoryPersistence", "--skipApiVersionCheck"]
 
-    store = store_of(address, retry_config={"max_retries": 0})
-    end = time.monotonic() + 60
-    while True:
+    def make_container() -> None:
+        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+        lines = ["PUT", *[""] * 11, *map(":".join, headers.items())]
+        text = "\n".join([*lines, f"/{AZURE}/{AZURE}/train", "restype:container"])
+        sign = base64.b64encode(hmac.digest(base64.b64decode(AZURE_KEY), text.encode(), "sha256"))
+        headers["Authorization"] = f"SharedKey {AZURE}:{sign.decode()}"
+        url = f"http://127.0.0.1:{port}/{AZURE}/train?restype=container"
         try:
-            store.put("warm-up", b"x")
-            return
-        except BaseError:
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError((folder / "log").read_text()[-2000:]) from None
-            time.sleep(0.1)
+            urlopen(Request(url, headers=headers, method="PUT"), timeout=5).close()
+        except HTTPError as error:
+            if error.code != 409:  # an earlier request made it, but its answer came too late
+                raise
+
+    with process(command, folder, make_container):
+        yield f"http://127.0.0.1:{port}"
 
 
 class _Server(ThreadingHTTPServer):
@@ -133,8 +186,9 @@ class Proxy:
     nothing more), "flip" (another byte in the body).
     """
 
-    def __init__(self, address: str, latency: float = 0.0) -> None:
+    def __init__(self, address: str, latency: float = 0.0, *, is_google: bool = False) -> None:
         self._host, self.latency = address.removeprefix("http://"), latency
+        self._is_google = is_google  # requests of the XML API, which become those of S3
         self.requests: list[str] = []  # "METHOD path"
         self.bodies = 0  # bytes of all bodies that were read
         self.faults: list[list[Any]] = []
@@ -182,7 +236,13 @@ class Proxy:
             return
         connection = HTTPConnection(self._host, timeout=60)
         try:
-            connection.request(to.command, to.path, sent, dict(to.headers.items()))
+            path, headers = to.path, {name.lower(): text for name, text in to.headers.items()}
+            if self._is_google:
+                path = path.replace("%2F", "/")
+                headers.pop("authorization", None)
+                if headers.pop("x-goog-if-generation-match", None) == "0":
+                    headers["if-none-match"] = "*"
+            connection.request(to.command, path, sent, headers)
             reply = connection.getresponse()
             body = reply.read()
         except (OSError, HTTPException):

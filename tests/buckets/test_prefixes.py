@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
@@ -18,11 +19,12 @@ from millrace import IndexedDataset, IndexedDatasetBuilder, Loader
 from millrace.cli import main
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, StorageError
+from millrace.online import open_rows
 from millrace.run import DatasetConfig, build_datasets
 from millrace.shards import Shards
 from millrace.store import RawTokens
 from millrace.tokenizing import tokenize
-from tests.buckets.conftest import Bucket
+from tests.buckets.conftest import Bucket, on_each_server
 from tests.buckets.servers import Proxy
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import write_sequences
@@ -64,6 +66,7 @@ def test_a_dataset_is_that_of_the_files(tmp_path: Path, bucket: Bucket, proxy: P
     assert proxy.count("GET") == 0  # the index is on the node
 
 
+@on_each_server
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_loader_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy, threads: int) -> None:
     write_pair(tmp_path)
@@ -76,6 +79,43 @@ def test_a_loader_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy, thre
             millrace.GPTDataset(IndexedDataset(prefix), sequence_length=32, seed=1), threads=threads
         )
         for prefix in prefixes
+    )
+    assert remote == local
+
+
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 200))]
+
+
+@pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_cases_under_faults(tmp_path: Path, bucket: Bucket, proxy: Proxy, seed: int) -> None:
+    """Faults that are shorter than the limit change no batch, and are not seen."""
+    random = np.random.default_rng(seed)
+    write_pair(tmp_path / "in", documents=int(random.integers(40, 200)), seed=seed)
+    folders = tmp_path / "in", bucket.upload(tmp_path / "in")
+    mirrors: list[Any] = [{}, {"limit": 1 << 13}, {"limit": 1 << 30}]
+    mirror = mirrors[random.integers(3)]
+    faults = {"503": 0.05, "cut": 0.03, "expired": 0.02, "stall": 0.003}
+    if mirror.get("limit") == 1 << 30:  # each block is compared with the sidecar
+        faults["flip"] = 0.3
+    proxy.latency = float(random.choice([0, 0.003]))
+    for kind, share in faults.items():
+        proxy.add_fault(kind, "GET .*bin" if kind == "flip" else "GET|HEAD", share)
+    if mirror:
+        mirror = {**mirror, "mirror": tmp_path / "mirror"}
+    storage = bucket.storage(stall_limit=2.0, time_limit=120.0, **mirror)
+    length, threads, ahead = random.integers(1, 100), random.integers(1, 4), random.integers(1, 9)
+    local, remote = (
+        batches_of(
+            millrace.GPTDataset(
+                IndexedDataset(f"{folder}/data", storage=one),
+                sequence_length=int(length),
+                seed=seed,
+            ),
+            threads=int(threads),
+            prefetch=int(ahead),
+        )
+        for folder, one in zip(folders, (None, storage), strict=True)
     )
     assert remote == local
 
@@ -217,6 +257,27 @@ def test_texts(tmp_path: Path, bucket: Bucket, tokenizer_file: Path, kind: str) 
     assert outputs[0] == outputs[1] == outputs[2] != b""
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
+def test_rows_by_number(tmp_path: Path, bucket: Bucket, proxy: Proxy, kind: str) -> None:
+    path, numbers = tmp_path / f"in.{kind}", np.random.default_rng(0).permutation(300)
+    table = pa.table({"text": make_texts(300)})
+    if kind == "parquet":
+        pa.parquet.write_table(table, path, row_group_size=70)
+    elif kind == "csv":
+        pa.csv.write_csv(table, path)
+    else:
+        write_jsonl(path, make_texts(300))
+    remote = f"{bucket.upload(tmp_path)}/in.{kind}"
+    expected = open_rows(path).rows(numbers)
+    for _ in range(2):
+        opened = open_rows(remote, cache=tmp_path / "cache")
+        assert pickle.loads(pickle.dumps(opened)).rows(numbers) == expected
+    bucket.put(f"in.{kind}", path.read_bytes()[::-1])
+    if kind == "jsonl":
+        with pytest.raises(StorageError, match="changed"):
+            opened.rows(numbers)
+
+
 def test_the_budget_of_a_run(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -281,5 +342,12 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
         assert low[7].tolist() == IndexedDataset(tmp_path / "data")[7].tolist()
     assert samples[0] == samples[1]
     assert isinstance(low.bin_reader, drop_in._S3BinReader)
+    options = {"mmap": False, "object_storage_config": drop_in.ObjectStorageConfig(folder)}
+    by_client = drop_in.IndexedDataset(f"msc://__filesystem__{tmp_path}/data", **options)
+    assert isinstance(by_client.bin_reader, drop_in._MultiStorageClientBinReader)
+    assert [by_client[number].tolist() for number in (0, 7)] == [low[0].tolist(), low[7].tolist()]
+    (tmp_path / "data.bin").write_bytes((tmp_path / "data.bin").read_bytes())
+    with pytest.raises(StorageError, match="changed"):
+        by_client[0]
     assert pickle.loads(pickle.dumps(low))[3].tolist() == low[3].tolist()
-    assert [path.suffix for path in Path(folder).iterdir()] == [".idx"]
+    assert {path.suffix for path in Path(folder).iterdir()} == {".idx"}

@@ -164,7 +164,7 @@ def test_a_reader_that_was_replaced_is_used(tmp_path: Path) -> None:
 def test_object_stores_are_refused(tmp_path: Path) -> None:
     for refused in (
         lambda: ours.IndexedDataset("s3://bucket/data"),
-        lambda: ours.IndexedDataset("msc://bucket/data", mmap=False, object_storage_config=1),
+        lambda: ours.IndexedDataset("ftp://bucket/data", mmap=False, object_storage_config=1),
         lambda: ours.IndexedDataset(str(tmp_path / "data"), mmap=False, s3_config=1),
         lambda: ours.GPTDataset.build_low_level_dataset("s3://bucket/data", GPT),
     ):

@@ -18,6 +18,7 @@ __all__ = [
     "_BinReader",
     "_FileBinReader",
     "_MMapBinReader",
+    "_MultiStorageClientBinReader",
     "_S3BinReader",
 ]
 
@@ -84,6 +85,10 @@ class _S3BinReader(_LocalBinReader):
     ) -> None:
         storage = storage_in(object_storage_config.path_to_idx_cache)
         super().__init__(bin_path, reader or storage.open(bin_path, "file"))
+
+
+class _MultiStorageClientBinReader(_S3BinReader):
+    """The same for `msc://PROFILE/KEY`."""
 
 
 class _MMapBinReader(_LocalBinReader):

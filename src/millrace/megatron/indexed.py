@@ -17,6 +17,7 @@ from millrace.megatron.bin_readers import (
     _BinReader,
     _FileBinReader,
     _MMapBinReader,
+    _MultiStorageClientBinReader,
     _S3BinReader,
     storage_in,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "_FileBinReader",
     "_IndexReader",
     "_MMapBinReader",
+    "_MultiStorageClientBinReader",
     "_S3BinReader",
     "get_bin_path",
     "get_idx_path",
@@ -154,7 +156,9 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         reader = self.token_file.reader
         self.bin_reader: _BinReader
         if is_remote:
-            self.bin_reader = _S3BinReader(bin_path, object_storage_config, reader)
+            is_msc = self.path_prefix.startswith("msc://")
+            kind = _MultiStorageClientBinReader if is_msc else _S3BinReader
+            self.bin_reader = kind(bin_path, object_storage_config, reader)
         else:
             self.bin_reader = (_MMapBinReader if mmap else _FileBinReader)(bin_path, reader=reader)
 

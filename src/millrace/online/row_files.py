@@ -5,6 +5,8 @@ time: the XXH3-64 of its content, and where its rows are.
 """
 
 import contextlib
+import functools
+import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +20,16 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
-from millrace.files import atomic_file, file_lock, sum_of, xxh3
+from millrace.files import atomic_file, file_lock, xxh3
 from millrace.samples.tokens import Numbers
+from millrace.storage import FileStream, StoredFile, storage_of
 from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
 from millrace.text.documents import UTF8_BOM
 from millrace.text.formats.arrow_tables import records_of
 from millrace.text.formats.separated_records import loads, parse_line
 from millrace.text.json_values import check_object
 from millrace.text.parts import unchanged
-from millrace.text.streams import readable
+from millrace.text.streams import is_remote, open_path, readable, status_of
 
 Row = dict[str, Any] | BadDocumentError
 """A row, or why it cannot be used."""
@@ -54,9 +57,9 @@ class JsonLinesFile:
         firsts = bounds[numbers]
         # Blank lines may follow; two bytes more than the limit tell a line that is too long.
         sizes = np.minimum(bounds[numbers + 1] - firsts, limit + 2)
-        with _opened(self.file) as descriptor:
+        with _opened(self.file) as gather:
             try:
-                data: Any = _native.read_packed(descriptor, int(bounds[-1]), firsts, sizes)
+                data: Any = gather(firsts, sizes)
             except ValueError as error:
                 raise TextError(f"{path} was changed while it was read: {error}") from None
         block, ends = memoryview(data), np.cumsum(sizes)
@@ -146,12 +149,24 @@ class TableFile:
 
 
 @contextlib.contextmanager
-def _opened(file: InputFile) -> Iterator[int]:
-    """The descriptor of a file; TextError if it is not, or does not stay, what was indexed."""
+def _opened(file: InputFile) -> Iterator[Callable[[Numbers, Numbers], Any]]:
+    """Reads pieces of a file; TextError if it is not, or does not stay, what was indexed."""
+    source: Any
     with readable(file.path):
-        source = open(file.path, "rb", buffering=0)  # noqa: SIM115
-    with source, unchanged(file.part(), lambda: os.fstat(source.fileno())):
-        yield source.fileno()
+        if is_remote(file.path):
+            source = FileStream(_object(file.path))
+            gather = source.reader.gather
+        else:
+            source = open(file.path, "rb", buffering=0)  # noqa: SIM115
+            gather = partial(_native.read_packed, source.fileno(), int(file.size or 0))
+    with source, unchanged(file.part(), lambda: status_of(file.path, source)):
+        yield gather
+
+
+@functools.cache
+def _object(path: str) -> StoredFile:
+    """An object, which a process opens once: what is read later is of this object, or an error."""
+    return storage_of(path).open(path, "file")
 
 
 # ---- what is learnt in one pass ----
@@ -168,12 +183,14 @@ def _notes_of(
     `table`: path of a file that `make` writes, too.
     """
     name = _name(kind, file.path)
-    key = {"path": os.path.realpath(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
+    key = {"path": _real(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
+    if is_remote(file.path):
+        key["version"] = _object(file.path).identity.version
 
     def find() -> arrays.ArraySet | None:
         notes = arrays.load(folder, name)
         is_ours = notes is not None and notes.key == key and not notes.damage()
-        return notes if is_ours and os.path.exists(table or file.path) else None
+        return notes if is_ours and (not table or os.path.exists(table)) else None
 
     if (notes := find()) is None:
         os.makedirs(folder, exist_ok=True)
@@ -195,8 +212,21 @@ def _sum(digest: str) -> NDArray[np.uint64]:
     return np.array([int(digest, 16)], np.uint64)
 
 
+def _sum_of(path: str) -> NDArray[np.uint64]:
+    """The checksum of a file's content."""
+    digest = xxh3()
+    with readable(path), open_path(path) as file:
+        while data := file.read(_BLOCK):
+            digest.update(data)
+    return _sum(digest.hexdigest())
+
+
 def _name(kind: str, path: str) -> str:
-    return f"{kind}-{arrays.fingerprint(os.path.realpath(path))[:16]}"
+    return f"{kind}-{arrays.fingerprint(_real(path))[:16]}"
+
+
+def _real(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(path)
 
 
 def _read_lines(file: InputFile) -> Notes:
@@ -221,7 +251,7 @@ def _read_lines(file: InputFile) -> Notes:
     flat[0] = mark
     is_blank = np.concatenate(suspects)[flat < offset]
     flat = flat[flat < offset]
-    with open(file.path, "rb") as lines:
+    with io.BufferedReader(open_path(file.path)) as lines:
         for place in np.flatnonzero(is_blank).tolist():
             lines.seek(int(flat[place]))
             line = lines.readline(_LONGEST_BLANK)
@@ -243,7 +273,7 @@ def _count_groups(file: InputFile) -> Notes:
             f"{file.path} is an Arrow stream, which has no index of its rows. Write an Arrow file "
             "(pyarrow.ipc.new_file), or give the `datasets.Dataset` that it belongs to"
         )
-    return {"xxh3": _sum(sum_of(file.path)[1]), "counts": np.array(counts, np.int64)}
+    return {"xxh3": _sum_of(file.path), "counts": np.array(counts, np.int64)}
 
 
 def _convert(file: InputFile, max_size: int, path: str) -> Notes:
@@ -268,4 +298,4 @@ def _convert(file: InputFile, max_size: int, path: str) -> Notes:
             rows.sort(key=itemgetter(_NUMBER))
             writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
             counts.append(len(rows))
-    return {"xxh3": _sum(sum_of(file.path)[1]), "counts": np.array(counts, np.int64)}
+    return {"xxh3": _sum_of(file.path), "counts": np.array(counts, np.int64)}

@@ -22,7 +22,7 @@ Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
 Access = Literal["mmap", "file"]
 
-BUCKET_SCHEMES = ("s3", "gs", "az", "file")
+BUCKET_SCHEMES = ("s3", "gs", "az", "file", "msc")
 MAX_OPEN = 64  # files of a process that keep a descriptor; each thread may use one more
 _STREAM_BLOCK, _BLOCKS_AHEAD = 1 << 20, 8  # of a stream that is read on
 _NUM_BLOCKS, _BLOCK = 16, 4096  # of a file that a fingerprint covers

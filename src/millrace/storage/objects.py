@@ -19,10 +19,19 @@ from millrace.checks import check_float, check_int, check_path
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
 from millrace.names import BIN, IDX, INFO
-from millrace.storage import Access, Bytes, Identity, StoredFile, gather_range
+from millrace.storage import (
+    BUCKET_SCHEMES,
+    Access,
+    Bytes,
+    Identity,
+    StoredFile,
+    gather_range,
+    read_file,
+)
 from millrace.storage.ahead import Ahead
 from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
 from millrace.storage.mirror import Copy, Mirror, sums_in
+from millrace.storage.msc import ProfileStore
 from millrace.storage.transfers import Transfers, closing
 
 T = TypeVar("T")
@@ -179,26 +188,30 @@ class ObjectStorage:
 
     def _store(self, bucket: str, retries: int) -> Any:
         scheme, _, name = bucket.partition("://")
-        try:
-            from obstore import store
-        except ImportError:
-            raise ConfigError(
-                f"{bucket} needs the obstore package: pip install 'millrace[buckets]'"
-            ) from None
-        if scheme == "file":
-            return store.LocalStore()
         timeouts = {
             "timeout": f"{min(_TIMEOUT, self.time_limit)}s",
             "read_timeout": f"{min(self._stall_limit, self.time_limit)}s",
             "pool_max_idle_per_host": "1024",
         }
-        return getattr(store, STORES[scheme])(
-            name,
-            **self._options,
-            # An endpoint of the user may be http://; the stores' own are https://.
-            client_options={"allow_http": True, **timeouts, **self._client_options},
-            retry_config={"max_retries": retries},
-        )
+        try:
+            if scheme == "msc":
+                return ProfileStore(name)
+            from obstore import store
+
+            if scheme == "file":
+                return store.LocalStore()
+            return getattr(store, STORES[scheme])(
+                name,
+                **self._options,
+                # An endpoint of the user may be http://; the stores' own are https://.
+                client_options={"allow_http": True, **timeouts, **self._client_options},
+                retry_config={"max_retries": retries},
+            )
+        except ImportError:
+            package = "multi-storage-client" if scheme == "msc" else "'millrace[buckets]'"
+            raise ConfigError(f"{bucket} needs a package: pip install {package}") from None
+        except Exception as error:
+            raise ConfigError(f"{bucket} cannot be opened with its options: {error}") from None
 
 
 @functools.cache
@@ -215,10 +228,10 @@ def bucket_of(path: str) -> tuple[str, str]:
     """
     scheme, mark, rest = path.partition("://")
     name, _, key = rest.partition("/")
-    if scheme not in STORES or not mark or bool(name) == (scheme == "file"):
+    if scheme not in BUCKET_SCHEMES or not mark or bool(name) == (scheme == "file"):
         raise ConfigError(
             f"{path!r} is not the path of an object, which is s3://BUCKET/KEY, gs://BUCKET/KEY, "
-            "az://CONTAINER/KEY or file:///PATH"
+            "az://CONTAINER/KEY, msc://PROFILE/KEY or file:///PATH"
         )
     return f"{scheme}://{name}", key
 
@@ -251,7 +264,9 @@ def _problem_of(path: str, error: Exception) -> str:
     if status in (401, 403) or kind in ("PermissionDeniedError", "UnauthenticatedError"):
         remedy = "Check the credentials, and what they may read"
         raise StorageError(f"{path} was denied: {text}. {remedy}") from None
-    if 400 <= status < 500 and status not in (408, 429):
+    # S3 answers 400 if credentials expired, and to a HEAD it does so without a code.
+    may_expire = status == 400 and "<Code>" not in text
+    if 400 <= status < 500 and status not in (408, 429) and not may_expire:
         raise StorageError(f"{path} cannot be read: {text}") from None
     return f"{path} cannot be read: {text}"
 
@@ -329,8 +344,7 @@ class ObjectFile(Ahead):
         sidecar = self._path.removesuffix(BIN) + INFO
         with contextlib.suppress(FileNotFoundError):
             if self._path.endswith(BIN):
-                read = lambda store, key: bytes(store.get(key).bytes())  # noqa: E731
-                return sums_in(self._storage.ask(sidecar, read), self.size)
+                return sums_in(read_file(self._storage, sidecar), self.size)
         return []
 
     def _fetch(self, start: int, stop: int, is_right: Callable[[Any], bool] | None = None) -> Any:
