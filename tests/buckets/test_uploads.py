@@ -13,7 +13,7 @@ import pytest
 from millrace import IndexedDataset
 from millrace.cli import main
 from millrace.errors import ConfigError
-from millrace.jobs.uploading import upload
+from millrace.jobs import upload
 from millrace.shards import Shards, verify_shards
 from millrace.storage import exists, storage_of
 from millrace.store import verify

@@ -42,10 +42,12 @@ from millrace.engine import ray
 from millrace.engine.journal import Journal, differences
 from millrace.engine.progress import Progress
 from millrace.engine.tasks import Executor, Function, Task, run_attempt, run_local
+from millrace.engine.uploading import Upload
 from millrace.errors import ConfigError, MillraceError
-from millrace.files import atomic_file, fsync_folder, temporaries_of
+from millrace.files import atomic_file, checksum, fsync_folder, temporaries_of
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.names import JOURNAL, RESULT
+from millrace.storage import storage_of
 
 ENGINES = ("local", "ray")
 
@@ -89,7 +91,7 @@ class Run:
             cannot continue.
         inputs: Plain JSON values that decide the rest of the output. A job that differs in them
             continues, and the tasks say what they depend on.
-        outputs: Paths of files without which the output is not whole.
+        outputs: Paths of files, or objects in buckets, without which the output is not whole.
         engine: "local" for worker processes, "ray" for a Ray cluster, or an `Executor`.
         restart: Whether to discard what an earlier run has done, and replace its output.
         on_restart: Function called before the journal of an earlier run is discarded.
@@ -182,6 +184,24 @@ class Run:
     def store(self, name: str, value: Any) -> None:
         """Stores a value, plain JSON, instead of an earlier one."""
         self._journal.store(name, value)
+
+    def upload(self, target: str, last: Sequence[str]) -> Upload:
+        """The upload of this job's output; from now on, other uploads are kept from the target.
+
+        Args:
+            target: First part of the paths in a bucket, which must be new.
+            last: What follows it in the paths of the objects that go up last.
+        """
+        inputs = checksum([json.dumps(self._identity).encode()])
+        state = {"inputs": inputs, **(self.stored("upload") or {})}
+        if state["inputs"] != inputs:
+            raise ConfigError(
+                f"inputs of the job have changed since its output began to go up to {target}. Give "
+                "--restart (restart=True), and another target"
+            )
+        upload = Upload(target, last, state, functools.partial(self.store, "upload"))
+        upload.claim(self._start[0])
+        return upload
 
     @contextlib.contextmanager
     def phase(self, label: str, total: int | None = None) -> Iterator[Progress]:
@@ -325,8 +345,8 @@ class Run:
     def _stats(self) -> dict[str, list[int]]:
         """Size and time of each file of the output; empty if one is missing."""
         with contextlib.suppress(FileNotFoundError):
-            stats = {os.path.basename(path): os.stat(path) for path in self._outputs}
-            return {name: [status.st_size, status.st_mtime_ns] for name, status in stats.items()}
+            stats = {os.path.basename(path): storage_of(path).stat(path) for path in self._outputs}
+            return {name: [identity.size, identity.time] for name, identity in stats.items()}
         return {}
 
 

@@ -202,12 +202,15 @@ def fit_plan(name: str, sizes: ItemSizes, budget: Budget, workers: int) -> Shuff
 
 
 def choose_plan(
-    items: Items, name: str, output_dir: str, memory: int | None, workers: int
+    items: Items, name: str, output_dir: str, memory: int | None, workers: int, share: float = 1.0
 ) -> ShufflePlan:
-    """The plan of that name, or the fastest one for "auto"; an error if memory or disk is short."""
+    """The plan of that name, or the fastest one for "auto"; an error if memory or disk is short.
+
+    At most `share` of the output is on the disk at a time.
+    """
     sizes, budget = sizes_of(items), budget_of(memory, items)
     check_memory(budget, sizes)
-    free = check_room(items, sizes.num_bytes, output_dir)
+    free = check_room(items, int(share * sizes.num_bytes), output_dir)
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)
     plan = fit_plan(name, sizes, budget, workers)

@@ -36,6 +36,7 @@ from millrace.shards.metadata import (
 from millrace.shuffling.shard_work import SHARD
 
 Report = Callable[[int, int], None]  # of the number of files done, and of all
+LAST = [f"/{METADATA}"]  # of an upload
 JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)  # first part of the job's file names
 _FLUSHES = 8  # files that are flushed at a time
 _OUTPUT = re.compile(
@@ -88,13 +89,17 @@ def remove_output(folder: str) -> None:
     fsync_folder(metadata_path(folder))
 
 
-def publication(done: Sequence[Done], metadata: dict[str, Any]) -> dict[str, Any]:
-    """What steps 3 and 4 need, as plain JSON; `metadata` lacks only the checksums."""
+def publication(done: Sequence[Done], num_kept: int, metadata: dict[str, Any]) -> dict[str, Any]:
+    """What steps 3 and 4 need, as plain JSON; `metadata` lacks only the checksums.
+
+    Only `num_kept` shards are on the disk: all, or none.
+    """
     files, checksums = [], {}
     for shard, task in enumerate(done):
         for name, (size, digest) in task.record["files"].items():
             target = shard_prefix("", shard) + name.removeprefix(SHARD)
-            files.append([os.path.basename(task.folder), name, target, size])
+            if shard < num_kept:
+                files.append([os.path.basename(task.folder), name, target, size])
             checksums[target] = digest
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}
 
