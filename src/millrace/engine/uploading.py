@@ -26,7 +26,7 @@ from millrace.store.publish import files_of
 
 CLAIM = ".uploading"
 JOURNAL = ".upload.json"
-_LEAST_PART, _MOST_PARTS = 8 << 20, 9_000  # a store takes at most 10,000 parts
+_LEAST_PART, _MOST_PARTS = 5 << 20, 9_000  # a store takes at most 10,000 parts
 _SMALL = 64 << 20  # bytes that are put by one request, on a condition
 
 
