@@ -89,17 +89,13 @@ def remove_output(folder: str) -> None:
     fsync_folder(metadata_path(folder))
 
 
-def publication(done: Sequence[Done], num_kept: int, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What steps 3 and 4 need, as plain JSON; `metadata` lacks only the checksums.
-
-    Only `num_kept` shards are on the disk: all, or none.
-    """
+def publication(done: Sequence[Done], metadata: dict[str, Any]) -> dict[str, Any]:
+    """What steps 3 and 4 need, as plain JSON; `metadata` lacks only the checksums."""
     files, checksums = [], {}
     for shard, task in enumerate(done):
         for name, (size, digest) in task.record["files"].items():
             target = shard_prefix("", shard) + name.removeprefix(SHARD)
-            if shard < num_kept:
-                files.append([os.path.basename(task.folder), name, target, size])
+            files.append([os.path.basename(task.folder), name, target, size])
             checksums[target] = digest
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}
 

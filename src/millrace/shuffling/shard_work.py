@@ -223,9 +223,9 @@ def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
         files[path] = sum_of(path)
     sums = {os.path.basename(path): sums for path, sums in files.items()}
     if work.upload_to is not None:
+        target = shard_prefix(work.upload_to, task.payload)
         for path in files:
-            name = os.path.basename(path).removeprefix(SHARD)
-            put_file(path, shard_prefix(work.upload_to, task.payload) + name)
+            put_file(path, target + path.removeprefix(prefix))
             os.unlink(path)
         files = {}
     return {"bytes": num_bytes, "files": sums}, files

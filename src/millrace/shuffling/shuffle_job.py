@@ -121,9 +121,14 @@ class ShuffleOptions:
         return self.upload_to or self.folder
 
     @property
-    def num_kept_shards(self) -> int:
+    def num_local_shards(self) -> int:
         """Number of shards that stay on the disk."""
         return self.num_shards if self.upload_to is None else 0
+
+    @property
+    def share(self) -> float:
+        """Share of the output that is on the disk at a time."""
+        return (self.num_local_shards or min(self.workers, self.num_shards)) / self.num_shards
 
     @property
     def unit(self) -> str:
@@ -204,7 +209,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
     job = Run(
         os.path.join(folder, publication.JOB),
         _identity(checked, found),
-        outputs=publication.output_files(checked.final_folder, checked.num_kept_shards),
+        outputs=publication.output_files(checked.final_folder, checked.num_local_shards),
         engine=checked.engine,
         restart=checked.restart,
         on_restart=lambda: publication.remove_output(folder),
@@ -221,6 +226,8 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
         is_new = content is None
         if is_new:
             content = _write(run, checked, _make_items(run, checked, found))
+            if checked.upload_to is not None:
+                content["files"] = []  # they have moved
             run.store("publication", content)
         result = ShuffleResult(**content["result"])
         result = replace(result if is_new else _earlier(result), seconds=time.monotonic() - start)
@@ -296,24 +303,20 @@ def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
 
 def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
     """Writes all shards into the journal; returns what publishes them, as plain JSON."""
-    # The share of the output that is on the disk at a time.
-    share = max(options.num_kept_shards, min(options.workers, options.num_shards))
-    share /= options.num_shards
     if run.stored("plan") is None:
         # With large weights, the output may be too large even to compute its permutation.
         num_tokens = items.num_items * (items.item_size or 0)
-        check_room(items, int(share * num_tokens * items.dtype.itemsize), options.folder)
+        check_room(items, int(options.share * num_tokens * items.dtype.itemsize), options.folder)
     permutation, distribution = _permute(run, options, items)
-    arguments = options.plan, options.folder, options.memory, options.workers, share
+    arguments = options.plan, options.folder, options.memory, options.workers, options.share
     content = run.once("plan", lambda: asdict(choose_plan(items, *arguments)))
     plan = resume_plan(content, items, options.memory, options.workers)
     shard_sizes = even_sizes(items.num_items, options.num_shards)
     with run.phase("phase 3: plan") as progress:
-        work = plan.work(items, permutation, starts_of(shard_sizes))
-        work = replace(work, upload_to=options.upload_to)
+        work = plan.work(items, permutation, starts_of(shard_sizes), options.upload_to)
         progress.note(f"plan: {plan}")
     done = work.write(run, plan.workers)
-    if options.num_kept_shards > 0:
+    if options.num_local_shards > 0:
         with run.phase("phase 5: flush") as progress:
             publication.flush_shards(done, progress.count)
     in_both = {
@@ -349,8 +352,7 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         "inputs": items.inputs,
         "distribution": distribution,
     }
-    content = publication.publication(done, options.num_kept_shards, metadata)
-    return {**content, "result": asdict(result)}
+    return {**publication.publication(done, metadata), "result": asdict(result)}
 
 
 def _permute(run: Run, options: ShuffleOptions, items: Items) -> tuple[Permutation, dict[str, Any]]:

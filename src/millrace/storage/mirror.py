@@ -53,7 +53,7 @@ class Mirror:
         start, size = block * BLOCK, min(BLOCK, copy.size - block * BLOCK)
         with file_lock(os.path.join(self.folder, "mirror.lock")):
             while self._num_bytes() + size > self._limit:
-                if not self._remove_unused():
+                if size > self._limit or not self._remove_unused():
                     self.is_full = True
                     return False
             try:
@@ -172,9 +172,12 @@ class Copy:
         self._blocks[block] = _THERE
         return True
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+    def __del__(
+        self, close: Callable[[int], None] = os.close, touch: Callable[[int], None] = os.utime
+    ) -> None:
         for name in ("_block_file", "data_file"):
             if name in vars(self):
+                touch(vars(self)[name])  # its last use
                 close(vars(self)[name])
 
 
