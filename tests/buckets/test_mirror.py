@@ -83,7 +83,7 @@ def test_it_saves_what_the_best_cache_would(
         pair = IndexedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
         dataset = GPTDataset(pair, sequence_length=SAMPLE // 2, seed=1)
     else:
-        write_sequences(tmp_path / "in", tokens.reshape(-1, SAMPLE // 2))
+        write_sequences(tmp_path / "in", tokens.reshape(-1, SAMPLE // 2), 4)
         dataset = ShardedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
     rng = np.random.default_rng(1)
     numbers = np.concatenate([rng.permutation(len(dataset)) for _ in range(3)])
