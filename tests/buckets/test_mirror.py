@@ -122,8 +122,8 @@ def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, prox
     first = [read(paths[0])[0], read(paths[1])[0]]
     read(paths[2])
     assert read(paths[2])[1] == len(DATA)  # the others are in use
-    del first[0]
     first.clear()
+    read(paths[1])  # so the oldest use is of the first object
     read(paths[2])
     assert [read(path)[1] == 0 for path in (paths[2], paths[1])] == [True, True]
     assert taken(tmp_path / "mirror") <= 2 * len(DATA) + METADATA
