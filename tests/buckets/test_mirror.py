@@ -22,7 +22,7 @@ from tests.shard_folders import write_sequences
 BLOCK, SAMPLE, NUM_BLOCKS, GRAIN = 1 << 17, 1 << 12, 20, 1 << 5
 DATA = np.random.default_rng(0).integers(0, 256, NUM_BLOCKS * BLOCK).astype(np.uint8)
 COUNTS = np.full(32, SAMPLE)
-METADATA = 1 << 14  # that a file system may count as a part of the files
+METADATA = 1 << 15  # that a file system may count as a part of the files
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ from millrace.storage.copies import own_folder
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
 _DATA, _BLOCKS = ".data", ".blocks"
 _THERE, _ROOM = 1, 2
+_EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
 _SET_LOCK = fcntl.F_OFD_SETLKW
 _log = logging.getLogger("millrace")
@@ -51,9 +52,10 @@ class Mirror:
     def make_room(self, copy: "Copy", block: int) -> bool:
         """Allocates a block; False if the limit is reached, or the disk is full."""
         start, size = block * BLOCK, min(BLOCK, copy.size - block * BLOCK)
+        needed = size + _EXTENTS
         with file_lock(os.path.join(self.folder, "mirror.lock")):
-            while self._num_bytes() + size > self._limit:
-                if size > self._limit or not self._remove_unused():
+            while self._num_bytes() + needed > self._limit:
+                if needed > self._limit or not self._remove_unused():
                     self.is_full = True
                     return False
             try:
