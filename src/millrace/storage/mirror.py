@@ -31,6 +31,7 @@ _DATA, _BLOCKS = ".data", ".blocks"
 _THERE, _ROOM = 1, 2
 _EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
+_fetches = threading.Semaphore(16)  # of blocks: the first batch waits for the first ones alone
 _SET_LOCK = fcntl.F_OFD_SETLKW
 _log = logging.getLogger("millrace")
 
@@ -164,7 +165,8 @@ class Copy:
         self._blocks[block] = _ROOM
         start, stop = block * BLOCK, min((block + 1) * BLOCK, self.size)
         expected = self._sums[block] if self._sums else None
-        body = fetch(start, stop, lambda body: expected is None or checksum([body]) == expected)
+        with _fetches:
+            body = fetch(start, stop, lambda body: expected is None or checksum([body]) == expected)
         try:
             os.pwrite(self.data_file, body, start)
             os.fdatasync(self.data_file)  # before the mark, also after a power cut
