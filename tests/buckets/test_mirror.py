@@ -172,10 +172,13 @@ while True:
 """
 
 
-def test_kills_leave_no_wrong_byte(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+@pytest.mark.parametrize("num_rounds", [4, pytest.param(50, marks=pytest.mark.long)])
+def test_kills_leave_no_wrong_byte(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, num_rounds: int
+) -> None:
     path, folder, limit = bucket.put("a", DATA.tobytes()), tmp_path / "mirror", len(DATA) // 2
     proxy.latency = 0.002
-    for _ in range(4):
+    for _ in range(num_rounds):
         command = [sys.executable, "-c", READER, path, str(folder), str(limit)]
         readers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
         for reader in readers:

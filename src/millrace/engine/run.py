@@ -192,14 +192,9 @@ class Run:
             target: First part of the paths in a bucket, which must be new.
             last: What follows it in the paths of the objects that go up last.
         """
-        inputs = checksum([json.dumps(self._identity).encode()])
-        state = {"inputs": inputs, **(self.stored("upload") or {})}
-        if state["inputs"] != inputs:
-            raise ConfigError(
-                f"inputs of the job have changed since its output began to go up to {target}. Give "
-                "--restart (restart=True), and another target"
-            )
-        upload = Upload(target, last, state, functools.partial(self.store, "upload"))
+        inputs, state = checksum([json.dumps(self._identity).encode()]), self.stored("upload")
+        save = functools.partial(self.store, "upload")
+        upload = Upload(target, last, state or {}, save, inputs=inputs)
         upload.claim(self._start[0])
         return upload
 

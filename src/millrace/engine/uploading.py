@@ -109,6 +109,7 @@ class Upload:
         state: What is done, plain JSON; empty at first.
         save: Function that keeps the state across kills.
         storage: Storage of the target; None: buckets as the environment says.
+        inputs: What the content of the files follows from.
     """
 
     def __init__(
@@ -118,9 +119,10 @@ class Upload:
         state: dict[str, Any],
         save: Callable[[dict[str, Any]], Any],
         storage: ObjectStorage | None = None,
+        inputs: str = "",
     ) -> None:
         self._target, self._last, self._storage = target, last, storage or by_environment()
-        self._state, self._save = state, save
+        self._state, self._save, self._inputs = state, save, inputs
 
     def claim(self, restart: bool = False) -> None:
         """Keeps other uploads away, also after a kill.
@@ -153,6 +155,11 @@ class Upload:
     def send(self, source: str, names: Sequence[str], *, move: bool) -> None:
         """Puts files that are not up yet, the last ones last, and ends the claim."""
         state = self._state
+        if state.setdefault("inputs", self._inputs) != self._inputs:
+            raise ConfigError(
+                f"inputs of the job have changed since its output began to go up to {self._target}"
+                ". Give --restart (restart=True), and another target"
+            )
         for name in names:
             if name not in state["done"]:
                 self._put(source + name, self._target + name, is_last=name in self._last)
