@@ -28,6 +28,7 @@ METADATA = 1 << 15  # that a file system may count as a part of the files
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "BLOCK", BLOCK)
+    monkeypatch.setattr(mirror, "FIRST", 0)
 
 
 def read_all(file: Any, samples: np.ndarray) -> None:
@@ -145,7 +146,7 @@ def test_a_full_disk(
 def test_blocks_are_compared_with_the_sidecar(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(mirror, "BLOCK", 4 << 20)
     tokens = np.random.default_rng(0).integers(0, 60000, 5 << 20).astype(np.uint16)
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16, checksums=True) as builder:
         builder.add_document(tokens)

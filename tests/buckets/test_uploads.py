@@ -65,7 +65,7 @@ def test_killed_uploads_go_on(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> N
             os.kill(process.pid, signal.SIGKILL)
         kills += 1
         is_done = process.wait() == 0 or not any(tmp_path.glob("*/metadata.json"))
-        is_done &= not any(tmp_path.glob("*.upload.json"))
+        is_done &= not any(tmp_path.glob("*.journal"))
         puts = proxy.count("PUT .*/metadata.json")
         assert puts or not exists(storage_of(target), f"{target}/metadata.json")
     assert verify_shards(target).problems == []

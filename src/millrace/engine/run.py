@@ -42,9 +42,8 @@ from millrace.engine import ray
 from millrace.engine.journal import Journal, differences
 from millrace.engine.progress import Progress
 from millrace.engine.tasks import Executor, Function, Task, run_attempt, run_local
-from millrace.engine.uploading import Upload
 from millrace.errors import ConfigError, MillraceError
-from millrace.files import atomic_file, checksum, fsync_folder, temporaries_of
+from millrace.files import atomic_file, fsync_folder, temporaries_of
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.names import JOURNAL, RESULT
 from millrace.storage import storage_of
@@ -101,6 +100,7 @@ class Run:
         result: Result of an earlier run that has published the output; None if there is work to do.
         folder: Absolute path of the journal's folder of this run, where the tasks have theirs.
         scratch: Folder in `folder` for files of the job itself, empty at the start.
+        identity: What decides the output: `job` and `inputs`.
         num_done, num_kept: Number of tasks that ran now, and that an earlier run had done.
 
     Raises:
@@ -123,7 +123,7 @@ class Run:
     ) -> None:
         self._prefix = check_path("prefix", prefix)
         self._job, details = plain_json([dict(job), dict(inputs or {})])
-        self._identity = {**self._job, **details}
+        self.identity = {**self._job, **details}
         self._outputs = outputs
         self._engine, self._show_progress = engine, show_progress
         self._start = restart, on_restart
@@ -140,7 +140,7 @@ class Run:
                 os.unlink(left)
             earlier = _read_result(self._prefix + RESULT)
             is_whole = earlier.get("outputs") == self._stats() != {}
-            changes = differences(earlier.get("job"), self._identity)
+            changes = differences(earlier.get("job"), self.identity)
             if restart:
                 on_restart()
                 journal.open(self._job, restart=True)
@@ -184,19 +184,6 @@ class Run:
     def store(self, name: str, value: Any) -> None:
         """Stores a value, plain JSON, instead of an earlier one."""
         self._journal.store(name, value)
-
-    def upload(self, target: str, last: Sequence[str]) -> Upload:
-        """The upload of this job's output; from now on, other uploads are kept from the target.
-
-        Args:
-            target: First part of the paths in a bucket, which must be new.
-            last: What follows it in the paths of the objects that go up last.
-        """
-        inputs, state = checksum([json.dumps(self._identity).encode()]), self.stored("upload")
-        save = functools.partial(self.store, "upload")
-        upload = Upload(target, last, state or {}, save, inputs=inputs)
-        upload.claim(self._start[0])
-        return upload
 
     @contextlib.contextmanager
     def phase(self, label: str, total: int | None = None) -> Iterator[Progress]:
@@ -328,7 +315,7 @@ class Run:
         content = {
             "format": _FORMAT,
             "run": self._journal.run,
-            "job": self._identity,
+            "job": self.identity,
             "outputs": self._stats(),
             "result": result,
         }

@@ -1,23 +1,22 @@
 """Uploads of token files and folders of shards, which appear in a bucket whole or not at all.
 
 Other files go first; the last ones, without which readers ignore them, appear by a conditional put.
-An object beside the target says who is at work, so that two uploads never mix. A journal names the
-objects that are whole: an upload that was killed goes on with the next file.
+An object beside the target says who is at work, so that two uploads never mix. Each file is a task
+of the job that has made it: an upload that was killed goes on with the next file.
 """
 
-import contextlib
-import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from millrace.checks import check_path
+from millrace.engine.run import Run
+from millrace.engine.tasks import Task
 from millrace.errors import ConfigError
-from millrace.files import atomic_file, file_lock
-from millrace.names import IDX, LOSS_ARRAY, SHUFFLE_METADATA
+from millrace.names import IDX, LOSS_ARRAY, RESULT, SHUFFLE_METADATA
 from millrace.option_class import StrPath, check_options, option
 from millrace.shards.metadata import bin_paths, is_shards_folder, parse_metadata
 from millrace.storage import exists, local_path, read_file
@@ -25,7 +24,7 @@ from millrace.storage.objects import ObjectStorage, bucket_of, by_environment
 from millrace.store.publish import files_of
 
 CLAIM = ".uploading"
-JOURNAL = ".upload.json"
+_STEP = 1 << 19  # number of an upload's tasks, beside those of its job
 _LEAST_PART, _MOST_PARTS = 5 << 20, 9_000  # a store takes at most 10,000 parts
 _SMALL = 64 << 20  # bytes that are put by one request, on a condition
 
@@ -79,62 +78,40 @@ def upload(source: StrPath, target: str, **options: Any) -> list[str]:
     """
     checked = UploadOptions(source=source, target=target, **options)
     start, target = local_path(os.fspath(source)), checked.target
-    journal = start.rstrip("/") + JOURNAL
-    with file_lock(f"{journal}.lock", limit=0):
-        state: dict[str, Any] = {"target": target}
-        with contextlib.suppress(FileNotFoundError), open(journal, "rb") as file:
-            state = json.load(file)
-        if state["target"] != target:
-            raise ConfigError(f"{journal}: an upload to {state['target']} has not ended; repeat it")
-        if "names" not in state:
-            state["names"] = _shard_names(start) if is_shards_folder(start) else pair_names(start)
-        names = state["names"]
-        up = Upload(target, [names[-1]], state, partial(_write, journal), checked.storage)
-        try:
-            up.claim(checked.restart)
-        except ConfigError:
-            os.unlink(journal)  # it would keep this source from another target
-            raise
-        up.send(start, names, move=checked.move)
-        os.unlink(journal)
+    prefix = start.rstrip("/") + ".upload"
+    with Run(prefix, {"job": "upload 1", "target": target}, restart=checked.restart) as run:
+        names = run.once("names", partial(_names, start))
+        up = Upload(run, target, names[-1:], checked.restart, checked.storage)
+        run.publish(partial(up.send, start, names, move=checked.move), None)
+    os.unlink(prefix + RESULT)  # of no use: the target must be new
     return [target + name for name in names]
 
 
 class Upload:
-    """Files on their way to one target, of which no other upload may write any.
+    """Files on their way to one target, which is kept from all other uploads until they are there.
 
     Args:
+        run: Run of the job that has made the files; its journal keeps what is up.
         target: First part of the paths of the objects.
         last: What follows it in the paths of those without which readers ignore all others.
-        state: What is done, plain JSON; empty at first.
-        save: Function that keeps the state across kills.
+        restart: Whether to take the target from an upload that has died.
         storage: Storage of the target; None: buckets as the environment says.
-        inputs: What the content of the files follows from.
+
+    Raises:
+        ConfigError: The target is there already, or another upload is at work.
     """
 
     def __init__(
         self,
+        run: Run,
         target: str,
         last: Sequence[str],
-        state: dict[str, Any],
-        save: Callable[[dict[str, Any]], Any],
+        restart: bool,
         storage: ObjectStorage | None = None,
-        inputs: str = "",
     ) -> None:
-        self._target, self._last, self._storage = target, last, storage or by_environment()
-        self._state, self._save, self._inputs = state, save, inputs
-
-    def claim(self, restart: bool = False) -> None:
-        """Keeps other uploads away, also after a kill.
-
-        Raises:
-            ConfigError: The target is there already, or another upload is at work.
-        """
-        state, path = self._state, self._target + CLAIM
-        if "claim" not in state:
-            state.update(claim=os.urandom(8).hex(), is_claimed=False, done=[])
-            self._save(state)
-        claim = state["claim"].encode()
+        self._run, self._target, self._last = run, target, last
+        self._storage, path = storage or by_environment(), target + CLAIM
+        claim = run.once("claim", lambda: os.urandom(8).hex()).encode()
         if restart:
             self._storage.ask(path, lambda store, key: store.put(key, claim))
         elif not _create(self._storage, path, claim) and read_file(self._storage, path) != claim:
@@ -142,29 +119,34 @@ class Upload:
                 f"{path}: another upload to this target is at work, or has died. If it has died, "
                 "give restart=True (--restart)"
             )
-        for name in [] if state["is_claimed"] else self._last:
+        run.once("target is new", self._check_target)
+
+    def _check_target(self) -> bool:
+        for name in self._last:
             if exists(self._storage, self._target + name):
                 self._release()
                 raise ConfigError(
                     f"{self._target + name} is there already: give a new name, as readers may use "
                     "it"
                 )
-        state["is_claimed"] = True
-        self._save(state)
+        return True
 
-    def send(self, source: str, names: Sequence[str], *, move: bool) -> None:
-        """Puts files that are not up yet, the last ones last, and ends the claim."""
-        state = self._state
-        if state.setdefault("inputs", self._inputs) != self._inputs:
+    def send(self, source: str, names: Iterable[str], *, move: bool) -> None:
+        """Puts the files that are not up yet, the last ones last, and frees the target."""
+        inputs = self._run.identity
+        if self._run.once("inputs of the upload", lambda: inputs) != inputs:
             raise ConfigError(
                 f"inputs of the job have changed since its output began to go up to {self._target}"
                 ". Give --restart (restart=True), and another target"
             )
-        for name in names:
-            if name not in state["done"]:
-                self._put(source + name, self._target + name, is_last=name in self._last)
-                state["done"].append(name)
-                self._save(state)
+        names = [name for name in names if name not in self._last]
+        tasks = [Task((_STEP, number), name, name) for number, name in enumerate(names)]
+        context = self._storage, source, self._target
+        for done in self._run.map(_put_task, tasks, context, phase="upload", workers=1):
+            if move:
+                Path(source + done.task.payload).unlink(missing_ok=True)
+        for name in self._last:
+            self._put_last(source + name, self._target + name)
             if move:
                 Path(source + name).unlink(missing_ok=True)
         self._release()
@@ -173,10 +155,10 @@ class Upload:
         """The same for pairs below a path prefix, which leave the disk."""
         start = len(source)
         names = [prefix[start:] + name for prefix in prefixes for name in pair_names(prefix)]
-        self.send(source, sorted(names, key=lambda name: name in self._last), move=True)
+        self.send(source, names, move=True)
 
-    def _put(self, source: str, target: str, *, is_last: bool) -> None:
-        if not is_last or os.path.getsize(source) > _SMALL:
+    def _put_last(self, source: str, target: str) -> None:
+        if os.path.getsize(source) > _SMALL:
             put_file(source, target, self._storage)
             return
         data = Path(source).read_bytes()
@@ -186,6 +168,12 @@ class Upload:
 
     def _release(self) -> None:
         self._storage.ask(self._target + CLAIM, lambda store, key: store.delete(key))
+
+
+def _put_task(context: tuple[ObjectStorage, str, str], task: Task) -> tuple[None, list[str]]:
+    storage, source, target = context
+    put_file(source + task.payload, target + task.payload, storage)
+    return None, []
 
 
 def put_file(source: str, target: str, storage: ObjectStorage | None = None) -> None:
@@ -205,17 +193,14 @@ def pair_names(prefix: str) -> list[str]:
     return [*names, IDX]
 
 
-def _shard_names(folder: str) -> list[str]:
-    """The same of a folder of shards, its metadata last."""
-    metadata = parse_metadata(folder)
+def _names(start: str) -> list[str]:
+    """The same of a pair, or of a folder of shards, its metadata last."""
+    if not is_shards_folder(start):
+        return pair_names(start)
+    metadata = parse_metadata(start)
     files = {f"/{name}" for name in metadata.checksums}
-    files |= {path.removeprefix(folder) for path in bin_paths(folder, metadata)}
+    files |= {path.removeprefix(start) for path in bin_paths(start, metadata)}
     return [*sorted(files), f"/{SHUFFLE_METADATA}"]
-
-
-def _write(journal: str, state: dict[str, Any]) -> None:
-    with atomic_file(journal) as file:
-        file.write(json.dumps(state).encode())
 
 
 def _create(storage: ObjectStorage, path: str, data: bytes) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 
 from millrace.checks import MAX_INT32, MAX_INT64, shown
 from millrace.engine import ALREADY, ENGINES, Run
-from millrace.engine.uploading import check_target
+from millrace.engine.uploading import Upload, check_target
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, identity_of, option, parse_size
 from millrace.ragged import even_sizes, starts_of
@@ -221,7 +221,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
             result = _earlier(ShuffleResult(**run.result))
             return replace(result, seconds=0.0, notices=[*result.notices, ALREADY])
         if checked.upload_to is not None:
-            upload = run.upload(checked.upload_to, publication.LAST)
+            upload = Upload(run, checked.upload_to, publication.LAST, checked.restart)
         content = run.stored("publication")
         is_new = content is None
         if is_new:

@@ -27,11 +27,12 @@ from millrace.storage import Bytes, Identity
 from millrace.storage.copies import own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
+FIRST = 64  # pieces that a process reads exactly: the first batch does not wait for blocks
 _DATA, _BLOCKS = ".data", ".blocks"
 _THERE, _ROOM = 1, 2
 _EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
-_fetches = threading.Semaphore(16)  # of blocks: the first batch waits for the first ones alone
+_fetches = threading.Semaphore(16)  # of blocks of a process: those that are needed first
 _SET_LOCK = fcntl.F_OFD_SETLKW
 _log = logging.getLogger("millrace")
 
@@ -46,6 +47,7 @@ class Mirror:
 
     def __init__(self, folder: str, limit: int) -> None:
         self.folder, self._limit = own_folder(folder), limit
+        self.num_first = FIRST  # pieces that are still to be read exactly
         self.is_full = False  # until the end of the process
         if (kind := _file_system_of(self.folder)) in _UNFIT or kind.startswith("fuse"):
             _log.warning("the mirror %s is on %s: a local disk is meant", self.folder, kind)
@@ -135,6 +137,9 @@ class Copy:
         `fetch(start, stop, check)` gives bytes of the object for which `check` is true, and
         `load_sums` the checksums of its blocks, if they are known.
         """
+        if self._mirror.num_first > 0:
+            self._mirror.num_first -= 1
+            return None
         if self._sums is None:
             self._sums = load_sums()
         for block in range(start // BLOCK, -(-stop // BLOCK)):

@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
 from millrace.engine import ALREADY, Done, Run
+from millrace.engine.uploading import Upload
 from millrace.errors import ConfigError, TextError
 from millrace.files import checksum
 from millrace.names import IDX, LOSS
@@ -190,7 +191,7 @@ def _write(
     if options.upload_to is not None:
         names = [prefix + IDX for prefix in options.final_prefixes.values()]
         last = [name.removeprefix(options.upload_to) for name in names]
-        upload = run.upload(options.upload_to, last)
+        upload = Upload(run, options.upload_to, last, options.restart)
     if options.restart:  # the job before may have had other keys
         prefix = glob.escape(os.fspath(options.output_prefix))
         for lock in glob.glob(f"{prefix}_*_*{LOCK}"):
@@ -225,8 +226,7 @@ def _write(
         def make_public() -> None:
             output.publish()
             if options.upload_to is not None:
-                with run.phase("upload"):
-                    upload.send_pairs(os.fspath(options.output_prefix), options.prefixes.values())
+                upload.send_pairs(os.fspath(options.output_prefix), options.prefixes.values())
 
         run.publish(make_public, asdict(result))
     return result
