@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, ShardedDataset
+from millrace.errors import ConfigError
+from millrace.run import build_datasets, config_from
 from millrace.storage import mirror
 from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
+from tests.buckets.test_prefixes import write_pair
 from tests.shard_folders import write_sequences
 
 BLOCK, SAMPLE, NUM_BLOCKS, GRAIN = 1 << 17, 1 << 12, 20, 1 << 5
@@ -108,6 +111,17 @@ def test_the_next_run_finds_it(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> 
         read_all(file, order)
         del file
     assert proxy.requests == []
+
+
+def test_a_run_may_have_one(tmp_path: Path, bucket: Bucket) -> None:
+    prefix = f"{bucket.upload(write_pair(tmp_path / 'in').parent)}/data"
+    run = {"data_path": [prefix], "split": "1,0,0", "seq_length": 32, "num_samples": [8, 0, 0]}
+    for order in ("gpt", "instant"):
+        mirror = {"mirror": str(tmp_path / order), "mirror_limit": "1M"}
+        build_datasets(config_from({**run, **mirror, "order": order})).train.batch([0, 7])
+        assert taken(tmp_path / order) > 0
+    with pytest.raises(ConfigError, match="give mirror and limit"):
+        config_from({**run, "mirror": str(tmp_path)})
 
 
 def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:

@@ -102,7 +102,10 @@ class TokenFile:
             num_tokens=dataset.num_tokens,
             has_mask=has_mask(prefix, storage),
         )
-        file = cls(record, access, getattr(storage, "base", storage))  # without the listing
+        listed: Any = storage  # it opens files without a mirror, and would keep all identities
+        if (base := getattr(listed, "base", None)) is not None:
+            return cls(record, access, base)
+        file = cls(record, access, storage)
         file._dataset = Deferred.of(dataset)
         return file
 
