@@ -102,11 +102,9 @@ class TokenFile:
             num_tokens=dataset.num_tokens,
             has_mask=has_mask(prefix, storage),
         )
-        listed: Any = storage  # it opens files without a mirror, and would keep all identities
-        if (base := getattr(listed, "base", None)) is not None:
-            return cls(record, access, base)
-        file = cls(record, access, storage)
-        file._dataset = Deferred.of(dataset)
+        file = cls(record, access, getattr(storage, "base", storage))  # without the listing
+        if file.storage is storage:  # a listing has opened it without the mirror
+            file._dataset = Deferred.of(dataset)
         return file
 
     @property
