@@ -11,21 +11,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from bucket_work import servers, serving, write
 from common import HIGHER, LOWER, Report, Row, alternate, finish, number_of_runs, parser
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from tests.buckets import servers  # noqa: E402
-
-from millrace import BlendedDataset, GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader  # noqa: E402
-from millrace.storage.objects import ObjectStorage  # noqa: E402
+from millrace import BlendedDataset, GPTDataset, IndexedDataset, Loader, SequentialSampler
+from millrace.storage.objects import ObjectFile, ObjectStorage
 
 BAR = 0.9
 REQUESTS, LENGTH = 64, 4096
@@ -33,26 +29,12 @@ NOTES = [
     "Samples of 4,096 uint16 tokens in a random order, in documents of 1 M tokens, 64 requests in "
     "flight. SeaweedFS: 32 objects of 62 MB behind a proxy that adds 200 ms. The range server has "
     "one object of 512 MB and adds 20 ms. Both are processes of their own on the same cores.",
+    "Megatron-LM 0.16.1: its `IndexedDataset` with `ObjectStorageConfig`, at the default block of "
+    "256 MiB and at that of one sample, at random places of the same object.",
     "The start: 64 sources with indices of 1 MB in SeaweedFS, 20 ms; the manifest of the run is "
     "there, and nothing else on the node. Timed from after the imports to the first batch of 32, "
     "the slowest of all processes; the other side is the bar in seconds.",
 ]
-
-SERVER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from tests.buckets.servers import Proxy, RangeServer, serving
-kind, place, latency = sys.argv[2], sys.argv[3], float(sys.argv[4])
-if kind == "proxy":
-    context = Proxy(place, latency).running()
-else:
-    objects = {f"/train/{path.name}": path.read_bytes() for path in Path(place).glob("d*")}
-    context = serving(RangeServer.of(objects, latency=latency))
-with context as address:
-    print(address, flush=True)
-    sys.stdin.read()
-"""
 
 START = """
 import json, sys, time
@@ -91,7 +73,7 @@ def main() -> None:
                 write(data / f"d{number}", [1 << 20] * ((size >> 21) // (8 if quick else 1)))
             with serving(data, latency, is_store=count > 1) as address:
                 shape = count, num_samples // (8 if quick else 1)
-                report.rows.append(throughput(name, address, shape, runs))
+                report.rows += throughput(name, address, shape, runs)
         data = Path(folder) / "start"
         data.mkdir()
         for number in range(64):
@@ -105,33 +87,7 @@ def main() -> None:
     finish(report, options)
 
 
-def write(prefix: Path, lengths: list[int], seed: int = 0) -> None:
-    random = np.random.default_rng(seed)
-    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-        builder.add_documents(random.integers(0, 50_000, sum(lengths), np.uint16), lengths)
-
-
-@contextlib.contextmanager
-def serving(data: Path, latency: float, *, is_store: bool) -> Iterator[str]:
-    """The address of a server of a folder's files, as the bucket `train`."""
-    with contextlib.ExitStack() as stack:
-        place = str(data)
-        if is_store:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            (folder / "server").mkdir()
-            place = stack.enter_context(servers.seaweedfs(folder / "server"))
-            store = servers.store_of(place)
-            for path in data.iterdir():
-                store.put(path.name, path)
-        kind = "proxy" if is_store else "ranges"
-        command = [sys.executable, "-c", SERVER, str(ROOT), kind, place, str(latency)]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        server = stack.enter_context(subprocess.Popen(command, **pipes))
-        yield server.stdout.readline().strip()
-        server.stdin.close()
-
-
-def throughput(name: str, address: str, shape: tuple[int, int], runs: int) -> Row:
+def throughput(name: str, address: str, shape: tuple[int, int], runs: int) -> list[Row]:
     count, num_samples = shape
     storage = ObjectStorage(servers.options_for(address), requests=REQUESTS)
     store = servers.store_of(address)
@@ -169,7 +125,50 @@ def throughput(name: str, address: str, shape: tuple[int, int], runs: int) -> Ro
     ours()  # opens datasets and connections
     theirs()
     sides = alternate(runs, {"ours": ours, "obstore": theirs})
-    return Row.compare(name, sides["ours"], sides["obstore"], "samples/s", better=HIGHER, bar=BAR)
+    rows = [Row.compare(name, sides["ours"], sides["obstore"], "samples/s", better=HIGHER, bar=BAR)]
+    if count > 1:
+        return rows
+    for chunk, num_reads in ((256 << 20, 3), (2 * (LENGTH + 1), 60)):
+        rates = [megatron(address, chunk, num_reads) for _ in range(runs)]
+        label = f"{name}: Megatron-LM's reader, blocks of {chunk:,} bytes"
+        rows.append(Row.compare(label, sides["ours"], rates, "samples/s", better=HIGHER, bar=20))
+    rows.append(extra_bytes(name, dataset, num_samples))
+    return rows
+
+
+def extra_bytes(name: str, dataset: Any, num_samples: int) -> Row:
+    """Bytes fetched over bytes used, of all samples of a dataset's first ones."""
+    num_fetched, fetch = 0, ObjectFile._fetch
+
+    def counted(self: ObjectFile, start: int, stop: int, *check: Any) -> Any:
+        nonlocal num_fetched
+        num_fetched += stop - start
+        return fetch(self, start, stop, *check)
+
+    numbers = np.arange(min(num_samples, len(dataset)))
+    sampler = SequentialSampler(len(numbers), micro_batch_size=16, drop_last=False)
+    counting = mock.patch.object(ObjectFile, "_fetch", counted)
+    with counting, Loader(dataset, sampler=sampler, threads=4) as loader:
+        num_used = sum(len(batch["tokens"]) for batch in loader) * 2 * (LENGTH + 1)
+    label = f"{name}: bytes fetched, beside those used"
+    return Row.compare(label, [num_fetched], [num_used], "bytes", better=LOWER, bar=1 / 1.05)
+
+
+def megatron(address: str, chunk: int, num_reads: int) -> float:
+    """Samples a second of Megatron-LM's own reader, one after the other."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset as Peer
+    from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
+
+    environment = {**servers.environment_for(address), "AWS_DEFAULT_REGION": "us-east-1"}
+    with mock.patch.dict(os.environ, environment), tempfile.TemporaryDirectory() as folder:
+        config = ObjectStorageConfig(path_to_idx_cache=folder, bin_chunk_nbytes=chunk)
+        peer = Peer("s3://train/d0", mmap=False, object_storage_config=config)
+        random = np.random.default_rng(0)
+        begin = time.perf_counter()
+        for _ in range(num_reads):
+            offset = int(random.integers(0, peer.sequence_lengths[0] - LENGTH))
+            peer.get(int(random.integers(0, len(peer))), offset, LENGTH)
+        return num_reads / (time.perf_counter() - begin)
 
 
 def start(address: str, folder: Path, processes: int) -> float:

@@ -1,5 +1,6 @@
 """The partial mirror: how many bytes it saves, and what kills, full disks and damage do to it."""
 
+import heapq
 import os
 import random
 import signal
@@ -12,20 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import IndexedDataset, IndexedDatasetBuilder
+from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, ShardedDataset
+from millrace.errors import ConfigError
+from millrace.run import build_datasets, config_from
 from millrace.storage import mirror
 from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
+from tests.buckets.test_prefixes import write_pair
+from tests.shard_folders import write_sequences
 
-BLOCK, SAMPLE, NUM_BLOCKS = 1 << 16, 1 << 12, 40
+BLOCK, SAMPLE, NUM_BLOCKS, GRAIN = 1 << 17, 1 << 12, 20, 1 << 5
 DATA = np.random.default_rng(0).integers(0, 256, NUM_BLOCKS * BLOCK).astype(np.uint8)
 COUNTS = np.full(32, SAMPLE)
-METADATA = 1 << 14  # that a file system may count as a part of the files
+METADATA = 1 << 15  # that a file system may count as a part of the files
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "BLOCK", BLOCK)
+    monkeypatch.setattr(mirror, "FIRST", 0)
 
 
 def read_all(file: Any, samples: np.ndarray) -> None:
@@ -40,41 +46,59 @@ def read_all(file: Any, samples: np.ndarray) -> None:
         assert file.gather(offsets, COUNTS[: len(offsets)]).tobytes() == expected.tobytes()
 
 
-def misses_of_the_best_cache(samples: np.ndarray, capacity: int) -> int:
-    """Belady's: of all samples, it keeps those that are used again the soonest."""
-    next_use, later = np.full(len(samples), len(samples)), {}
-    for place in range(len(samples) - 1, -1, -1):
-        next_use[place] = later.get(samples[place], len(samples))
-        later[samples[place]] = place
-    kept: dict[int, int] = {}
-    misses = 0
-    for place, sample in enumerate(samples.tolist()):
-        misses += sample not in kept
-        kept[sample] = int(next_use[place])
-        if len(kept) > capacity:
-            del kept[max(kept, key=kept.__getitem__)]
-    return misses
+def bytes_of_the_best_cache(pieces: list[tuple[int, int]], capacity: int) -> int:
+    """Belady's: of all grains of 32 bytes, it keeps those that are used again the soonest."""
+    uses = [
+        (grain, min(start + count, grain + GRAIN) - max(start, grain))
+        for start, count in pieces
+        for grain in range(start // GRAIN * GRAIN, start + count, GRAIN)
+    ]
+    next_use, later = [0] * len(uses), dict[int, int]()
+    for place in reversed(range(len(uses))):
+        next_use[place] = later.get(uses[place][0], len(uses))
+        later[uses[place][0]] = place
+    kept, heap, num_bytes = dict[int, int](), list[tuple[int, int]](), 0
+    for place, (grain, used) in enumerate(uses):
+        num_bytes += used * (grain not in kept)
+        kept[grain] = next_use[place]
+        heapq.heappush(heap, (-next_use[place], grain))
+        while len(kept) * GRAIN > capacity:
+            use, last = heapq.heappop(heap)
+            if kept.get(last) == -use:
+                del kept[last]
+    return num_bytes
 
 
 def taken(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.glob("*.data"))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.025, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("order", ["megatron", "shards"])
 def test_it_saves_what_the_best_cache_would(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, share: float
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, order: str, share: float
 ) -> None:
+    """Of three epochs, each shuffled anew."""
+    limit, tokens, folder = int(share * len(DATA)), DATA.view(np.uint16), tmp_path / "mirror"
+    storage = bucket.storage(mirror=folder, limit=limit + METADATA)
+    if order == "megatron":
+        with IndexedDatasetBuilder(tmp_path / "in", np.uint16) as builder:
+            builder.add_documents(tokens, [len(tokens) // 128] * 128)
+        pair = IndexedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
+        dataset = GPTDataset(pair, sequence_length=SAMPLE // 2, seed=1)
+    else:
+        write_sequences(tmp_path / "in", tokens.reshape(-1, SAMPLE // 2), 4)
+        dataset = ShardedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
     rng = np.random.default_rng(1)
-    epochs = np.concatenate([rng.permutation(len(DATA) // SAMPLE) for _ in range(3)])
-    limit = int(share * len(DATA))
-    storage = bucket.storage(mirror=tmp_path / "mirror", limit=limit + METADATA)
-    file = storage.open(bucket.put("a", DATA.tobytes()), "file")
+    numbers = np.concatenate([rng.permutation(len(dataset)) for _ in range(3)])
+    pieces = list(zip(*(one.tolist() for one in dataset.source.ranges(numbers)), strict=True))
     proxy.reset()
-    read_all(file, epochs)
-    best = misses_of_the_best_cache(epochs, limit // SAMPLE) * SAMPLE
-    assert proxy.bodies <= 1.02 * best
-    assert limit - BLOCK < taken(tmp_path / "mirror") <= limit + METADATA
-    assert (tmp_path / "mirror").stat().st_mode & 0o777 == 0o700
+    for step in np.array_split(numbers, 20):
+        dataset.prefetch(step)
+        dataset.batch(step)
+    assert proxy.bodies <= 1.02 * bytes_of_the_best_cache(pieces, limit)
+    assert limit - BLOCK < taken(folder) <= limit + METADATA
+    assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_next_run_finds_it(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
@@ -87,6 +111,17 @@ def test_the_next_run_finds_it(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> 
         read_all(file, order)
         del file
     assert proxy.requests == []
+
+
+def test_a_run_may_have_one(tmp_path: Path, bucket: Bucket) -> None:
+    prefix = f"{bucket.upload(write_pair(tmp_path / 'in').parent)}/data"
+    run = {"data_path": [prefix], "split": "1,0,0", "seq_length": 32, "num_samples": [8, 0, 0]}
+    for order in ("gpt", "instant"):
+        mirror = {"mirror": str(tmp_path / order), "mirror_limit": "1M"}
+        build_datasets(config_from({**run, **mirror, "order": order})).train.batch([0, 7])
+        assert taken(tmp_path / order) > 0
+    with pytest.raises(ConfigError, match="give mirror and limit"):
+        config_from({**run, "mirror": str(tmp_path)})
 
 
 def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
@@ -103,6 +138,7 @@ def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, prox
     read(paths[2])
     assert read(paths[2])[1] == len(DATA)  # the others are in use
     first.clear()
+    read(paths[1])  # so the oldest use is of the first object
     read(paths[2])
     assert [read(path)[1] == 0 for path in (paths[2], paths[1])] == [True, True]
     assert taken(tmp_path / "mirror") <= 2 * len(DATA) + METADATA
@@ -124,7 +160,7 @@ def test_a_full_disk(
 def test_blocks_are_compared_with_the_sidecar(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(mirror, "BLOCK", 4 << 20)
     tokens = np.random.default_rng(0).integers(0, 60000, 5 << 20).astype(np.uint16)
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16, checksums=True) as builder:
         builder.add_document(tokens)
@@ -141,7 +177,7 @@ READER = """
 import sys, numpy as np
 from millrace.storage import mirror
 from millrace.storage.objects import ObjectStorage
-mirror.BLOCK = 1 << 16
+mirror.BLOCK = 1 << 17
 path, folder, limit = sys.argv[1:]
 file = ObjectStorage(mirror=folder, limit=int(limit)).open(path, "file")
 print("open", flush=True)
@@ -151,10 +187,13 @@ while True:
 """
 
 
-def test_kills_leave_no_wrong_byte(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+@pytest.mark.parametrize("num_rounds", [4, pytest.param(50, marks=pytest.mark.long)])
+def test_kills_leave_no_wrong_byte(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, num_rounds: int
+) -> None:
     path, folder, limit = bucket.put("a", DATA.tobytes()), tmp_path / "mirror", len(DATA) // 2
     proxy.latency = 0.002
-    for _ in range(4):
+    for _ in range(num_rounds):
         command = [sys.executable, "-c", READER, path, str(folder), str(limit)]
         readers = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
         for reader in readers:

@@ -1,5 +1,6 @@
 """Uploads: whole or not at all, also after kills."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,13 +14,15 @@ import pytest
 from millrace import IndexedDataset
 from millrace.cli import main
 from millrace.errors import ConfigError
-from millrace.jobs.uploading import upload
+from millrace.files import sum_of, xxh3
+from millrace.jobs import upload
 from millrace.shards import Shards, verify_shards
 from millrace.storage import exists, storage_of
 from millrace.store import verify
 from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
 from tests.buckets.test_prefixes import write_pair
+from tests.conftest import make_texts
 from tests.shard_folders import make_sequences, write_sequences
 
 
@@ -62,10 +65,61 @@ def test_killed_uploads_go_on(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> N
             os.kill(process.pid, signal.SIGKILL)
         kills += 1
         is_done = process.wait() == 0 or not any(tmp_path.glob("*/metadata.json"))
-        is_done &= not any(tmp_path.glob("*.upload.json"))
+        is_done &= not any(tmp_path.glob("*.journal"))
         puts = proxy.count("PUT .*/metadata.json")
         assert puts or not exists(storage_of(target), f"{target}/metadata.json")
     assert verify_shards(target).problems == []
     assert (Shards(target)[599] == rows[599]).all()
     assert [path.name for path in (tmp_path / "shards").iterdir()] == []
     assert proxy.count("PUT .*shard_0000.bin") <= 2
+
+
+def job_of(verb: str, folder: Path, megabytes: int) -> list[str]:
+    """Writes the input of a job; its command, but for the output."""
+    random, num_bytes = np.random.default_rng(0), megabytes * 10**6
+    if verb == "tokenize":
+        lines = [json.dumps({"text": text}) for text in make_texts(10_000)]
+        data = ("\n".join(lines) + "\n").encode()
+        (folder / "in.jsonl").write_bytes(data * max(num_bytes // len(data), 1))
+        words = f"--input {folder}/in.jsonl --tokenizer bytes --chunk-size {num_bytes // 9 + 1}"
+        return f"tokenize {words} --workers 2 --output-prefix".split()
+    for domain in "ab":
+        (folder / "in" / domain).mkdir(parents=True)
+        random.integers(0, 50_000, num_bytes // 4, np.uint16).tofile(folder / f"in/{domain}/x.bin")
+    words = f"--input-dir {folder}/in --dtype uint16 --seq-len 512 --plan gather --num-shards 20"
+    memory = max(num_bytes // 8, 110 * 10**6)
+    return f"shuffle {words} --num-workers 2 --memory {memory} --output-dir".split()
+
+
+@pytest.mark.parametrize("megabytes", [4, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("verb", ["tokenize", "shuffle"])
+def test_killed_jobs_write_what_local_ones_do(
+    tmp_path: Path, bucket: Bucket, verb: str, megabytes: int
+) -> None:
+    command = [sys.executable, "-m", "millrace", *job_of(verb, tmp_path, megabytes)]
+    for name in ("local", "work"):
+        (tmp_path / name).mkdir()
+    start = time.monotonic()
+    subprocess.run([*command, f"{tmp_path}/local/out"], check=True)
+    seconds, target = time.monotonic() - start, f"{bucket.prefix}/v1"
+    command += [f"{tmp_path}/work/out", "--upload-to", f"{target}/out"]
+    for _ in range(10):
+        job = subprocess.Popen(command)
+        time.sleep(np.random.uniform(0, 1.5 * seconds))
+        job.kill()
+        job.wait()
+    subprocess.run(command, check=True)
+    kept = {path.name for path in (tmp_path / "work").rglob("*") if path.is_file()}
+    assert kept in ({"out.job.info.json"}, {"shuffle.job.info.json"})
+    local = [path for path in (tmp_path / "local").rglob("*.*") if path.name not in kept]
+    paths = [f"{target}/{path.relative_to(tmp_path / 'local')}" for path in local]
+    assert sorted(storage_of(target).list(paths[0].rpartition("/")[0] + "/")) == sorted(paths)
+    for path, ours in zip(paths, local, strict=True):
+        assert sum_in_bucket(path) == sum_of(str(ours))
+
+
+def sum_in_bucket(path: str) -> tuple[int, str]:
+    file, digest = storage_of(path).open(path, "file"), xxh3()
+    for start in range(0, file.size, 1 << 26):
+        digest.update(file.read(start, min(1 << 26, file.size - start)))
+    return file.size, digest.hexdigest()

@@ -46,6 +46,7 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.files import atomic_file, fsync_folder, temporaries_of
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.names import JOURNAL, RESULT
+from millrace.storage import storage_of
 
 ENGINES = ("local", "ray")
 
@@ -89,7 +90,7 @@ class Run:
             cannot continue.
         inputs: Plain JSON values that decide the rest of the output. A job that differs in them
             continues, and the tasks say what they depend on.
-        outputs: Paths of files without which the output is not whole.
+        outputs: Paths of files, or objects in buckets, without which the output is not whole.
         engine: "local" for worker processes, "ray" for a Ray cluster, or an `Executor`.
         restart: Whether to discard what an earlier run has done, and replace its output.
         on_restart: Function called before the journal of an earlier run is discarded.
@@ -99,6 +100,7 @@ class Run:
         result: Result of an earlier run that has published the output; None if there is work to do.
         folder: Absolute path of the journal's folder of this run, where the tasks have theirs.
         scratch: Folder in `folder` for files of the job itself, empty at the start.
+        identity: What decides the output: `job` and `inputs`.
         num_done, num_kept: Number of tasks that ran now, and that an earlier run had done.
 
     Raises:
@@ -121,7 +123,7 @@ class Run:
     ) -> None:
         self._prefix = check_path("prefix", prefix)
         self._job, details = plain_json([dict(job), dict(inputs or {})])
-        self._identity = {**self._job, **details}
+        self.identity = {**self._job, **details}
         self._outputs = outputs
         self._engine, self._show_progress = engine, show_progress
         self._start = restart, on_restart
@@ -138,7 +140,7 @@ class Run:
                 os.unlink(left)
             earlier = _read_result(self._prefix + RESULT)
             is_whole = earlier.get("outputs") == self._stats() != {}
-            changes = differences(earlier.get("job"), self._identity)
+            changes = differences(earlier.get("job"), self.identity)
             if restart:
                 on_restart()
                 journal.open(self._job, restart=True)
@@ -313,7 +315,7 @@ class Run:
         content = {
             "format": _FORMAT,
             "run": self._journal.run,
-            "job": self._identity,
+            "job": self.identity,
             "outputs": self._stats(),
             "result": result,
         }
@@ -325,8 +327,8 @@ class Run:
     def _stats(self) -> dict[str, list[int]]:
         """Size and time of each file of the output; empty if one is missing."""
         with contextlib.suppress(FileNotFoundError):
-            stats = {os.path.basename(path): os.stat(path) for path in self._outputs}
-            return {name: [status.st_size, status.st_mtime_ns] for name, status in stats.items()}
+            stats = {os.path.basename(path): storage_of(path).stat(path) for path in self._outputs}
+            return {name: [identity.size, identity.time] for name, identity in stats.items()}
         return {}
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from millrace.checks import check_bool, check_int, check_path, shown
 from millrace.errors import ConfigError
+from millrace.option_class import parse_size
 from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.trials import trial_of
 from millrace.sampling import BatchSizeSchedule, RampUp
-from millrace.storage import Access
 
 LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
 DEFAULT_SEED, DEFAULT_EVAL_ITERS, DEFAULT_EVAL_INTERVAL = 1234, 100, 1000
@@ -144,6 +144,8 @@ _READERS: dict[str, Reader | None] = {
     **dict.fromkeys(("skip_train", "full_validation", "multiple_validation_sets"), check_bool),
     **dict.fromkeys(("any_tokenizer", "dataloader_fast_cache_load"), check_bool),
     **dict.fromkeys(("mmap_bin_files", "no_mmap_bin_files"), check_bool),
+    "mirror": check_path,
+    "mirror_limit": lambda name, value: parse_size(str(value)),
     "split": _shares,
     **dict.fromkeys(("num_samples", "rampup_batch_size"), _three),
     "mid_level_dataset_surplus": functools.partial(_number, kind=float),
@@ -170,8 +172,8 @@ _FIELDS = {
 NAMES = tuple(_READERS)
 """The arguments that concern data. Millrace's own are `num_samples` (train, valid, test),
 `any_tokenizer`, `loss_ranges`, `order`, `sampler` and their options, `add_extra_token`,
-`boundaries`, and what the instant order has of its own: `sources`, `phases`, `skips`, `alpha`,
-`dtype`, `mix_window` and `trial`."""
+`boundaries`, `mirror` and `mirror_limit`, and what the instant order has of its own: `sources`,
+`phases`, `skips`, `alpha`, `dtype`, `mix_window` and `trial`."""
 
 
 def _read(name: str, value: Any) -> Any:
@@ -244,7 +246,7 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
         given["num_samples"] = _num_samples(arguments, None)
     if arguments.get("rampup_batch_size"):
         given["global_batch_size"] = schedule_from(arguments)
-    config = InstantConfig(**{"seed": DEFAULT_SEED, **given}, access=_access(arguments))
+    config = InstantConfig(**{"seed": DEFAULT_SEED, **given}, **_files(arguments))
     return trial_of(config, arguments["trial"]) if "trial" in arguments else config
 
 
@@ -277,9 +279,17 @@ def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"sources": sources, **rest, **({"alpha": 1.0} if weights is None else {})}
 
 
-def _access(arguments: Mapping[str, Any]) -> Access:
+def _files(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """How token files are read: their access, and their storage."""
     is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
-    return "mmap" if is_mapped else "file"
+    names = {"mirror": "mirror", "mirror_limit": "limit"}
+    mirror = {names[name]: arguments[name] for name in names if name in arguments}
+    storage = None
+    if mirror:
+        from millrace.storage.objects import ObjectStorage  # 10 ms that runs on disks do without
+
+        storage = ObjectStorage(**mirror)
+    return {"access": "mmap" if is_mapped else "file", "storage": storage}
 
 
 def _dataset_config(arguments: Mapping[str, Any]) -> DatasetConfig:
@@ -294,7 +304,7 @@ def _dataset_config(arguments: Mapping[str, Any]) -> DatasetConfig:
         blend=blend,
         split=split,
         blend_per_split=per_split,
-        access=_access(arguments),
+        **_files(arguments),
     )
 
 

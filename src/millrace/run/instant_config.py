@@ -27,7 +27,7 @@ from millrace.run.config import DatasetConfig, RunConfig, checked_counts
 from millrace.run.skips import Skips
 from millrace.samples.loss_ranges import LOSS_CHOICES
 from millrace.sampling import BatchSizeSchedule
-from millrace.storage import Access
+from millrace.storage import Access, Storage
 from millrace.store.opened import token_dtype
 
 T = TypeVar("T")
@@ -150,6 +150,7 @@ class InstantConfig(RunConfig):
     eod_mask_loss: bool = False
     boundaries: str = "eod"
     access: Access = "mmap"
+    storage: Storage | None = None
     any_tokenizer: bool = False
     loss_ranges: str = "refuse"
     sampler: Any = None

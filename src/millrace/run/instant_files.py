@@ -50,11 +50,11 @@ class SourceFile:
         tokenizers: list[TokenizerRecord],
     ) -> None:
         self.prefix, self._is_raw = str(source.prefix), source.raw
-        self._access, self._name = config.access, name
+        self._access, self._storage, self._name = config.access, config.storage, name
         self._tokenizers = None if config.any_tokenizer else tokenizers
         dtype = source.dtype or config.dtype
         path = self.prefix if self._is_raw else self.prefix + BIN
-        storage = storage_of(path)
+        storage = storage_of(path, config.storage)
         try:
             size = storage.stat(path).size
             if dtype is None and not self._is_raw:
@@ -80,9 +80,9 @@ class SourceFile:
         """The open file; an error if it is not what it was, or of another tokenizer."""
         store: IndexedDataset | RawTokens
         if self._is_raw:
-            store = RawTokens(self.prefix, self.dtype, access=self._access)
+            store = RawTokens(self.prefix, self.dtype, access=self._access, storage=self._storage)
         else:
-            store = IndexedDataset(self.prefix, access=self._access)
+            store = IndexedDataset(self.prefix, access=self._access, storage=self._storage)
         if (store.num_tokens, store.dtype) != (self.num_tokens, self.dtype):
             raise DataError(
                 f"source {self._name}: {self.prefix} has {store.num_tokens} tokens, {store.dtype}; "
@@ -112,7 +112,9 @@ class SourceFile:
 
     def _compare_tokenizers(self) -> None:
         known = self._tokenizers
-        if known is None or self._is_raw or (record := read_tokenizer(self.prefix)) is None:
+        if known is None or self._is_raw:
+            return
+        if (record := read_tokenizer(self.prefix, self._storage)) is None:
             return
         if conflict := tokenizer_conflict([*known, record]):
             raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")

@@ -17,7 +17,7 @@ from millrace.samples.loss_ranges import own_ranges
 from millrace.samples.stored import StoredTokens, TokenStore
 from millrace.shards.metadata import ShardsMetadata
 from millrace.shards.shard_reader import Shards
-from millrace.storage import Access
+from millrace.storage import Access, Storage
 from millrace.store.token_file import TokenFile
 
 
@@ -158,6 +158,7 @@ class ShardedDataset(GPTDataset):
             say it; None: uint32.
         access: How the shards are read: "mmap", or "file" (positioned reads, for file systems where
             mapping hurts).
+        storage: Where the folder is; None: the path says it.
 
     Attributes:
         prefix: The folder.
@@ -181,8 +182,9 @@ class ShardedDataset(GPTDataset):
         boundaries: str = "eod",
         dtype: str | None = None,
         access: Access = "mmap",
+        storage: Storage | None = None,
     ) -> None:
-        shards = Shards(folder, access=access, dtype=dtype)
+        shards = Shards(folder, access=access, dtype=dtype, storage=storage)
         if len(shards) == 0:
             remedy = "shuffle longer files, or with a smaller --seq-len"
             raise DataError(f"{shards.prefix} has no sequences: {remedy}")

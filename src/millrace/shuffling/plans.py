@@ -171,7 +171,9 @@ class ShufflePlan:
         """Bytes that the plan reads; it writes as many."""
         return self.sizes.num_bytes * (2 if self.name == "scatter" else 1)
 
-    def work(self, items: Items, permutation: Permutation, starts: Numbers) -> Work:
+    def work(
+        self, items: Items, permutation: Permutation, starts: Numbers, upload_to: str | None = None
+    ) -> Work:
         """What the tasks need to know; `starts` of the shards: int64 [shards + 1]."""
         whole, runs = starts[[0, -1]], None
         if self.name == "scatter":
@@ -179,7 +181,7 @@ class ShufflePlan:
         # With one worker, a bucket of `gather` may hold several shards.
         cuts = whole if self.workers == 1 and runs is None else starts
         buckets = group_bounds(items, permutation.sources, cuts, self.buffer_size)
-        return Work(items, permutation, starts, buckets, runs)
+        return Work(items, permutation, starts, buckets, runs, upload_to=upload_to)
 
     def __str__(self) -> str:
         num_bytes = in_units(self.num_bytes)
@@ -202,12 +204,15 @@ def fit_plan(name: str, sizes: ItemSizes, budget: Budget, workers: int) -> Shuff
 
 
 def choose_plan(
-    items: Items, name: str, output_dir: str, memory: int | None, workers: int
+    items: Items, name: str, output_dir: str, memory: int | None, workers: int, share: float = 1.0
 ) -> ShufflePlan:
-    """The plan of that name, or the fastest one for "auto"; an error if memory or disk is short."""
+    """The plan of that name, or the fastest one for "auto"; an error if memory or disk is short.
+
+    At most `share` of the output is on the disk at a time.
+    """
     sizes, budget = sizes_of(items), budget_of(memory, items)
     check_memory(budget, sizes)
-    free = check_room(items, sizes.num_bytes, output_dir)
+    free = check_room(items, int(sizes.num_bytes * share), output_dir)
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)
     plan = fit_plan(name, sizes, budget, workers)

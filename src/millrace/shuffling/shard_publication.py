@@ -36,6 +36,7 @@ from millrace.shards.metadata import (
 from millrace.shuffling.shard_work import SHARD
 
 Report = Callable[[int, int], None]  # of the number of files done, and of all
+LAST = [f"/{METADATA}"]  # of an upload
 JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)  # first part of the job's file names
 _FLUSHES = 8  # files that are flushed at a time
 _OUTPUT = re.compile(

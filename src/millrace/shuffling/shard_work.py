@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.engine import Done, Run, Task
+from millrace.engine.uploading import put_file
 from millrace.errors import DataError
 from millrace.files import atomic_file, naming, sum_of, xxh3
 from millrace.ragged import Numbers, equal_runs
+from millrace.shards.metadata import shard_prefix
 from millrace.shuffling.permutations import Permutation
 from millrace.shuffling.shuffle_items import Items
 
@@ -115,6 +117,7 @@ class Work:
     runs: Numbers | None = None  # first item of each run, and the end: int64 [runs + 1]
     run_folders: tuple[str, ...] = ()  # of each run, once it is written
     buffer: Buffer = field(default_factory=Buffer)
+    upload_to: str | None = None  # folder in a bucket to which the shards move
 
     def write(self, run: Run, workers: int) -> list[Done]:
         """Writes the runs if there are any, then the shards; returns the shards' tasks."""
@@ -219,4 +222,10 @@ def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
     for path in work.items.write_index(prefix, work.permutation.sources, start, stop):
         files[path] = sum_of(path)
     sums = {os.path.basename(path): sums for path, sums in files.items()}
+    if work.upload_to is not None:
+        target = shard_prefix(work.upload_to, task.payload)
+        for path in files:
+            put_file(path, target + path.removeprefix(prefix))
+            os.unlink(path)
+        files = {}
     return {"bytes": num_bytes, "files": sums}, files

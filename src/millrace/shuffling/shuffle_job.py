@@ -15,6 +15,7 @@ import numpy as np
 
 from millrace.checks import MAX_INT32, MAX_INT64, shown
 from millrace.engine import ALREADY, ENGINES, Run
+from millrace.engine.uploading import Upload, check_target
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, identity_of, option, parse_size
 from millrace.ragged import even_sizes, starts_of
@@ -89,6 +90,9 @@ class ShuffleOptions:
     memory: int | None = _job(
         "limit for all processes, beside 100 MB: 300M, 4G", None,
         least=1, default_text="half of what is available", parse=parse_size, metavar="SIZE")
+    upload_to: str | None = _job(
+        "folder in a bucket to which each shard moves when it is written", None,
+        check=check_target, metavar="s3://BUCKET/KEY")
     restart: bool = _job("discard what a job has done in the output folder", False)
     show_progress: bool = _job("show the phases on stderr", False, flags=None)
     # fmt: on
@@ -111,6 +115,20 @@ class ShuffleOptions:
     @property
     def folder(self) -> str:
         return os.fspath(self.output_dir)
+
+    @property
+    def final_folder(self) -> str:
+        return self.upload_to or self.folder
+
+    @property
+    def num_local_shards(self) -> int:
+        """Number of shards that stay on the disk."""
+        return self.num_shards if self.upload_to is None else 0
+
+    @property
+    def share(self) -> float:
+        """Share of the output that is on the disk at a time."""
+        return (self.num_local_shards or min(self.workers, self.num_shards)) / self.num_shards
 
     @property
     def unit(self) -> str:
@@ -191,7 +209,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
     job = Run(
         os.path.join(folder, publication.JOB),
         _identity(checked, found),
-        outputs=publication.output_files(folder, checked.num_shards),
+        outputs=publication.output_files(checked.final_folder, checked.num_local_shards),
         engine=checked.engine,
         restart=checked.restart,
         on_restart=lambda: publication.remove_output(folder),
@@ -202,10 +220,14 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
             run.note(ALREADY)
             result = _earlier(ShuffleResult(**run.result))
             return replace(result, seconds=0.0, notices=[*result.notices, ALREADY])
+        if checked.upload_to is not None:
+            upload = Upload(run, checked.upload_to, publication.LAST, checked.restart)
         content = run.stored("publication")
         is_new = content is None
         if is_new:
             content = _write(run, checked, _make_items(run, checked, found))
+            if checked.upload_to is not None:
+                content["files"] = []  # they have moved
             run.store("publication", content)
         result = ShuffleResult(**content["result"])
         result = replace(result if is_new else _earlier(result), seconds=time.monotonic() - start)
@@ -214,6 +236,8 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
             with run.phase("phase 5: publish") as progress:
                 report = None if is_new else progress.count
                 publication.publish(run.folder, folder, content, report)
+                if checked.upload_to is not None:
+                    upload.send(folder, publication.LAST, move=True)
 
         run.publish(make_public, asdict(result))
     return result
@@ -225,6 +249,8 @@ def _identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:
     entries: dict[str, Any] = {"job": "shuffle 3", **identity_of(options), "seq_len": seq_len}
     entries["number of inputs"] = len(found.files)
     numbers = itertools.count(1)
+    if options.upload_to is not None:  # where the shards of finished tasks are
+        entries["upload_to"] = options.upload_to
     for domain in found.domains:
         entries[f"domain {domain.name}"] = {"weight": str(domain.weight)}
         for file in domain.files:
@@ -280,18 +306,19 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
     if run.stored("plan") is None:
         # With large weights, the output may be too large even to compute its permutation.
         num_tokens = items.num_items * (items.item_size or 0)
-        check_room(items, num_tokens * items.dtype.itemsize, options.folder)
+        check_room(items, int(options.share * num_tokens * items.dtype.itemsize), options.folder)
     permutation, distribution = _permute(run, options, items)
-    arguments = options.plan, options.folder, options.memory, options.workers
+    arguments = options.plan, options.folder, options.memory, options.workers, options.share
     content = run.once("plan", lambda: asdict(choose_plan(items, *arguments)))
     plan = resume_plan(content, items, options.memory, options.workers)
     shard_sizes = even_sizes(items.num_items, options.num_shards)
     with run.phase("phase 3: plan") as progress:
-        work = plan.work(items, permutation, starts_of(shard_sizes))
+        work = plan.work(items, permutation, starts_of(shard_sizes), options.upload_to)
         progress.note(f"plan: {plan}")
     done = work.write(run, plan.workers)
-    with run.phase("phase 5: flush") as progress:
-        publication.flush_shards(done, progress.count)
+    if options.num_local_shards > 0:
+        with run.phase("phase 5: flush") as progress:
+            publication.flush_shards(done, progress.count)
     in_both = {
         "shard_sizes": shard_sizes.tolist(),
         "domain_stats": items.domain_stats,
@@ -299,7 +326,7 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
     }
     num_bytes = sum(task.record["bytes"] for task in done)
     result = ShuffleResult(
-        output_dir=options.folder,
+        output_dir=options.final_folder,
         unit=options.unit,
         num_items=items.num_items,
         num_tokens=num_bytes // items.dtype.itemsize,

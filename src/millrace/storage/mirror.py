@@ -27,9 +27,12 @@ from millrace.storage import Bytes, Identity
 from millrace.storage.copies import own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
+FIRST = 64  # pieces that a process reads exactly: the first batch does not wait for blocks
 _DATA, _BLOCKS = ".data", ".blocks"
 _THERE, _ROOM = 1, 2
+_EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
+_fetches = threading.Semaphore(16)  # of blocks of a process: those that are needed first
 _SET_LOCK = fcntl.F_OFD_SETLKW
 _log = logging.getLogger("millrace")
 
@@ -44,6 +47,7 @@ class Mirror:
 
     def __init__(self, folder: str, limit: int) -> None:
         self.folder, self._limit = own_folder(folder), limit
+        self.num_first = FIRST  # pieces that are still to be read exactly
         self.is_full = False  # until the end of the process
         if (kind := _file_system_of(self.folder)) in _UNFIT or kind.startswith("fuse"):
             _log.warning("the mirror %s is on %s: a local disk is meant", self.folder, kind)
@@ -51,9 +55,10 @@ class Mirror:
     def make_room(self, copy: "Copy", block: int) -> bool:
         """Allocates a block; False if the limit is reached, or the disk is full."""
         start, size = block * BLOCK, min(BLOCK, copy.size - block * BLOCK)
+        needed = size + _EXTENTS
         with file_lock(os.path.join(self.folder, "mirror.lock")):
-            while self._num_bytes() + size > self._limit:
-                if not self._remove_unused():
+            while self._num_bytes() + needed > self._limit:
+                if needed > self._limit or not self._remove_unused():
                     self.is_full = True
                     return False
             try:
@@ -132,6 +137,9 @@ class Copy:
         `fetch(start, stop, check)` gives bytes of the object for which `check` is true, and
         `load_sums` the checksums of its blocks, if they are known.
         """
+        if self._mirror.num_first > 0:
+            self._mirror.num_first -= 1
+            return None
         if self._sums is None:
             self._sums = load_sums()
         for block in range(start // BLOCK, -(-stop // BLOCK)):
@@ -162,7 +170,8 @@ class Copy:
         self._blocks[block] = _ROOM
         start, stop = block * BLOCK, min((block + 1) * BLOCK, self.size)
         expected = self._sums[block] if self._sums else None
-        body = fetch(start, stop, lambda body: expected is None or checksum([body]) == expected)
+        with _fetches:
+            body = fetch(start, stop, lambda body: expected is None or checksum([body]) == expected)
         try:
             os.pwrite(self.data_file, body, start)
             os.fdatasync(self.data_file)  # before the mark, also after a power cut
@@ -172,9 +181,12 @@ class Copy:
         self._blocks[block] = _THERE
         return True
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+    def __del__(
+        self, close: Callable[[int], None] = os.close, touch: Callable[[int], None] = os.utime
+    ) -> None:
         for name in ("_block_file", "data_file"):
             if name in vars(self):
+                touch(vars(self)[name])  # its last use
                 close(vars(self)[name])
 
 

@@ -103,7 +103,8 @@ class TokenFile:
             has_mask=has_mask(prefix, storage),
         )
         file = cls(record, access, getattr(storage, "base", storage))  # without the listing
-        file._dataset = Deferred.of(dataset)
+        if file.storage is storage:  # a listing has opened it without the mirror
+            file._dataset = Deferred.of(dataset)
         return file
 
     @property

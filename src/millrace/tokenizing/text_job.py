@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
 from millrace.engine import ALREADY, Done, Run
+from millrace.engine.uploading import Upload
 from millrace.errors import ConfigError, TextError
 from millrace.files import checksum
 from millrace.names import IDX, LOSS
@@ -116,7 +117,7 @@ def tokenize(
         checked.output_prefix,
         _identity(checked, files),
         inputs=_details(checked, files),
-        outputs=[prefix + ending for prefix in checked.prefixes.values() for ending in endings],
+        outputs=[path + end for path in checked.final_prefixes.values() for end in endings],
         engine=checked.engine,
         restart=checked.restart,
         show_progress=checked.show_progress,
@@ -131,7 +132,7 @@ def tokenize(
         result = TokenizeResult(**run.result)
         return replace(
             result,
-            prefixes=checked.prefixes,  # from another folder, the output has another path
+            prefixes=checked.final_prefixes,  # from another folder, the output has another path
             num_chunks_done=0,
             num_chunks_kept=result.num_chunks_kept + result.num_chunks_done,
             num_bytes_done=0,
@@ -187,6 +188,10 @@ def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, 
 def _write(
     run: Run, options: TokenizeOptions, files: Sequence[InputFile], workers: int
 ) -> TokenizeResult:
+    if options.upload_to is not None:
+        names = [prefix + IDX for prefix in options.final_prefixes.values()]
+        last = [name.removeprefix(options.upload_to) for name in names]
+        upload = Upload(run, options.upload_to, last, options.restart)
     if options.restart:  # the job before may have had other keys
         prefix = glob.escape(os.fspath(options.output_prefix))
         for lock in glob.glob(f"{prefix}_*_*{LOCK}"):
@@ -197,7 +202,7 @@ def _write(
         _append_tasks(run, options, tasks, output, workers)
         output.finish(run.check_interrupt)
         result = TokenizeResult(
-            prefixes=options.prefixes,
+            prefixes=options.final_prefixes,
             num_documents=output.num_documents,
             num_tokens=dict(zip(options.json_keys, output.num_tokens, strict=True)),
             num_bytes=output.num_bytes,
@@ -217,7 +222,13 @@ def _write(
         if options.row_encoder is not None:  # noted before there is a pair, even without checksums
             mask = {"loss_ranges": sum(map(len, output.loss_ranges)), "report": result.report}
             output.builders[0].add_provenance(mask)
-        run.publish(output.publish, asdict(result))
+
+        def make_public() -> None:
+            output.publish()
+            if options.upload_to is not None:
+                upload.send_pairs(os.fspath(options.output_prefix), options.prefixes.values())
+
+        run.publish(make_public, asdict(result))
     return result
 
 

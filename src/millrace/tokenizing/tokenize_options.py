@@ -11,6 +11,7 @@ from millrace import checks
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import RowEncoder, check_encoder
 from millrace.engine import ENGINES
+from millrace.engine.uploading import check_target
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
 from millrace.text import Format, SentenceSplitter, check_keys
@@ -102,6 +103,9 @@ class TokenizeOptions:
     output_prefix: StrPath = option(
         "first part of the output paths; the folder must exist",
         metavar="PREFIX", identity="never", group="job")
+    upload_to: str | None = _job(
+        "first part of the paths in a bucket to which the finished output moves", None,
+        check=check_target, metavar="s3://BUCKET/KEY")
     checksums: bool = _job("write no checksums of the output, for `verify`", True)
     engine: str = _job(
         "where the job runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
@@ -170,6 +174,16 @@ class TokenizeOptions:
 
     @property
     def prefixes(self) -> dict[str, str]:
-        """Path prefix of the indexed dataset of each key."""
+        """Path prefix of the indexed dataset of each key, where it is made."""
+        return {key: f"{self.output_prefix}{name}" for key, name in self._names.items()}
+
+    @property
+    def final_prefixes(self) -> dict[str, str]:
+        """The same when the job has ended."""
+        first = self.upload_to or self.output_prefix
+        return {key: f"{first}{name}" for key, name in self._names.items()}
+
+    @property
+    def _names(self) -> dict[str, str]:
         level = "document" if self.splitter is None else "sentence"
-        return {key: f"{self.output_prefix}_{key}_{level}" for key in self.json_keys}
+        return {key: f"_{key}_{level}" for key in self.json_keys}

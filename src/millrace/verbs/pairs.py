@@ -13,11 +13,11 @@ from millrace.chats import ChatEncoder, ChatOptions
 from millrace.checks import printable_lines
 from millrace.encoding import Tokenizer
 from millrace.engine.progress import Progress
+from millrace.engine.uploading import UploadOptions, upload
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
-from millrace.jobs.uploading import UploadOptions, upload
 from millrace.online import open_rows
 from millrace.option_class import check_options, option, take_options
 from millrace.run.arguments import built_config_from, read_arguments, unknown_arguments
