@@ -40,7 +40,10 @@ def phases_of(sources: dict[str, Any], phases: Any) -> Phases:
     }
     return Phases(
         {name: Source(num_tokens=size, max_epochs=cap) for name, (size, cap) in pairs.items()},
-        [Phase(start=start, sequence_length=n, weights=weights) for start, n, weights in phases],
+        [
+            Phase(start=start, sequence_length=n, weights=dict.fromkeys(sources, 0) | weights)
+            for start, n, weights in phases
+        ],
     )
 
 
@@ -67,7 +70,7 @@ def test_every_sample_is_the_models(seed: int) -> None:
                 name,
                 run_seed,
                 sequence_length=expected.length,
-                position=mixture.positions[segment, name],
+                position=mixture.position(segment, int(source)),
             )
         [start] = orders[segment, name].spans([own]).offsets
         assert (name, start) == (expected.source, expected.start), number
@@ -96,7 +99,7 @@ def test_the_kernel_of_trees_deals_as_python_counts() -> None:
             before, after = np.array(tree.counts(start)), np.array(tree.counts(start + 500))
             np.testing.assert_array_equal(np.bincount(leaves[part], minlength=size), after - before)
             for place in np.arange(1000)[part][::25].tolist():
-                assert tree.find(leaves[place], numbers[place]) == samples[place]
+                assert tree.find(int(leaves[place]), int(numbers[place])) == samples[place]
 
 
 def test_any_beginning_of_any_source_is_near_its_share() -> None:
@@ -149,9 +152,16 @@ def test_bad_orders_are_refused() -> None:
     order = InstantOrder(100, "a", 1, sequence_length=8, num_samples=3)
     with pytest.raises(ValueError, match="sample number is 3"):
         order.spans([3])
-    for node in ((0, 1, 2, 2, 0), (0, 2, 2, 1, 0), (-1, 1, 2, 1, 0), (0, 1, 2, 1, ONE)):
-        with pytest.raises(ValueError, match="node 2 of the tree"):
-            _native.draw_from_tree(np.array([node]), np.ones(1, np.int64))
+    for shares, debts, message in (
+        ([ONE, 0], [0, 0], "a share - 1 is -1"),
+        ([ONE, 1], [0, 0], "a share - 1 is 0, outside"),
+        ([ONE - 1], [0], "1 shares with 1 debts add up to 1099511627775"),
+        ([ONE], [0, 0], "1 shares with 2 debts"),
+        ([], [], "add up to 0"),
+        ([ONE], [ONE << 20], "a debt"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MixtureTree(shares, debts)
     with pytest.raises(ValueError, match="sample number is -1"):
         MixtureTree([ONE]).draws(np.array([-1]))
 
@@ -166,11 +176,11 @@ def test_bad_orders_are_refused() -> None:
             "phase 1 starts at sample 0, the one before it at 0",
         ),
         ([(0, 8, {})], "phase 0 has no source"),
+        ([(0, 8, {"a": 0})], "phase 0 has no source"),
         ([(0, 8, {"c": 1})], "phase 0, source c: there are only a, b: add it"),
-        ([(0, 8, {"a": 0})], "phase 0, source a: the weight is 0"),
         ([(0, 8, {"a": float("nan")})], "phase 0, source a: the weight is nan"),
         ([(0, 8, {"a": 1, "b": -1})], "phase 0, source b: the weight is -1"),
-        ([(0, 51, {"a": 1})], "source a has 100 tokens; samples of 51 tokens need 102"),
+        ([(0, 51, {"a": 1})], "phase 0, source a has 100 tokens; samples of 51 tokens need 102"),
         ([(0, 0, {"a": 1})], "sequence_length of phase 0"),
     ],
 )
@@ -187,7 +197,7 @@ def test_a_past_does_not_depend_on_the_future() -> None:
     assert one.fingerprint(100) == other.fingerprint(100)
     assert one.fingerprint(101) != other.fingerprint(101)
     assert one.fingerprint(0)["stretches"] == []
-    assert one.past(MAX_INT64)[-1][0] == 100
+    assert one.past(MAX_INT64) == [(0, 0), (100, 1)]
 
 
 def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
@@ -206,8 +216,11 @@ def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
     plan = [(0, 8, {"a": 1, "b": 2}), (100, 4, {"a": 1, "b": 1}), (200, 8, {"a": 1})]
     expected = phases_of({"a": 500, "b": (500, 2)}, plan).draws(np.arange(300))
     late = Late.__new__(Late)
-    vars(late)["max_epochs"] = None
-    phases = [Phase(start=start, sequence_length=n, weights=weights) for start, n, weights in plan]
+    vars(late).update(max_epochs=None, mix_window=1)
+    phases = [
+        Phase(start=start, sequence_length=n, weights={"a": 0, "b": 0} | weights)
+        for start, n, weights in plan
+    ]
     mixture = Phases({"a": late, "b": Source(num_tokens=500, max_epochs=2)}, phases)
     for fails in (1, 2, 1, 1):
         Late.fails = fails

@@ -462,7 +462,7 @@ def test_weights_from_sizes(tmp_path: Path) -> None:
         ({"phases": [{"till": 9}, {}]}, "phase 0: .* argument 'till'; there are until"),
         ({"phases": [3]}, "phase 0 is 3; give some of until"),
         ({"phases": [{"until": 9}, {"seq-length": 0}]}, "phase 1: sequence_length must be"),
-        ({"phases": [{"until": 9}, {"seq-length": 999}]}, "phase 1, source web has 900 tokens"),
+        ({"phases": [{"until": 9}, {"seq-length": 999}]}, "phase 1, source code has 700 tokens"),
         ({"skips": [(5, 5)]}, r"skips\[0\] is \(5, 5\); give \[start, stop\]"),
         ({"skips": [(5, 9), (2, 6)]}, r"skips \(2, 6\) and \(5, 9\) overlap"),
         ({"split": "x"}, "must be one to three shares"),

@@ -7,10 +7,10 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 import bisect
 import itertools
 import math
-import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 from millrace.checks import MAX_INT64, check_float, check_int, shown
 from millrace.errors import ConfigError
 from millrace.forks import Renewed
-from millrace.order.instant import Position, check_windows, num_windows
+from millrace.order.instant import UNDRAWN, Position, check_windows, num_windows
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
 from millrace.order.spans import RULES_VERSION
 
 Numbers = NDArray[np.int64]
+
+_KEPT = 64  # one of so many stretches is kept, and those behind it are computed from it again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +35,12 @@ class Source:
     Attributes:
         num_tokens: Number of tokens.
         max_epochs: Number of epochs after which it takes no part; None: no limit.
+        mix_window: Number of samples in a window, in which documents are permuted.
     """
 
     num_tokens: int
     max_epochs: int | None = None
+    mix_window: int = 1
 
     @property
     def rough_tokens(self) -> int:
@@ -51,7 +55,8 @@ class Phase:
     Attributes:
         start: Its first sample number.
         sequence_length: Tokens to train on in a sample.
-        weights: Positive weights of the sources that take part, by their names.
+        weights: New weights by the names of sources. One of 0 takes a source out; sources that it
+            does not name keep theirs.
     """
 
     start: int
@@ -59,16 +64,35 @@ class Phase:
     weights: Mapping[str, float]
 
 
-class Stretch(NamedTuple):
-    """Samples between which neither weights nor sources change (M1 to M5)."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stretch:
+    """Samples between which neither weights nor sources change (M1 to M5).
+
+    Attributes:
+        start, end: Its first sample, and the one behind it; `MAX_INT64`: it has no end.
+        phase: Number of its phase.
+        names: Names of its sources, sorted: the tree's leaves.
+        sources: Their places among `Phases.names`: int32 [leaves].
+        tree: What deals the samples.
+        drawn: Draws of each source before, in this part of the run: int64 [leaves].
+    """
 
     start: int
+    end: int
     phase: int
-    names: list[str]  # of the tree's leaves, sorted
-    sources: NDArray[np.int32]  # the leaves' places among `Phases.names`
-    shares: list[int]
+    all_names: Sequence[str]
+    sources: NDArray[np.int32]
     tree: MixtureTree
-    drawn: Numbers  # draws of each source before, in this segment: int64 [leaves]
+    drawn: Numbers
+
+    @property
+    def names(self) -> list[str]:
+        return [self.all_names[place] for place in self.sources.tolist()]
+
+    @property
+    def shares(self) -> list[int]:
+        """The sources' shares, with the sum `ONE`."""
+        return self.tree.shares.tolist()  # type: ignore[no-any-return]
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """See `Phases.draws`, for samples of this stretch."""
@@ -76,11 +100,22 @@ class Stretch(NamedTuple):
         return self.sources[leaves], own + self.drawn[leaves]
 
 
-_start = operator.attrgetter("start")
+class _State(NamedTuple):
+    """What decides a stretch: its start, and of each source, as arrays, its weight in the phase,
+    where the last part of the run left it, its draws in this part, and its debt."""
+
+    number: int
+    start: int
+    phase: int
+    weights: NDArray[np.float64]
+    begins: Position
+    drawn: Numbers
+    debts: Numbers
 
 
 class Phases(Renewed):
-    """The mixture of a run in phases. Stretches are computed as far as samples ask for them.
+    """The mixture of a run in phases. Stretches are computed as far as samples ask for them; their
+    memory does not depend on the number of phases.
 
     Args:
         sources: The sources by their names; their order does not matter.
@@ -89,44 +124,49 @@ class Phases(Renewed):
     Attributes:
         names: The names of all sources, sorted.
         segments: Of each phase, which part of the run it is in: a part has one sequence length.
-        positions: Where a source is when it is first drawn in a segment, by segment and name.
 
     Raises:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
     """
 
     def __init__(self, sources: Mapping[str, Source], phases: Sequence[Phase]) -> None:
-        self._sources, self._phases = dict(sources), list(phases)
+        self.names = sorted(sources)
+        self._sources, self._phases = [sources[name] for name in self.names], list(phases)
         self._check()
-        self.names = sorted(self._sources)
-        self._places = {name: place for place, name in enumerate(self.names)}
         lengths = [phase.sequence_length for phase in phases]
         changes = np.flatnonzero(np.diff(lengths, prepend=-1))
         self.segments: list[int] = np.repeat(
             np.arange(len(changes)), np.diff([*changes, len(phases)])
         ).tolist()
+        caps = [one.max_epochs or MAX_INT64 for one in self._sources]
+        self._caps = np.minimum(np.array(caps, object), MAX_INT64).astype(np.int64)
+        self._mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
+        self._sizes = np.zeros(len(self.names), np.int64)  # 0: not known yet
         self.renew()
         self.stretch_of(0)
 
-    _renewed = ("_lock", "_stretches", "_end", "positions", "_lefts", "_drawn", "_debts")
+    _renewed = ("_lock", "_known", "_kept", "_state", "_recent")
 
     def after_fork(self) -> None:
         """Begins again: the parent may have been between two stretches."""
         self._lock = threading.RLock()
-        self.positions: dict[tuple[int, str], Position] = {}
-        self._stretches: list[Stretch] = []
-        # Of each source: where its last draw left it, its draws in its last segment, and its debt.
-        self._lefts: dict[str, Position] = {}
-        self._drawn: dict[str, int] = {}
-        self._debts: dict[str, int] = {}
-        self._end: int | None = 0  # of the last stretch
+        self._known: list[tuple[int, int]] = []  # starts of stretches, and their phases
+        self._kept: list[_State] = []
+        self._state: Any = None  # of the first of these two
+        self._recent: tuple[Stretch, ...] = ()
 
     def stretch_of(self, sample_number: int) -> Stretch:
         """The stretch that a sample is in."""
+        for stretch in self._recent:
+            if stretch.start <= sample_number < stretch.end:
+                return stretch
         with self._lock:
-            while self._end is not None and sample_number >= self._end:
-                self._go_on(self._end)
-        return self._stretches[bisect.bisect_right(self._stretches, sample_number, key=_start) - 1]
+            if not self._recent or sample_number < self._state.start:
+                number = bisect.bisect_right(self._known, sample_number, key=itemgetter(0)) - 1
+                self._go_to(self._kept[number // _KEPT] if self._kept else self._first_state())
+            while sample_number >= self._recent[0].end:
+                self._go_to(self._next_state())
+            return self._recent[0]
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """The sources of some samples, and the samples' numbers in them.
@@ -136,145 +176,184 @@ class Phases(Renewed):
 
         Returns:
             The place of each sample's source among `names`, int32 [n]; and the number of its draw,
-            counted from the one that `positions` tells of, int64 [n].
+            counted from the one that `position` tells of, int64 [n].
         """
         listed = sample_numbers.tolist()  # whose ends Python finds in a fifth of NumPy's time
-        last = self.stretch_of(max(listed, default=0))
-        if min(listed, default=last.start) >= last.start:  # as in most batches
-            return last.draws(sample_numbers)
-        stretches = np.searchsorted([*map(_start, self._stretches)], sample_numbers, "right") - 1
-        sources, numbers = np.empty(len(stretches), np.int32), np.empty(len(stretches), np.int64)
-        for number in {*stretches.tolist()}:
-            here = stretches == number
-            sources[here], numbers[here] = self._stretches[number].draws(sample_numbers[here])
-        return sources, numbers
+        stretch, last = self.stretch_of(min(listed, default=0)), max(listed, default=0)
+        if last < stretch.end:  # as in most batches
+            return stretch.draws(sample_numbers)
+        sources, numbers = np.empty(len(listed), np.int32), np.empty(len(listed), np.int64)
+        while True:
+            here = (sample_numbers >= stretch.start) & (sample_numbers < stretch.end)
+            sources[here], numbers[here] = stretch.draws(sample_numbers[here])
+            if last < stretch.end:
+                return sources, numbers
+            stretch = self.stretch_of(min(one for one in listed if one >= stretch.end))
 
     # ---- one stretch after the other ----
 
-    def _go_on(self, end: int) -> None:
-        """Adds the next stretch, or nothing: a file that cannot be read now may be read later."""
-        size, state = len(self._stretches), (self.positions, self._lefts, self._drawn, self._debts)
-        kept: Any = [{**one} for one in state]
-        try:
-            self._add_stretch(end, self._leave(end) if self._stretches else 0)
-        except BaseException:
-            self.positions, self._lefts, self._drawn, self._debts = kept
-            self._end = end
-            del self._stretches[size:]
-            raise
+    def _go_to(self, state: _State) -> None:
+        """Makes the stretch of a state the current one, or raises and changes nothing: a file that
+        cannot be read now may be read later."""
+        stretch = self._make_stretch(state)
+        self._state, self._recent = state, (stretch, *self._recent[:1])
+        if state.number == len(self._known):
+            self._known.append((state.start, state.phase))
+            if state.number % _KEPT == 0:
+                self._kept.append(state)
 
-    def _add_stretch(self, start: int, number: int) -> None:
-        """Adds the stretch of a phase that starts at a sample, with the sources that have draws."""
-        phase, segment = self._phases[number], self.segments[number]
-        lefts = {name: self._draws_left(name, phase.sequence_length) for name in phase.weights}
-        names = sorted(name for name, left in lefts.items() if left > 0)
-        if not names:
+    def _first_state(self) -> _State:
+        size, zeros = len(self.names), np.broadcast_to(np.int64(0), len(self.names))
+        begins = Position(*(np.broadcast_to(np.int64(one), size) for one in UNDRAWN))
+        weights = self._changed_weights(np.zeros(size), 0)
+        return _State(0, 0, 0, weights, begins, zeros, zeros)
+
+    def _next_state(self) -> _State:
+        """The state at the end of the current stretch."""
+        (last, *_), state = self._recent, self._state
+        count, number = last.end - last.start, state.phase
+        draws = last.tree.counts(count)
+        drawn, debts = state.drawn.copy(), state.debts.copy()
+        drawn[last.sources] += draws
+        # The product may overflow, but not what is left of it.
+        debts[last.sources] += last.tree.shares * count - ONE * draws
+        weights, begins = state.weights, state.begins
+        if [last.end] == [phase.start for phase in self._phases[number + 1 : number + 2]]:
+            number += 1
+            weights = self._changed_weights(weights, number)
+            if self.segments[number] > self.segments[number - 1]:
+                places = np.flatnonzero(drawn)
+                ends = self._positions(state._replace(drawn=drawn), places)
+                begins = Position(*(array.copy() for array in begins))
+                for array, end in zip(begins, ends, strict=True):
+                    array[places] = end
+                drawn = np.broadcast_to(np.int64(0), len(drawn))
+        return _State(state.number + 1, last.end, number, weights, begins, drawn, debts)
+
+    def _changed_weights(self, weights: NDArray[np.float64], number: int) -> NDArray[np.float64]:
+        """The weights of a phase, from those before it."""
+        places = {name: place for place, name in enumerate(self.names)}
+        changes = self._phases[number].weights
+        weights = weights.copy()
+        weights[[places[name] for name in changes]] = [*changes.values()]
+        return weights
+
+    def _make_stretch(self, state: _State) -> Stretch:
+        sources = np.flatnonzero(state.weights)
+        capped = sources[self._caps[sources] < MAX_INT64]
+        lefts = self._draws_left(state, capped)
+        sources = np.setdiff1d(sources, capped[lefts == 0], assume_unique=True)
+        if len(sources) == 0:
             raise ConfigError(
-                f"phase {number}: all of its sources have reached max_epochs at sample {start}: "
-                "raise max_epochs, add a source, or let the phase end there"
+                f"phase {state.phase}: all of its sources have reached max_epochs at sample "
+                f"{state.start}: raise max_epochs, add a source, or let the phase end there"
             )
-        for name in names:
-            if (segment, name) not in self.positions:
-                self.positions[segment, name] = self._next_position(name, phase.sequence_length)
-                self._drawn[name] = 0
-        shares = whole_shares([phase.weights[name] for name in names])
-        tree = MixtureTree(shares, [self._debts.get(name, 0) for name in names])
-        sources = np.array([self._places[name] for name in names], np.int32)
-        drawn = np.array([self._drawn[name] for name in names], np.int64)
-        self._stretches.append(Stretch(start, number, names, sources, shares, tree, drawn))
-        ends = [phase.start for phase in self._phases[number + 1 : number + 2]]
-        # To find a draw takes 0.1 ms. Only those are searched that may be the first to reach a cap:
-        # after t samples a source has 4.4 draws more or less than its share of t, at most.
-        spans = [
-            (lefts[name] - 5, lefts[name] + 5, share)
-            for name, share in zip(names, shares, strict=True)
-        ]
-        first = min((high * ONE / share for _, high, share in spans), default=math.inf)
-        first = min([first, *(end - start for end in ends)])
-        for leaf, (low, _, share) in enumerate(spans):
-            if low * ONE / share <= first < math.inf:
-                ends.append(start + tree.find(leaf, int(low) + 4) + 1)
-        self._end = min(ends, default=None)
+        tree = MixtureTree(whole_shares(state.weights[sources].tolist()), state.debts[sources])
+        ends = [phase.start for phase in self._phases[state.phase + 1 : state.phase + 2]]
+        end = min(ends, default=MAX_INT64)
+        if lefts.any():
+            leaves = np.searchsorted(sources, capped[lefts > 0])
+            most = end - state.start - 1
+            end = state.start + tree.samples_until(leaves, lefts[lefts > 0], most)
+        return Stretch(
+            start=state.start,
+            end=end,
+            phase=state.phase,
+            all_names=self.names,
+            sources=sources.astype(np.int32),
+            tree=tree,
+            drawn=state.drawn[sources],
+        )
 
-    def _leave(self, end: int) -> int:
-        """Notes what the last stretch drew up to its end; the phase of the next one."""
-        last, number = self._stretches[-1], self._stretches[-1].phase
-        length, count = self._phases[number].sequence_length, end - last.start
-        for name, share, draws in zip(
-            last.names, last.shares, last.tree.counts(count), strict=True
-        ):
-            self._debts[name] = self._debts.get(name, 0) + share * count - ONE * draws
-            if draws > 0:
-                position = self._next_position(name, length)
-                self._lefts[name] = position.after(draws, self._num_tokens(name, length), length)
-                self._drawn[name] += draws
-        is_next = number + 1 < len(self._phases) and end == self._phases[number + 1].start
-        return number + is_next
+    def _positions(self, state: _State, places: NDArray[np.intp]) -> Position:
+        """Where the last draws before a stretch have left some sources."""
+        sizes, length, mix_windows = place = self._sizes_of(places, state.phase)
+        begins = Position(*(array[places] for array in state.begins)).before_draw(*place)
+        return begins.after(state.drawn[places], sizes, length, mix_windows)
 
-    def _next_position(self, name: str, length: int) -> Position:
-        left = self._lefts.get(name)
-        if left is None:
-            return Position(0, length, 0)
-        return left.before_draw(self._sources[name].num_tokens, length)
+    def _draws_left(self, state: _State, places: NDArray[np.intp]) -> Numbers:
+        """Draws that some sources have left until they reach their caps (C1)."""
+        sizes, length, mix_windows = place = self._sizes_of(places, state.phase)
+        position = self._positions(state, places).before_draw(*place)
+        of_epoch = num_windows(sizes, mix_windows * length) * mix_windows
+        # More epochs than that are more draws than a run can have.
+        epochs = np.minimum(self._caps[places] - position.epoch - 1, (1 << 61) // of_epoch)
+        lefts = position.samples_left(sizes, length) + epochs * of_epoch
+        return np.where(epochs < 0, 0, lefts)  # type: ignore[no-any-return]
 
-    def _draws_left(self, name: str, length: int) -> float:
-        """Draws of that length until the source has reached its last epoch (C1)."""
-        source, position = self._sources[name], self._next_position(name, length)
-        if source.max_epochs is None:
-            return math.inf
-        epochs = source.max_epochs - position.epoch - 1
-        num_tokens = self._num_tokens(name, length)
-        rest = position.samples_left(num_tokens, length)
-        return 0 if epochs < 0 else rest + epochs * num_windows(num_tokens, length)
-
-    def _num_tokens(self, name: str, length: int) -> int:
-        num_tokens = self._sources[name].num_tokens
-        check_windows(f"source {name}", num_tokens, length)
-        return num_tokens
+    def _sizes_of(self, places: NDArray[np.intp], phase: int) -> tuple[Numbers, int, Numbers]:
+        """Tokens of some sources, the sequence length of a phase, and the sources' windows."""
+        for place in places[self._sizes[places] == 0].tolist():
+            self._sizes[place] = self._sources[place].num_tokens
+        length, mix_windows = self._phases[phase].sequence_length, self._mix_windows[places]
+        is_small = num_windows(self._sizes[places], mix_windows * length) < 1
+        for place in places[is_small].tolist():
+            size, mix_window = int(self._sizes[place]), self._sources[place].mix_window
+            check_windows(f"source {self.names[place]}", size, length, mix_window)
+        return self._sizes[places], length, mix_windows
 
     # ---- what has been drawn ----
 
+    def position(self, segment: int, place: int) -> Position:
+        """Where a source is when it is first drawn in a part of the run.
+
+        Args:
+            segment: A number of `segments`.
+            place: Place of the source among `names`.
+        """
+        with self._lock:
+            phase = self.segments.index(segment)
+            if not self._recent or self.segments[self._state.phase] != segment:
+                self.stretch_of(self._phases[phase].start)
+            begin = Position(*(int(array[place]) for array in self._state.begins))
+        size, mix_window = int(self._sizes[place]), self._sources[place].mix_window
+        if begin != UNDRAWN:
+            [size] = self._sizes_of(np.array([place]), phase)[0].tolist()
+        return begin.before_draw(size, self._phases[phase].sequence_length, mix_window)
+
     def find(self, segment: int, name: str, number: int) -> int:
         """The sample that is a source's of that number in a segment; -1: none. See `draws`."""
-        place = 0
-        while True:
-            if place == len(self._stretches):
-                if self._end is None:
-                    return -1
-                self.stretch_of(self._end)
-            stretch = self._stretches[place]
-            of = self.segments[stretch.phase]
-            if of > segment:
-                return -1
-            if of == segment and name in stretch.names:
-                leaf = stretch.names.index(name)
-                end = self._end
-                if place + 1 < len(self._stretches):
-                    end = self._stretches[place + 1].start
-                before = int(stretch.drawn[leaf])
-                sample = stretch.start + stretch.tree.find(leaf, number - before)
-                if number >= before and (end is None or sample < end):
-                    return sample
-            place += 1
+        place = bisect.bisect_left(self.names, name)
+        for stretch, _ in self.stretches(self._phases[self.segments.index(segment)].start):
+            if self.segments[stretch.phase] > segment:
+                break
+            leaf = int(np.searchsorted(stretch.sources, place))
+            if stretch.sources[leaf : leaf + 1].tolist() == [place]:
+                own = number - int(stretch.drawn[leaf])
+                if 0 <= own < stretch.tree.counts(stretch.end - stretch.start)[leaf]:
+                    return stretch.start + stretch.tree.find(leaf, own)
+        return -1
 
-    def past(self, sample_number: int) -> list[Stretch]:
-        """The stretches that decide the samples before a number."""
+    def stretches(self, start: int = 0) -> Iterator[tuple[Stretch, int]]:
+        """The stretches from that of a sample on, computed when they are asked for, and the end of
+        each."""
+        while start < MAX_INT64:
+            stretch = self.stretch_of(start)
+            start = stretch.end
+            yield stretch, start
+
+    def past(self, sample_number: int) -> list[tuple[int, int]]:
+        """The starts of the stretches that decide the samples before a number, and their phases."""
         if sample_number == 0:
             return []
-        last = self.stretch_of(sample_number - 1)
-        return self._stretches[: self._stretches.index(last) + 1]
+        self.stretch_of(sample_number - 1)
+        return self._known[: bisect.bisect_left(self._known, sample_number, key=itemgetter(0))]
 
-    def length_of(self, stretch: Stretch) -> int:
-        return self._phases[stretch.phase].sequence_length
+    def length_of(self, phase: int) -> int:
+        return self._phases[phase].sequence_length
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the draws, for comparison with a saved state. See `Mixture`."""
         past = self.past(MAX_INT64 if consumed_samples is None else consumed_samples)
-        stretches = [
-            [one.start, self.length_of(one), dict(zip(one.names, one.shares, strict=True))]
-            for one in past
-        ]
-        return {"kind": "phases", "rules": RULES_VERSION, "stretches": stretches}
+        stretches = [self.stretch_of(start) for start, _ in past]
+        return {
+            "kind": "phases",
+            "rules": RULES_VERSION,
+            "stretches": [
+                [one.start, self.length_of(one.phase), dict(zip(one.names, one.shares, strict=True))]
+                for one in stretches
+            ],
+        }
 
     def _check(self) -> None:
         if not self._phases or self._phases[0].start != 0:
@@ -286,22 +365,28 @@ class Phases(Renewed):
                     f"phase {number} starts at sample {start}, the one before it at {before}: "
                     "phases must be in order, and not be empty"
                 )
+        names, weights = {*self.names}, np.zeros(len(self.names))
+        sizes = np.array([one.rough_tokens for one in self._sources], np.int64)
+        mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
         for number, phase in enumerate(self._phases):
             length = check_int(f"sequence_length of phase {number}", phase.sequence_length, 1)
-            if not phase.weights:
-                raise ConfigError(f"phase {number} has no source: give it weights")
             for name, weight in phase.weights.items():
                 what = f"phase {number}, source {name}"
-                source = self._sources.get(name)
-                if source is None:
-                    there = ", ".join(sorted(self._sources))
+                if name not in names:
+                    there = ", ".join(self.names[:20])
                     raise ConfigError(f"{what}: there are only {there}: add it to the sources")
-                if not 0 < check_float(f"{what}: the weight", weight) < math.inf:
+                if not 0 <= check_float(f"{what}: the weight", weight) < math.inf:
                     raise ConfigError(
                         f"{what}: the weight is {shown(weight)}; it must be positive and finite. "
-                        "Leave a source out to draw nothing from it"
+                        "A weight of 0 takes a source out"
                     )
-                check_windows(what, source.rough_tokens, length)
-        for name, source in self._sources.items():
+            weights = self._changed_weights(weights, number)
+            if not weights.any():
+                raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
+            is_small = (weights > 0) & (num_windows(sizes, mix_windows * length) < 1)
+            for place in np.flatnonzero(is_small).tolist():
+                what, size = f"phase {number}, source {self.names[place]}", int(sizes[place])
+                check_windows(what, size, length, int(mix_windows[place]))
+        for name, source in zip(self.names, self._sources, strict=True):
             if source.max_epochs is not None:
                 check_int(f"max_epochs of source {name}", source.max_epochs, 1)

@@ -129,6 +129,7 @@ class SourceRange:
     file: SourceFile
     bounds: Range
     max_epochs: int | None
+    mix_window: int = 1
 
     @property
     def rough_tokens(self) -> int:

@@ -144,7 +144,7 @@ class PhasedDataset(TokenDataset):
             sequence_length=options.sequence_length,
             add_extra_token=options.add_extra_token,
             first_token=first,
-            position=self.mixture.positions[segment, name],
+            position=self.mixture.position(segment, number),
         )
         choice = self._config.loss_ranges
         return GPTDataset(source.file.store, order=order, options=options, loss_ranges=choice)
@@ -172,16 +172,18 @@ class PhasedDataset(TokenDataset):
             return {"phases": {}, "skips": [], "sources": {}}
         last = int(self._skips.samples(np.array([consumed_samples - 1]))[0])
         phases: dict[str, Any] = {}
-        names: set[str] = set()
-        for stretch in self.mixture.past(last + 1):
-            names.update(stretch.names)
-            if stretch.start not in self._shares:  # 10 ms for thousands of sources
+        past = self.mixture.past(last + 1)
+        for start, number in past:
+            if start not in self._shares:  # 10 ms for thousands of sources
+                stretch = self.mixture.stretch_of(start)
                 pairs = zip(stretch.names, stretch.shares, strict=True)
-                self._shares[stretch.start] = _short({name: q / ONE for name, q in pairs})
-            phases[f"{stretch.phase} from sample {stretch.start}"] = {
-                "sequence_length": self.mixture.length_of(stretch),
-                "shares": self._shares[stretch.start],
+                self._shares[start] = _short({name: q / ONE for name, q in pairs})
+            phases[f"{number} from sample {start}"] = {
+                "sequence_length": self.mixture.length_of(number),
+                "shares": self._shares[start],
             }
+        begun = self._phases[: past[-1][1] + 1]
+        names = {name for phase in begun for name, weight in phase.weights.items() if weight > 0}
         sources = {
             name: [one.file.num_tokens, one.file.dtype.name, *one.bounds]
             for name, one in self._ranges.items()
