@@ -161,9 +161,11 @@ class Phases(Renewed):
             if stretch.start <= sample_number < stretch.end:
                 return stretch
         with self._lock:
-            if not self._recent or sample_number < self._state.start:
-                number = bisect.bisect_right(self._known, sample_number, key=itemgetter(0)) - 1
-                self._go_to(self._kept[number // _KEPT] if self._kept else self._first_state())
+            number = max(bisect.bisect_right(self._known, sample_number, key=itemgetter(0)) - 1, 0)
+            is_near = self._recent and self._state.number // _KEPT == number // _KEPT
+            if not is_near or sample_number < self._state.start:
+                kept = self._kept[number // _KEPT : number // _KEPT + 1]
+                self._go_to(kept[0] if kept else self._first_state())
             while sample_number >= self._recent[0].end:
                 self._go_to(self._next_state())
             return self._recent[0]
@@ -267,13 +269,13 @@ class Phases(Renewed):
 
     def _positions(self, state: _State, places: NDArray[np.intp]) -> Position:
         """Where the last draws before a stretch have left some sources."""
-        sizes, length, mix_windows = place = self._sizes_of(places, state.phase)
+        sizes, length, mix_windows = place = self.sizes_of(places, state.phase)
         begins = Position(*(array[places] for array in state.begins)).before_draw(*place)
         return begins.after(state.drawn[places], sizes, length, mix_windows)
 
     def _draws_left(self, state: _State, places: NDArray[np.intp]) -> Numbers:
         """Draws that some sources have left until they reach their caps (C1)."""
-        sizes, length, mix_windows = place = self._sizes_of(places, state.phase)
+        sizes, length, mix_windows = place = self.sizes_of(places, state.phase)
         position = self._positions(state, places).before_draw(*place)
         of_epoch = num_windows(sizes, mix_windows * length) * mix_windows
         # More epochs than that are more draws than a run can have.
@@ -281,8 +283,9 @@ class Phases(Renewed):
         lefts = position.samples_left(sizes, length) + epochs * of_epoch
         return np.where(epochs < 0, 0, lefts)  # type: ignore[no-any-return]
 
-    def _sizes_of(self, places: NDArray[np.intp], phase: int) -> tuple[Numbers, int, Numbers]:
-        """Tokens of some sources, the sequence length of a phase, and the sources' windows."""
+    def sizes_of(self, places: NDArray[np.intp], phase: int) -> tuple[Numbers, int, Numbers]:
+        """Tokens of some sources, the sequence length of a phase, and the sources' windows: what
+        the methods of a `Position` take."""
         for place in places[self._sizes[places] == 0].tolist():
             self._sizes[place] = self._sources[place].num_tokens
         length, mix_windows = self._phases[phase].sequence_length, self._mix_windows[places]
@@ -308,7 +311,7 @@ class Phases(Renewed):
             begin = Position(*(int(array[place]) for array in self._state.begins))
         size, mix_window = int(self._sizes[place]), self._sources[place].mix_window
         if begin != UNDRAWN:
-            [size] = self._sizes_of(np.array([place]), phase)[0].tolist()
+            [size] = self.sizes_of(np.array([place]), phase)[0].tolist()
         return begin.before_draw(size, self._phases[phase].sequence_length, mix_window)
 
     def find(self, segment: int, name: str, number: int) -> int:

@@ -18,7 +18,7 @@ from millrace.errors import ConfigError
 from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.run.instant_config import AnyConfig, InstantConfig
-from millrace.sampling import RampUp
+from millrace.sampling import BatchSizeSchedule, RampUp
 from millrace.storage import Access
 
 LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
@@ -27,6 +27,7 @@ _GIVE_COUNTS = "Give num_samples: the numbers that Megatron-LM prints as `datase
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
+_BATCH_SIZES = ("global_batch_size", "rampup_batch_size")
 _UNKNOWN_COUNTS = ("step_batch_size_schedule", "phase_transition_iterations")
 
 
@@ -239,13 +240,17 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
     given = {name: value for name, value in fields.items() if name in names}
     if arguments.keys() & {"num_samples", "train_samples", "train_iters"}:
         given["num_samples"] = _num_samples(arguments, None)
-    rampup = arguments.get("rampup_batch_size")
-    if rampup and "global_batch_size" in arguments:
-        start, increment, samples = rampup
-        given["global_batch_size"] = RampUp(
-            start, increment, samples, arguments["global_batch_size"]
-        )
+    if arguments.get("rampup_batch_size"):
+        given["global_batch_size"] = schedule_from(arguments)
     return InstantConfig(**{"seed": DEFAULT_SEED, **given}, access=_access(arguments))
+
+
+def schedule_from(arguments: Mapping[str, Any]) -> BatchSizeSchedule | None:
+    """The global batch sizes of a run; None without global_batch_size."""
+    size, rampup = (_read(one, arguments.get(one)) for one in _BATCH_SIZES)
+    if size is None:
+        return None
+    return RampUp(*rampup, size) if rampup else BatchSizeSchedule([(0, size)])
 
 
 def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:
