@@ -60,7 +60,8 @@ def test_every_sample_is_the_models(seed: int) -> None:
             with pytest.raises(ConfigError, match="have reached max_epochs"):
                 mixture.stretch_of(number)
             return
-        segment = mixture.segments[mixture.stretch_of(number).phase]
+        stretch = mixture.stretch_of(number)
+        segment = mixture.segments[stretch.phase]
         [source], [own] = mixture.draws(np.array([number]))
         name = mixture.names[source]
         if (segment, name) not in orders:
@@ -74,7 +75,9 @@ def test_every_sample_is_the_models(seed: int) -> None:
             )
         [start] = orders[segment, name].spans([own]).offsets
         assert (name, start) == (expected.source, expected.start), number
-        assert mixture.find(segment, name, int(own)) == number
+        leaf = stretch.names.index(name)
+        drawn = int(own) - int(stretch.drawn[leaf])
+        assert stretch.start + stretch.tree.find(leaf, drawn) == number
 
 
 def test_batches_and_single_samples_are_the_same() -> None:
@@ -194,10 +197,12 @@ def test_a_past_does_not_depend_on_the_future() -> None:
     plan = [(0, 8, {"a": 1, "b": 2}), (100, 8, {"a": 1, "c": 1})]
     others = [*plan[:1], (100, 4, {"c": 1, "b": 1}), (150, 8, {"a": 1})]
     one, other = phases_of(sources, plan), phases_of(sources, others)
-    assert one.fingerprint(100) == other.fingerprint(100)
-    assert one.fingerprint(101) != other.fingerprint(101)
-    assert one.fingerprint(0)["stretches"] == []
+    for drawn, ours in zip(one.draws(np.arange(100)), other.draws(np.arange(100)), strict=True):
+        np.testing.assert_array_equal(drawn, ours)
+    assert one.past(0) == []
     assert one.past(MAX_INT64) == [(0, 0), (100, 1)]
+    assert one.drawn_before(1) == {"b"}
+    assert one.drawn_before(101) == {"a", "b"}
 
 
 def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:

@@ -294,7 +294,8 @@ def test_many_sources_have_a_checksum(tmp_path: Path) -> None:
     sources = {f"s{n}": {"prefix": tmp_path / "a", "weight": 1 + n} for n in range(65)}
     state = saved(make_run(tmp_path, sources), 1)
     past = state["fingerprint"]
-    assert len(past["phases"]["0 from sample 0"]["shares"]) == len(past["sources"]) == 32
+    assert len(past["phases"]["0 from sample 0"]["shares"]) == 32
+    assert 0 < len(past["sources"]) <= 10  # that were drawn
     sources["s3"]["weight"] = 9
     loader = Loader(train_of(make_run(tmp_path, sources)), micro_batch_size=10)
     with pytest.raises(ResumeError, match=r"0 from sample 0.shares"):

@@ -48,9 +48,7 @@ class Position(NamedTuple):
     window_length: Any
     drawn: Any
 
-    def before_draw(
-        self, num_tokens: Any, sequence_length: int, mix_window: Any = 1
-    ) -> "Position":
+    def before_draw(self, num_tokens: Any, sequence_length: int, mix_window: Any = 1) -> "Position":
         """The position at which the next sample of that length is drawn (S6)."""
         length = self.window_length
         drawn = -(-self.drawn // sequence_length) * sequence_length

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from millrace.errors import ConfigError
 from millrace.forks import Renewed
 from millrace.order.instant import UNDRAWN, Position, check_windows, num_windows
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
-from millrace.order.spans import RULES_VERSION
 
 Numbers = NDArray[np.int64]
 
@@ -64,26 +63,44 @@ class Phase:
     weights: Mapping[str, float]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Stretch:
+class State(NamedTuple):
+    """What decides a stretch.
+
+    Attributes:
+        number, start, phase: Its number, its first sample, and the number of its phase.
+        weights: Of each source, its weight in the phase; 0: it takes no part.
+        begins: Where the last part of the run left each source: arrays.
+        drawn: Draws of each source before, in this part of the run.
+        debts: What each source is owed, in samples times `ONE`.
+    """
+
+    number: int
+    start: int
+    phase: int
+    weights: NDArray[np.float64]
+    begins: Position
+    drawn: Numbers
+    debts: Numbers
+
+
+class Stretch(NamedTuple):
     """Samples between which neither weights nor sources change (M1 to M5).
 
     Attributes:
         start, end: Its first sample, and the one behind it; `MAX_INT64`: it has no end.
         phase: Number of its phase.
-        names: Names of its sources, sorted: the tree's leaves.
-        sources: Their places among `Phases.names`: int32 [leaves].
+        state: What decides it.
+        sources: Places of its sources among `all_names`: int32 [leaves].
         tree: What deals the samples.
-        drawn: Draws of each source before, in this part of the run: int64 [leaves].
     """
 
     start: int
     end: int
     phase: int
+    state: State
     all_names: Sequence[str]
     sources: NDArray[np.int32]
     tree: MixtureTree
-    drawn: Numbers
 
     @property
     def names(self) -> list[str]:
@@ -94,23 +111,16 @@ class Stretch:
         """The sources' shares, with the sum `ONE`."""
         return self.tree.shares.tolist()  # type: ignore[no-any-return]
 
+    @property
+    def drawn(self) -> Numbers:
+        """Draws of its sources before, in this part of the run: int64 [leaves]."""
+        return self.state.drawn[self.sources]
+
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """See `Phases.draws`, for samples of this stretch."""
         leaves, own = self.tree.draws(sample_numbers - self.start)
-        return self.sources[leaves], own + self.drawn[leaves]
-
-
-class _State(NamedTuple):
-    """What decides a stretch: its start, and of each source, as arrays, its weight in the phase,
-    where the last part of the run left it, its draws in this part, and its debt."""
-
-    number: int
-    start: int
-    phase: int
-    weights: NDArray[np.float64]
-    begins: Position
-    drawn: Numbers
-    debts: Numbers
+        sources = self.sources[leaves]
+        return sources, own + self.state.drawn[sources]
 
 
 class Phases(Renewed):
@@ -145,15 +155,14 @@ class Phases(Renewed):
         self.renew()
         self.stretch_of(0)
 
-    _renewed = ("_lock", "_known", "_kept", "_state", "_recent")
+    _renewed = ("_lock", "_known", "_kept", "_recent")
 
     def after_fork(self) -> None:
         """Begins again: the parent may have been between two stretches."""
         self._lock = threading.RLock()
         self._known: list[tuple[int, int]] = []  # starts of stretches, and their phases
-        self._kept: list[_State] = []
-        self._state: Any = None  # of the first of these two
-        self._recent: tuple[Stretch, ...] = ()
+        self._kept: list[State] = []
+        self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for
 
     def stretch_of(self, sample_number: int) -> Stretch:
         """The stretch that a sample is in."""
@@ -162,12 +171,12 @@ class Phases(Renewed):
                 return stretch
         with self._lock:
             number = max(bisect.bisect_right(self._known, sample_number, key=itemgetter(0)) - 1, 0)
-            is_near = self._recent and self._state.number // _KEPT == number // _KEPT
-            if not is_near or sample_number < self._state.start:
+            near = [one.state for one in self._recent[:1] if one.start <= sample_number]
+            if not near or near[0].number // _KEPT < number // _KEPT:
                 kept = self._kept[number // _KEPT : number // _KEPT + 1]
                 self._go_to(kept[0] if kept else self._first_state())
             while sample_number >= self._recent[0].end:
-                self._go_to(self._next_state())
+                self._go_to(self._next_state(self._recent[0]))
             return self._recent[0]
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
@@ -194,28 +203,26 @@ class Phases(Renewed):
 
     # ---- one stretch after the other ----
 
-    def _go_to(self, state: _State) -> None:
+    def _go_to(self, state: State) -> None:
         """Makes the stretch of a state the current one, or raises and changes nothing: a file that
         cannot be read now may be read later."""
         stretch = self._make_stretch(state)
-        self._state, self._recent = state, (stretch, *self._recent[:1])
+        self._recent = (stretch, *self._recent[:1])
         if state.number == len(self._known):
             self._known.append((state.start, state.phase))
             if state.number % _KEPT == 0:
                 self._kept.append(state)
 
-    def _first_state(self) -> _State:
+    def _first_state(self) -> State:
         size, zeros = len(self.names), np.broadcast_to(np.int64(0), len(self.names))
         begins = Position(*(np.broadcast_to(np.int64(one), size) for one in UNDRAWN))
         weights = self._changed_weights(np.zeros(size), 0)
-        return _State(0, 0, 0, weights, begins, zeros, zeros)
+        return State(0, 0, 0, weights, begins, zeros, zeros)
 
-    def _next_state(self) -> _State:
-        """The state at the end of the current stretch."""
-        (last, *_), state = self._recent, self._state
-        count, number = last.end - last.start, state.phase
-        draws = last.tree.counts(count)
+    def _next_state(self, last: Stretch) -> State:
+        state, count, number = last.state, last.end - last.start, last.phase
         drawn, debts = state.drawn.copy(), state.debts.copy()
+        draws = last.tree.counts(count)
         drawn[last.sources] += draws
         # The product may overflow, but not what is left of it.
         debts[last.sources] += last.tree.shares * count - ONE * draws
@@ -230,7 +237,7 @@ class Phases(Renewed):
                 for array, end in zip(begins, ends, strict=True):
                     array[places] = end
                 drawn = np.broadcast_to(np.int64(0), len(drawn))
-        return _State(state.number + 1, last.end, number, weights, begins, drawn, debts)
+        return State(state.number + 1, last.end, number, weights, begins, drawn, debts)
 
     def _changed_weights(self, weights: NDArray[np.float64], number: int) -> NDArray[np.float64]:
         """The weights of a phase, from those before it."""
@@ -240,7 +247,7 @@ class Phases(Renewed):
         weights[[places[name] for name in changes]] = [*changes.values()]
         return weights
 
-    def _make_stretch(self, state: _State) -> Stretch:
+    def _make_stretch(self, state: State) -> Stretch:
         sources = np.flatnonzero(state.weights)
         capped = sources[self._caps[sources] < MAX_INT64]
         lefts = self._draws_left(state, capped)
@@ -257,23 +264,16 @@ class Phases(Renewed):
             leaves = np.searchsorted(sources, capped[lefts > 0])
             most = end - state.start - 1
             end = state.start + tree.samples_until(leaves, lefts[lefts > 0], most)
-        return Stretch(
-            start=state.start,
-            end=end,
-            phase=state.phase,
-            all_names=self.names,
-            sources=sources.astype(np.int32),
-            tree=tree,
-            drawn=state.drawn[sources],
-        )
+        ends_and_phase = state.start, end, state.phase
+        return Stretch(*ends_and_phase, state, self.names, sources.astype(np.int32), tree)
 
-    def _positions(self, state: _State, places: NDArray[np.intp]) -> Position:
+    def _positions(self, state: State, places: NDArray[np.intp]) -> Position:
         """Where the last draws before a stretch have left some sources."""
         sizes, length, mix_windows = place = self.sizes_of(places, state.phase)
         begins = Position(*(array[places] for array in state.begins)).before_draw(*place)
         return begins.after(state.drawn[places], sizes, length, mix_windows)
 
-    def _draws_left(self, state: _State, places: NDArray[np.intp]) -> Numbers:
+    def _draws_left(self, state: State, places: NDArray[np.intp]) -> Numbers:
         """Draws that some sources have left until they reach their caps (C1)."""
         sizes, length, mix_windows = place = self.sizes_of(places, state.phase)
         position = self._positions(state, places).before_draw(*place)
@@ -281,7 +281,7 @@ class Phases(Renewed):
         # More epochs than that are more draws than a run can have.
         epochs = np.minimum(self._caps[places] - position.epoch - 1, (1 << 61) // of_epoch)
         lefts = position.samples_left(sizes, length) + epochs * of_epoch
-        return np.where(epochs < 0, 0, lefts)  # type: ignore[no-any-return]
+        return np.where(epochs < 0, 0, lefts)
 
     def sizes_of(self, places: NDArray[np.intp], phase: int) -> tuple[Numbers, int, Numbers]:
         """Tokens of some sources, the sequence length of a phase, and the sources' windows: what
@@ -304,28 +304,21 @@ class Phases(Renewed):
             segment: A number of `segments`.
             place: Place of the source among `names`.
         """
-        with self._lock:
-            phase = self.segments.index(segment)
-            if not self._recent or self.segments[self._state.phase] != segment:
-                self.stretch_of(self._phases[phase].start)
-            begin = Position(*(int(array[place]) for array in self._state.begins))
-        size, mix_window = int(self._sizes[place]), self._sources[place].mix_window
-        if begin != UNDRAWN:
+        phase = self.segments.index(segment)
+        recent = [one for one in self._recent if self.segments[one.phase] == segment]
+        stretch = recent[0] if recent else self.stretch_of(self._phases[phase].start)
+        begin = Position(*(int(array[place]) for array in stretch.state.begins))
+        size, mix_window = 0, self._sources[place].mix_window
+        if begin != UNDRAWN:  # else it may not be known, and does not matter
             [size] = self.sizes_of(np.array([place]), phase)[0].tolist()
-        return begin.before_draw(size, self._phases[phase].sequence_length, mix_window)
+        return begin.before_draw(size, self.length_of(phase), mix_window)
 
-    def find(self, segment: int, name: str, number: int) -> int:
-        """The sample that is a source's of that number in a segment; -1: none. See `draws`."""
-        place = bisect.bisect_left(self.names, name)
-        for stretch, _ in self.stretches(self._phases[self.segments.index(segment)].start):
-            if self.segments[stretch.phase] > segment:
-                break
-            leaf = int(np.searchsorted(stretch.sources, place))
-            if stretch.sources[leaf : leaf + 1].tolist() == [place]:
-                own = number - int(stretch.drawn[leaf])
-                if 0 <= own < stretch.tree.counts(stretch.end - stretch.start)[leaf]:
-                    return stretch.start + stretch.tree.find(leaf, own)
-        return -1
+    def drawn_before(self, sample_number: int) -> set[str]:
+        """The names of the sources that have been drawn before a sample, above 0."""
+        stretch = self.stretch_of(sample_number - 1)
+        is_drawn = (stretch.state.drawn > 0) | (stretch.state.begins.epoch >= 0)
+        is_drawn[stretch.sources] |= stretch.tree.counts(sample_number - stretch.start) > 0
+        return {self.names[place] for place in np.flatnonzero(is_drawn).tolist()}
 
     def stretches(self, start: int = 0) -> Iterator[tuple[Stretch, int]]:
         """The stretches from that of a sample on, computed when they are asked for, and the end of
@@ -344,19 +337,6 @@ class Phases(Renewed):
 
     def length_of(self, phase: int) -> int:
         return self._phases[phase].sequence_length
-
-    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """What decides the draws, for comparison with a saved state. See `Mixture`."""
-        past = self.past(MAX_INT64 if consumed_samples is None else consumed_samples)
-        stretches = [self.stretch_of(start) for start, _ in past]
-        return {
-            "kind": "phases",
-            "rules": RULES_VERSION,
-            "stretches": [
-                [one.start, self.length_of(one.phase), dict(zip(one.names, one.shares, strict=True))]
-                for one in stretches
-            ],
-        }
 
     def _check(self) -> None:
         if not self._phases or self._phases[0].start != 0:

@@ -248,9 +248,10 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
 def schedule_from(arguments: Mapping[str, Any]) -> BatchSizeSchedule | None:
     """The global batch sizes of a run; None without global_batch_size."""
     size, rampup = (_read(one, arguments.get(one)) for one in _BATCH_SIZES)
-    if size is None:
-        return None
-    return RampUp(*rampup, size) if rampup else BatchSizeSchedule([(0, size)])
+    if size is None or not rampup:
+        return None if size is None else BatchSizeSchedule([(0, size)])
+    start, increment, samples = rampup
+    return RampUp(start, increment, samples, size)
 
 
 def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -172,8 +172,7 @@ class PhasedDataset(TokenDataset):
             return {"phases": {}, "skips": [], "sources": {}}
         last = int(self._skips.samples(np.array([consumed_samples - 1]))[0])
         phases: dict[str, Any] = {}
-        past = self.mixture.past(last + 1)
-        for start, number in past:
+        for start, number in self.mixture.past(last + 1):
             if start not in self._shares:  # 10 ms for thousands of sources
                 stretch = self.mixture.stretch_of(start)
                 pairs = zip(stretch.names, stretch.shares, strict=True)
@@ -182,8 +181,7 @@ class PhasedDataset(TokenDataset):
                 "sequence_length": self.mixture.length_of(number),
                 "shares": self._shares[start],
             }
-        begun = self._phases[: past[-1][1] + 1]
-        names = {name for phase in begun for name, weight in phase.weights.items() if weight > 0}
+        names = self.mixture.drawn_before(last + 1)
         sources = {
             name: [one.file.num_tokens, one.file.dtype.name, *one.bounds]
             for name, one in self._ranges.items()
