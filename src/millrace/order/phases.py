@@ -320,10 +320,11 @@ class Phases(Renewed):
         is_drawn[stretch.sources] |= stretch.tree.counts(sample_number - stretch.start) > 0
         return {self.names[place] for place in np.flatnonzero(is_drawn).tolist()}
 
-    def stretches(self, start: int = 0) -> Iterator[tuple[Stretch, int]]:
-        """The stretches from that of a sample on, computed when they are asked for, and the end of
-        each."""
-        while start < MAX_INT64:
+    def stretches(self, stop: int = MAX_INT64) -> Iterator[tuple[Stretch, int]]:
+        """The stretches with samples before a number, computed when they are asked for, and the
+        end of each."""
+        start = 0
+        while start < stop:
             stretch = self.stretch_of(start)
             start = stretch.end
             yield stretch, start

@@ -89,7 +89,7 @@ class PhasedDataset(TokenDataset):
         """The sample numbers of the run, skipped ones included, of samples of the dataset."""
         return self._skips.samples(numbers)
 
-    def _located(self, numbers: Numbers) -> tuple["_Segment", Numbers]:
+    def located(self, numbers: Numbers) -> tuple["_Segment", Numbers]:
         """The sample numbers at some positions, and what they are in."""
         samples = self._skips.samples(numbers)
         if len(self._starts) == 1 or len(samples) == 0:
@@ -112,24 +112,24 @@ class PhasedDataset(TokenDataset):
             )
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
-        segment, samples = self._located(numbers)
+        segment, samples = self.located(numbers)
         return segment._batch(samples, form)
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
-        segment, samples = self._located(numbers)
+        segment, samples = self.located(numbers)
         return segment._tokens(samples)
 
     def _read_alone(self, read: Any, number: Numbers, *form: Any) -> None:
-        segment, sample = self._located(number)
+        segment, sample = self.located(number)
         segment._read_alone(read, sample, *form)
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens the samples are made of; each source numbers sequences of its own."""
-        segment, samples = self._located(check_numbers(sample_numbers, len(self)))
+        segment, samples = self.located(check_numbers(sample_numbers, len(self)))
         return segment.spans(samples)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        segment, samples = self._located(check_numbers(sample_numbers, len(self)))
+        segment, samples = self.located(check_numbers(sample_numbers, len(self)))
         segment.prefetch(samples)
 
     def make_dataset(self, segment: int, options: SampleOptions, number: int) -> GPTDataset:
