@@ -99,12 +99,15 @@ class History:
         own = {"sequence_length": self.first_length, "seed": 5, "phases": self.phases, **places}
         return InstantConfig(sources=self.sources, **own)
 
-    def expected(self, num: int) -> list[list[int]]:
+    def make_model(self) -> Model:
         sizes = {
             name: (size, cap) if (cap := self.sources[name].get("max-epochs")) else size
             for name, size in self.sizes.items()
         }
-        model = Model(5, sizes, self.model, tuple(map(tuple, self.skips)))  # type: ignore[arg-type]
+        return Model(5, sizes, self.model, tuple(map(tuple, self.skips)))  # type: ignore[arg-type]
+
+    def expected(self, num: int) -> list[list[int]]:
+        model = self.make_model()
         samples = (model.draw() for _ in range(num))
         firsts = {name: 10_000 * number for number, name in enumerate(self.sizes)}
         return [

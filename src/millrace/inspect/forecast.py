@@ -121,18 +121,16 @@ def _of_instant(config: InstantConfig) -> dict[str, Any]:
     end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
     account, windows = _Account(mixture), np.zeros((_WINDOWS + 1, len(mixture.names)), np.int64)
     edges = np.linspace(0, end, _WINDOWS + 1).astype(np.int64)
-    starts, lengths, rows, caps = [], [], [], []
+    starts, lengths, rows, caps, at_cap = [], [], [], [], []
     by_phase = itertools.groupby(mixture.stretches(end), lambda pair: pair[0].phase)
     for number, pairs in by_phase:
         draws, skipped = np.zeros((2, len(mixture.names)), np.int64)
-        last = None
         for stretch, stop in pairs:
             start, stop, here = stretch.start, min(stop, end), stretch.sources
-            if last is None:
-                starts.append(start)
-            else:
-                gone = np.setdiff1d(last, here).tolist()
-                caps += [(mixture.names[place], start) for place in gone]
+            starts += [start] * (len(starts) == len(lengths))
+            at_cap, before = np.setdiff1d(np.flatnonzero(stretch.state.weights), here), at_cap
+            places = np.setdiff1d(at_cap, before).tolist()
+            caps += [(mixture.names[place], start) for place in places]
             for edge in np.flatnonzero((edges > start) & (edges <= stop)).tolist():
                 windows[edge] = account.draws + draws
                 windows[edge, here] += stretch.tree.counts(edges[edge] - start)
@@ -140,7 +138,6 @@ def _of_instant(config: InstantConfig) -> dict[str, Any]:
                 counts = map(stretch.tree.counts, (behind - start, first - start))
                 skipped[here] += np.subtract(*counts)
             draws[here] += stretch.tree.counts(stop - start)
-            last = here
         lengths.append(mixture.length_of(number))
         rows.append((draws - skipped, *account.add(number, draws)))
     samples, epochs, repeats, unseen = map(np.array, zip(*rows, strict=True))

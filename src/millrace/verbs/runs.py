@@ -117,12 +117,8 @@ def _change(own: PlanOptions, old: Any, new: Any, batches: Any, as_json: bool) -
         return json.dumps({"first_changed_sample": first, "changes": changes})
     if first is None:
         return "no sample changes that both runs have"
-    step = (
-        ""
-        if batches is None
-        else f", of step {batches.num_steps(first + 1, drop_last=False) - 1:,}"
-    )
-    text = f"sample {first:,}{step}, is the first one that changes; all before it stay"
+    steps = "" if batches is None else f", with the steps below {batches.num_steps(first):,}"
+    text = f"position {first:,} is the first one that changes; all before it stay{steps}:"
     return "\n".join([text, *(f"  {change}" for change in changes[:20])])
 
 
