@@ -123,7 +123,7 @@ def test_it_knows_the_built_order(folder: Path, capsys: pytest.CaptureFixture[st
         (
             {"code": 31},
             96,
-            "position 96 is the first one that changes; all before it stay, with the steps below 24",
+            "position 96 is the first one that changes; all before it stay, with the steps below",
         ),
         ({"until": 124}, 116, "phases.2 from sample 120"),
         ({"skip": 32}, 32, "skips: [], now [[32, 44]]"),
