@@ -57,7 +57,7 @@ def test_it_counts_what_the_model_draws(seed: int, tmp_path: Path) -> None:
     for _ in range(rng.randint(0, 4)):
         history.add_phase(history.model[-1][0])
     num_samples = history.model[-1][0] + rng.randint(1, 200)
-    one = forecast(replace(history.config(), num_samples=(num_samples, None, None)))
+    one = forecast(replace(history.config(), num_samples=(num_samples, None, None)), num_parts=9)
     model = history.make_model()
     drawn: Counter[tuple[int, str]] = Counter()
     for _ in range(num_samples):

@@ -25,7 +25,6 @@ from millrace.shuffling.permutations import Parts
 
 _MOST_EPOCHS, _LEAST_SHARE = 4, 0.01  # of a source; beyond them there are warnings
 _MOST_ROWS = 20  # sources of a phase that people see
-_WINDOWS = 64  # of the picture
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ class Forecast:
             does not divide the one before.
         unseen: Tokens outside the windows of the epoch at the end of the phase.
         caps: Sources, and the samples from which on they take no part, as they reach max_epochs.
-        windows: Samples in parts of the run, for the picture: [parts, sources].
+        windows: Samples in parts of the run: [parts, sources].
         warnings: What a careful person would want to know.
     """
 
@@ -63,7 +62,11 @@ class Forecast:
 
 
 def forecast(
-    config: AnyConfig, *, batches: BatchSizeSchedule | None = None, save_interval: int = 0
+    config: AnyConfig,
+    *,
+    batches: BatchSizeSchedule | None = None,
+    save_interval: int = 0,
+    num_parts: int = 0,
 ) -> Forecast:
     """What the training of a run will draw.
 
@@ -72,12 +75,15 @@ def forecast(
             are opened; in another one all are.
         batches: Global batch sizes; None: not known.
         save_interval: Number of steps from a checkpoint to the next one; 0: not known.
+        num_parts: Number of parts of the run whose mixture is counted, for a picture.
 
     Raises:
         ConfigError: A run without training data, or without an end.
     """
-    is_instant = isinstance(config, InstantConfig)
-    fields = _of_instant(config) if is_instant else _of_built(config)
+    if isinstance(config, InstantConfig):
+        fields = _of_instant(config, num_parts)
+    else:
+        fields = _of_built(config)
     positions = fields.pop("positions")
     steps = [] if batches is None else [batches.num_steps(one) for one in positions]
     one = Forecast(**fields, steps=steps)
@@ -113,21 +119,25 @@ def _train_of(config: InstantConfig) -> PhasedDataset:
     return train
 
 
-def _of_instant(config: InstantConfig) -> dict[str, Any]:
+def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
     train = _train_of(config)
     if config.num_samples[0] is None or len(train) == 0:
         raise ConfigError("the run has no end: give train_samples, train_iters or num_samples")
     skips, mixture = Skips(config.skips), train.mixture
     end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
-    account, windows = _Account(mixture), np.zeros((_WINDOWS + 1, len(mixture.names)), np.int64)
-    edges = np.linspace(0, end, _WINDOWS + 1).astype(np.int64)
-    starts, lengths, rows, caps, at_cap = [], [], [], [], []
+    account, shape = _Account(mixture), (len(mixture.segments), len(mixture.names))
+    samples, repeats, unseen = np.zeros((3, *shape), np.int64)
+    epochs, windows = np.zeros(shape), np.zeros((num_parts + 1, shape[1]), np.int64)
+    edges = np.linspace(0, end, num_parts + 1).astype(np.int64)
+    starts: list[int] = []
+    caps: list[tuple[str, int]] = []
+    at_cap: Any = []
     by_phase = itertools.groupby(mixture.stretches(end), lambda pair: pair[0].phase)
     for number, pairs in by_phase:
-        draws, skipped = np.zeros((2, len(mixture.names)), np.int64)
+        draws, skipped = np.zeros((2, shape[1]), np.int64)
         for stretch, stop in pairs:
             start, stop, here = stretch.start, min(stop, end), stretch.sources
-            starts += [start] * (len(starts) == len(lengths))
+            starts += [start] * (len(starts) == number)
             at_cap, before = np.setdiff1d(np.flatnonzero(stretch.state.weights), here), at_cap
             places = np.setdiff1d(at_cap, before).tolist()
             caps += [(mixture.names[place], start) for place in places]
@@ -138,19 +148,19 @@ def _of_instant(config: InstantConfig) -> dict[str, Any]:
                 counts = map(stretch.tree.counts, (behind - start, first - start))
                 skipped[here] += np.subtract(*counts)
             draws[here] += stretch.tree.counts(stop - start)
-        lengths.append(mixture.length_of(number))
-        rows.append((draws - skipped, *account.add(number, draws)))
-    samples, epochs, repeats, unseen = map(np.array, zip(*rows, strict=True))
+        samples[number] = draws - skipped
+        epochs[number], repeats[number], unseen[number] = account.add(number, draws)
+    count = len(starts)
     return {
         "sources": mixture.names,
         "starts": [*starts, end],
         "positions": [*map(skips.position, starts), len(train)],
-        "sequence_lengths": lengths,
+        "sequence_lengths": [mixture.length_of(number) for number in range(count)],
         "num_tokens": account.num_tokens,
-        "samples": samples,
-        "epochs": epochs,
-        "repeats": repeats,
-        "unseen": unseen,
+        "samples": samples[:count],
+        "epochs": epochs[:count],
+        "repeats": repeats[:count],
+        "unseen": unseen[:count],
         "caps": caps,
         "windows": np.diff(windows, axis=0),
         "warnings": [*_copies(config, train)],
@@ -184,7 +194,7 @@ class _Account:
         self.num_tokens[here], self._unseen[here] = sizes, sizes - size
         self._epochs[here] = after.epoch + after.drawn / size
         self.draws += draws
-        return self._epochs.copy(), repeats, self._unseen.copy()
+        return self._epochs, repeats, self._unseen
 
 
 def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:

@@ -89,7 +89,8 @@ def _plan(as_json: bool = False, **values: Any) -> str:
     if own.diff is not None:
         return _change(own, read_run(own.diff)[1], config, batches, as_json)
     interval = own.save_interval or arguments.get("save_interval") or 0
-    one = inspect.forecast(config, batches=batches, save_interval=interval)
+    num_parts = 0 if own.picture is None else 64
+    one = inspect.forecast(config, batches=batches, save_interval=interval, num_parts=num_parts)
     budget, text = None, inspect.format_forecast(one)
     if any(SCHEME.match(prefix) for prefix in prefixes_of(config)):
         size = 1 if batches is None else batches.batch_size(0)
