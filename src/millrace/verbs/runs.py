@@ -67,7 +67,9 @@ class PlanOptions(BucketOptions):
         None,
         metavar="OLD",
     )
-    consumed_samples: int = option("with --diff: refuse a change of so many samples", 0, least=0)
+    consumed_samples: int = option(
+        "with --diff: samples that are consumed: refuse a change before their end", 0, least=0
+    )
     save_interval: int | None = option(
         "steps from a checkpoint to the next one",
         None,
@@ -92,7 +94,7 @@ def _plan(as_json: bool = False, **values: Any) -> str:
     num_parts = 0 if own.picture is None else 64
     one = inspect.forecast(config, batches=batches, save_interval=interval, num_parts=num_parts)
     budget, text = None, inspect.format_forecast(one)
-    if any(SCHEME.match(prefix) for prefix in prefixes_of(config)):
+    if any(SCHEME.match(prefix) for prefix in prefixes_of(config)):  # else nothing is built
         size = 1 if batches is None else batches.batch_size(0)
         rate = 10_000 / config.sequence_length  # samples of an accelerator in a second
         budget = budget_of(build_datasets(config).train, own, size, rate)
