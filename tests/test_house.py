@@ -216,7 +216,7 @@ def test_every_kernel_has_a_twin() -> None:
 
     without = {"Order", "TokenBuffer", "map_file", "start_writeback"}  # they compute nothing
     without.add("PackOrder")  # whose slow packer is in tests/order/test_packed.py
-    without |= {"InstantOrder", "draw_from_tree"}  # theirs is tests/order/instant_model.py
+    without |= {"InstantOrder", "MixtureTree"}  # theirs is tests/order/instant_model.py
     for name, value in vars(_native).items():
         if callable(value) and value.__module__ in ("millrace._native", "millrace._core"):
             assert name.startswith("_") or name in without or hasattr(reference, name), name

@@ -9,14 +9,14 @@ from millrace.inspect.description import (
     format_description,
     format_shards,
 )
-from millrace.inspect.forecast import (
+from millrace.inspect.packs import PackDescription, describe_packs, format_packs, packs_svg
+from millrace.inspect.run_forecast import (
     Forecast,
     forecast,
     forecast_change,
     forecast_svg,
     format_forecast,
 )
-from millrace.inspect.packs import PackDescription, describe_packs, format_packs, packs_svg
 from millrace.inspect.shares import shares_svg
 
 __all__ = [

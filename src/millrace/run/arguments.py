@@ -18,6 +18,7 @@ from millrace.errors import ConfigError
 from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.run.instant_config import AnyConfig, InstantConfig
+from millrace.run.yaml_events import load_yaml
 from millrace.sampling import BatchSizeSchedule, RampUp
 from millrace.storage import Access
 
@@ -42,7 +43,7 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     text = _read_text(name)
     load: Callable[[str], Any]
     if name.endswith((".yaml", ".yml")):
-        load = _load_yaml
+        load = load_yaml
     elif name.endswith(".toml"):
         load = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads
     else:
@@ -60,67 +61,6 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ConfigError(f"{name} cannot be read: {reason}") from None
     return arguments
-
-
-def _load_yaml(text: str) -> Any:
-    """The value of a YAML document, made from the parser's events: the nodes that PyYAML makes of
-    them take 8 times the memory, and 3 times the time."""
-    import yaml
-
-    # The parser in C, if there is one, takes an eighth of the time of Python's.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
-    anchors: dict[str, Any] = {}
-
-    def scalar(event: Any) -> Any:
-        tag = event.tag if event.tag not in (None, "!") else None
-        tag = tag or loader.resolve(yaml.ScalarNode, event.value, event.implicit)
-        if tag == "tag:yaml.org,2002:str":
-            return event.value
-        make = loader.yaml_constructors.get(tag, loader.yaml_constructors[None])
-        return make(loader, yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark))
-
-    def mapping() -> dict[Any, Any]:
-        values: dict[Any, Any] = {}
-        merged: list[Any] = []
-        while not isinstance(event := loader.get_event(), yaml.MappingEndEvent):
-            is_merge = getattr(event, "value", "") == "<<" and event.implicit[0]
-            key, value = "<<" if is_merge else value_of(event), value_of(loader.get_event())
-            if key in values:
-                raise ConfigError(f"it gives {key} twice: leave one out")
-            values[key] = value
-            merged += (value if isinstance(value, list) else [value]) if is_merge else []
-        if merged:
-            del values["<<"]
-        return {key: one[key] for one in [*merged[::-1], values] for key in one}
-
-    def value_of(event: Any) -> Any:
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor not in anchors:
-                raise ValueError(f"*{event.anchor} is unknown, or nested in itself")
-            return anchors[event.anchor]
-        if isinstance(event, yaml.ScalarEvent):
-            value = scalar(event)
-        elif event.tag not in (None, "!"):
-            raise ValueError(f"it has the tag {event.tag}: leave it out")
-        elif isinstance(event, yaml.MappingStartEvent):
-            value = mapping()
-        else:
-            value = []
-            while not isinstance(one := loader.get_event(), yaml.SequenceEndEvent):
-                value.append(value_of(one))
-        if event.anchor is not None:
-            anchors[event.anchor] = value
-        return value
-
-    try:
-        loader.get_event()
-        is_empty = isinstance(loader.get_event(), yaml.StreamEndEvent)
-        document = None if is_empty else value_of(loader.get_event())
-        if not is_empty and not (loader.get_event() and loader.check_event(yaml.StreamEndEvent)):
-            raise ValueError("it holds several documents")
-    except (yaml.YAMLError, TypeError) as error:
-        raise ValueError(error) from None
-    return document
 
 
 def _dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
