@@ -1,6 +1,9 @@
 #include "mixture_tree.hpp"
 
 #include <algorithm>
+#include <functional>
+#include <queue>
+#include <tuple>
 
 #include "errors.hpp"
 #include "philox.hpp"
@@ -10,6 +13,7 @@ namespace {
 
 constexpr int one_bits = 40;  // shares add up to 2^40
 constexpr std::int64_t one = std::int64_t{1} << one_bits;
+constexpr std::int64_t debt_limit = one << 20;
 
 struct Rest {
   std::int64_t quotient;
@@ -31,20 +35,45 @@ std::int64_t left_count(Rest rest, std::int64_t share, std::int64_t carry) noexc
 
 }  // namespace
 
-void draw_from_tree(std::span<const TreeNode> nodes, Column<std::int64_t> sample_numbers,
-                    std::span<std::int32_t> leaves, std::span<std::int64_t> numbers) {
-  const auto num_leaves = static_cast<std::int64_t>(nodes.size()) + 1;
+MixtureTree::MixtureTree(Column<std::int64_t> shares, Column<std::int64_t> debts)
+    : num_leaves_(static_cast<std::int64_t>(shares.size())) {
+  using Item = std::tuple<std::int64_t, std::int32_t, std::int64_t>;  // share, place and debt
+  std::priority_queue<Item, std::vector<Item>, std::greater<>> heap;
+  std::int64_t total = 0;
+  for (std::size_t i = 0; i < std::min(shares.size(), debts.size()); ++i) {
+    total += checked(shares[i] - 1, one - total, "a share - 1") + 1;
+    checked(debts[i] + debt_limit, 2 * debt_limit, "a debt + 2^60");
+    heap.emplace(shares[i], static_cast<std::int32_t>(i), debts[i]);
+  }
+  if (total != one || debts.size() != shares.size()) {
+    fail(shares.size(), " shares with ", debts.size(), " debts add up to ", total, ", not to 2^40");
+  }
+  nodes_.reserve(shares.size() - 1);
+  while (heap.size() > 1) {
+    const auto [left_share, left, left_debt] = heap.top();
+    heap.pop();
+    const auto [right_share, right, right_debt] = heap.top();
+    heap.pop();
+    const std::int64_t share = left_share + right_share, apart = left_debt - right_debt;
+    // Three sixteenths: more is too much for a phase, less for the sum of many.
+    const std::int64_t carry = std::clamp((3 * apart) >> 4, -one / 2, one / 2 - 1);
+    // The mean of M3, rounded down: the right child's debt, and the left one's share of what is apart.
+    const Rest rest = divide(left_share, std::abs(apart), share);
+    const std::int64_t part = apart < 0 ? -rest.quotient - (rest.remainder > 0) : rest.quotient;
+    const auto place = static_cast<std::int32_t>(shares.size() + nodes_.size());
+    nodes_.push_back({left, right, share, left_share, carry});
+    heap.emplace(share, place, right_debt + part);
+  }
+}
+
+void MixtureTree::draw(Column<std::int64_t> sample_numbers, std::span<std::int32_t> leaves,
+                       std::span<std::int64_t> numbers) const {
   for (std::size_t i = 0; i < leaves.size(); ++i) {
     std::int64_t number = checked(sample_numbers[i], INT64_MAX, "the sample number");
-    std::int64_t place = 2 * num_leaves - 2;  // the root's, behind all leaves and other nodes
-    while (place >= num_leaves) {
-      const TreeNode& node = nodes[static_cast<std::size_t>(place - num_leaves)];
-      const auto [left, right, share, part, carry] = node;
-      if (share > one || part < 1 || part >= share || carry < -one / 2 || carry >= one / 2 ||
-          std::min(left, right) < 0 || std::max(left, right) >= place) {
-        fail("node ", place, " of the tree has the children ", left, " and ", right, ", the share ",
-             share, ", ", part, " of it on the left, and carries ", carry);
-      }
+    std::int64_t place = 2 * num_leaves_ - 2;  // the root's, behind all leaves and other nodes
+    while (place >= num_leaves_) {
+      const auto& [left, right, share, part, carry] =
+          nodes_[static_cast<std::size_t>(place - num_leaves_)];
       Rest rest = divide(part, number, share);
       const std::int64_t before = left_count(rest, share, carry);
       rest.remainder += part;
@@ -58,6 +87,19 @@ void draw_from_tree(std::span<const TreeNode> nodes, Column<std::int64_t> sample
     leaves[i] = static_cast<std::int32_t>(place);
     numbers[i] = number;
   }
+}
+
+void MixtureTree::count(std::int64_t number, std::span<std::int64_t> counts) const {
+  std::vector<std::int64_t> all(counts.size() + nodes_.size());
+  all.back() = std::max(number, std::int64_t{0});
+  for (std::size_t i = nodes_.size(); i-- > 0;) {
+    const auto& [left, right, share, part, carry] = nodes_[i];
+    const std::int64_t of_node = all[counts.size() + i];
+    const std::int64_t of_left = left_count(divide(part, of_node, share), share, carry);
+    all[static_cast<std::size_t>(left)] = of_left;
+    all[static_cast<std::size_t>(right)] = of_node - of_left;
+  }
+  std::copy_n(all.begin(), counts.size(), counts.begin());
 }
 
 }  // namespace millrace

@@ -15,8 +15,6 @@ namespace {
 
 using Ranges =
     nb::ndarray<const std::int64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
-using TreeTable =
-    nb::ndarray<const std::int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 using Key = In<std::uint32_t>;
 
 // The state after the draws, as numpy.random.RandomState.set_state() takes it.
@@ -131,19 +129,24 @@ Blend py_blend_by_sizes(const In<std::int64_t>& sizes, std::size_t total, int th
   });
 }
 
-std::tuple<Out<std::int32_t>, Out<std::int64_t>> py_draw_from_tree(
-    const TreeTable& table, const In<std::int64_t>& sample_numbers) {
-  std::vector<TreeNode> nodes(table.shape(0));
-  for (std::size_t i = 0; i < nodes.size(); ++i) {
-    nodes[i] = {table(i, 0), table(i, 1), table(i, 2), table(i, 3), table(i, 4)};
-  }
+void make_tree(MixtureTree* self, const In<std::int64_t>& shares, const In<std::int64_t>& debts) {
+  new (self) MixtureTree(column_of(shares), column_of(debts));
+}
+
+std::tuple<Out<std::int32_t>, Out<std::int64_t>> draw_from_tree(
+    const MixtureTree& tree, const In<std::int64_t>& sample_numbers) {
   auto leaves = allocate<std::int32_t>(sample_numbers.shape(0));
   auto numbers = allocate<std::int64_t>(sample_numbers.shape(0));
   {
     nb::gil_scoped_release unlocked;
-    draw_from_tree(nodes, column_of(sample_numbers), leaves.span(), numbers.span());
+    tree.draw(column_of(sample_numbers), leaves.span(), numbers.span());
   }
   return {to_numpy(std::move(leaves)), to_numpy(std::move(numbers))};
+}
+
+Out<std::int64_t> count_in_tree(const MixtureTree& tree, std::int64_t number) {
+  return make_array<std::int64_t>(static_cast<std::size_t>(tree.num_leaves()),
+                                  [&](auto counts) { tree.count(number, counts); });
 }
 
 // So short that the GIL is kept.
@@ -192,7 +195,10 @@ void add_order(nb::module_& module) {
   add_sample_index(std::int64_t{});
   module.def("blend_by_weights", &py_blend_by_weights, "weights"_array, "size"_a, "threads"_a);
   module.def("blend_by_sizes", &py_blend_by_sizes, "sizes"_array, "total"_a, "threads"_a);
-  module.def("draw_from_tree", &py_draw_from_tree, "nodes"_array, "sample_numbers"_array);
+  nb::class_<MixtureTree>(module, "MixtureTree")
+      .def("__init__", &make_tree, "shares"_array, "debts"_array)
+      .def("draws", &draw_from_tree, "sample_numbers"_array)
+      .def("counts", &count_in_tree, "number"_a);
   module.def("look_up_draws", &py_look_up_draws, "dataset_index"_array, "dataset_sample_index"_array,
              "sample_numbers"_array);
 }

@@ -16,6 +16,7 @@ from millrace import _core
 from millrace._core import (  # noqa: F401 - for the others
     GPTOrder,
     InstantOrder,
+    MixtureTree,
     Order,
     PackOrder,
     RowForm,
@@ -24,7 +25,6 @@ from millrace._core import (  # noqa: F401 - for the others
     TokenSource,
     copy_pieces,
     copy_sequences,
-    draw_from_tree,
     fill_in_middle,
     fill_rows,
     find_documents,

@@ -298,6 +298,14 @@ def test_the_budget_of_a_run(
     assert int(found[1].replace(",", "")) == pytest.approx(expected, rel=0.1)
     assert found[1] == found[2]
     assert re.search(r"mirrors +save 0\.\d% of the bytes", text)  # one epoch
+    source = f"order: instant\nsources: {{a: {{prefix: {prefix}, weight: 1}}}}\n"
+    counts = f"seq-length: 255\nglobal-batch-size: 8\nnum-samples: [{len(dataset)}, 0, 0]\n"
+    (tmp_path / "run.yaml").write_text(source + counts)
+    found = re.search(
+        r"the run +(\d[\d,]*) requests", printed(capsys, "plan", f"{tmp_path}/run.yaml")
+    )
+    assert found
+    assert int(found[1].replace(",", "")) == pytest.approx(expected, rel=0.1)
 
 
 def test_masks_come_along(tmp_path: Path, bucket: Bucket) -> None:

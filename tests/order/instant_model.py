@@ -195,24 +195,6 @@ class Model:
         self.skips = sorted(skips)
         self.number = 0  # of the next sample, a skipped one or not
         self.stretch: Stretch | None = None
-        self._check()
-
-    def _check(self) -> None:
-        starts = [phase.start for phase in self.phases]
-        if starts[:1] != [0] or starts != sorted(set(starts)):
-            raise ValueError(f"phases start at {starts}: the first is 0, and each grows")
-        for number, (_, length, weights) in enumerate(self.phases):
-            if not weights or not all(0 < weight < math.inf for weight in weights.values()):
-                raise ValueError(f"phase {number}: weights are positive, not {weights}")
-            for name in weights:
-                if name not in self.sources:
-                    raise ValueError(f"phase {number}: no source is called {name!r}")
-                window = self.sources[name].mix * length
-                if self.sources[name].epoch_size(window) < 1:  # S8
-                    raise ValueError(f"phase {number}: {name!r} has fewer than 2 * {window} tokens")
-        ends = [number for skip in self.skips for number in skip]
-        if any(a >= b for a, b in self.skips) or ends != sorted(ends):  # K1
-            raise ValueError(f"skips overlap or are empty: {self.skips}")
 
     def draw(self) -> Sample:
         """The next sample that is not skipped (K2, K3)."""
@@ -248,9 +230,6 @@ class Model:
     def _end_stretch(self) -> None:
         self.stretch.end(self.sources)
         self.stretch = None
-
-    def counts(self) -> dict[str, int]:
-        return {name: source.draws for name, source in self.sources.items()}
 
     def positions(self) -> dict[str, Position | None]:
         return {name: source.position for name, source in self.sources.items()}

@@ -54,7 +54,7 @@ def test_a_trace_of_an_instant_run_is_its_samples(seed: int, tmp_path: Path) -> 
     check_trace(build_datasets(history.config()).train, rng.randint(50, 300), history.skips)
     sources = {
         name: {**one, "weight": 1, "part": [0.1, 0.9]}
-        for name, one in write_sources(rng, tmp_path, {"x": 900, "y": 700}).items()
+        for name, one in write_sources(tmp_path, {"x": 900, "y": 700}).items()
     }
     config = InstantConfig(sources=sources, sequence_length=8, seed=seed, split="6,2,2")
     for dataset in build_datasets(config):
@@ -95,7 +95,7 @@ def test_a_trace_of_a_built_run_is_its_samples(seed: int, tmp_path: Path) -> Non
 
 def test_steps_are_the_schedules(tmp_path: Path) -> None:
     """A ramp-up, skips and ranks, as a loader takes them."""
-    write_sources(random.Random(1), tmp_path, {"web": 900})
+    write_sources(tmp_path, {"web": 900})
     run = tmp_path / "run.yaml"
     run.write_text(
         f"{{order: instant, seq-length: 8, global-batch-size: 8, micro-batch-size: 2, "

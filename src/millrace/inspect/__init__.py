@@ -11,11 +11,19 @@ from millrace.inspect.description import (
 )
 from millrace.inspect.held_out import check_held_out, find_documents, format_held_out
 from millrace.inspect.packs import PackDescription, describe_packs, format_packs, packs_svg
+from millrace.inspect.run_forecast import (
+    Forecast,
+    forecast,
+    forecast_change,
+    forecast_svg,
+    format_forecast,
+)
 from millrace.inspect.shares import shares_svg
 from millrace.inspect.trace import Trace, TracedPart, Visit, format_origin, format_sample
 
 __all__ = [
     "Description",
+    "Forecast",
     "PackDescription",
     "ShardsDescription",
     "Trace",
@@ -26,8 +34,12 @@ __all__ = [
     "describe_packs",
     "describe_shards",
     "find_documents",
+    "forecast",
+    "forecast_change",
+    "forecast_svg",
     "format_chat",
     "format_description",
+    "format_forecast",
     "format_held_out",
     "format_origin",
     "format_packs",

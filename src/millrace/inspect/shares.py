@@ -6,6 +6,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
+from millrace.checks import printable
 from millrace.errors import ConfigError
 from millrace.inspect.description import parts_of
 from millrace.shards.metadata import ShardsMetadata, metadata_path
@@ -31,16 +32,34 @@ def shares_svg(metadata: ShardsMetadata, *, folder: str | os.PathLike[str] = "")
             f"{metadata_path(name)} has no distribution, from which the picture is drawn: "
             "`millrace shuffle` writes one"
         )
-    bands = _bands(parts_of(metadata, name, "windows"))
+    parts = parts_of(metadata, name, "windows")
     item = "documents" if metadata.has_documents else "sequences"
     title = f"{metadata.num_items:,} {item} in {metadata.num_shards:,} shards"
-    title = f"{name + ': ' if name else ''}{title}, {len(bands.counts)} windows"
+    title = f"{name + ': ' if name else ''}{title}, {len(parts.counts)} windows"
+    return bands_picture("Shares of the domains along the output", title, parts, "item")
+
+
+def bands_picture(title: str, about: str, parts: Parts, item: str) -> str:
+    """An SVG of shares along what has a first and a last item, one on top of the other, with
+    numbers under the pointer."""
+    bands = _bands(parts)
     ends = (
-        text(_LEFT, _HEIGHT - 12, "first item"),
-        text(_RIGHT, _HEIGHT - 12, "last item", anchor="end"),
+        text(_LEFT, _HEIGHT - 12, f"first {item}"),
+        text(_RIGHT, _HEIGHT - 12, f"last {item}", anchor="end"),
     )
-    lines = [*_shares(bands), *_legend(bands), *ends]
-    return picture("Shares of the domains along the output", title, lines)
+    return picture(title, about, [*_shares(bands), *_legend(bands), *ends, *_pointed(bands)])
+
+
+def _pointed(bands: Parts) -> Iterator[str]:
+    """Nothing that is seen; a browser shows the title of what is under the pointer."""
+    edges = np.linspace(_LEFT, _RIGHT, len(bands.counts) + 1).tolist()
+    for number, counts in enumerate(bands.counts / bands.sizes[:, None]):
+        pairs = [*zip(bands.domains, counts.tolist(), strict=True)][::-1]  # as in the plot
+        rows = [f"{printable(name)} {share:.2%}" for name, share in pairs]
+        title = "\n".join([f"{bands.name} {number + 1} of {len(bands.counts)}", *rows])
+        place = {"x": edges[number], "width": edges[number + 1] - edges[number]}
+        area = _shape("rect", **place, y=_TITLE, height=_PLOT, fill="#fff", opacity=0)
+        yield f"<g><title>{escape(title)}</title>{area}</g>"
 
 
 def picture(title: str, about: str, lines: Sequence[str]) -> str:

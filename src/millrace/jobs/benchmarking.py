@@ -114,7 +114,7 @@ def bench(config: AnyConfig, **options: Any) -> BenchResult:
         DataError: A token file that is missing or damaged.
     """
     own = BenchOptions(**options)
-    prefixes = _prefixes(config)
+    prefixes = prefixes_of(config)
     page_cache = "left as it was"
     facts: dict[str, Any] = {}
     measurements: list[Measurement] = []
@@ -150,10 +150,7 @@ def run_of(source: str, sequence_length: int | None = None, seed: int | None = N
                 f"{source} gives the sequence length and the seed: leave out --sequence-length and "
                 "--seed"
             )
-        values = arguments.read_arguments(source)
-        values.pop("tokenizer_identifiers", None)
-        arguments.unknown_arguments(values)
-        return arguments.config_from(values)
+        return read_run(source)[1]
     if sequence_length is None:
         raise ConfigError(
             f"{source} is taken as the path prefix of a token file, as it does not end with .yaml, "
@@ -169,7 +166,15 @@ def run_of(source: str, sequence_length: int | None = None, seed: int | None = N
     )
 
 
-def _prefixes(config: DatasetConfig | InstantConfig) -> list[str]:
+def read_run(path: str) -> tuple[dict[str, Any], AnyConfig]:
+    """The arguments in a run's file, and the configuration that they make."""
+    values = arguments.read_arguments(path)
+    values.pop("tokenizer_identifiers", None)
+    arguments.unknown_arguments(values)
+    return values, arguments.config_from(values)
+
+
+def prefixes_of(config: DatasetConfig | InstantConfig) -> list[str]:
     """The token files of the training data."""
     if isinstance(config, InstantConfig):
         return [source.prefix for source in config.sources.values()]

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from millrace.checks import SCHEME
 from millrace.feed import BlendedDataset
 from millrace.option_class import option, parse_size
+from millrace.run.phased_dataset import PhasedDataset
 from millrace.samples.stored import StoredTokens
 from millrace.storage.transfers import start_pieces
 
@@ -66,7 +68,8 @@ def budget_of(
     dataset: Any, own: Any, block_size: int, tokens_per_second: float
 ) -> BucketBudget | None:
     """The budget of a dataset in steps of `block_size` samples; None if it is not in buckets."""
-    if not dataset.is_remote:
+    stores = [one for one in dataset.stores if one is not None]
+    if not dataset.is_remote and not any(SCHEME.match(one.prefix) for one in stores):
         return None
     fetched: list[int] = []
 
@@ -76,6 +79,7 @@ def budget_of(
 
     num_steps = min(_STEPS, len(dataset) // block_size)
     starts = np.linspace(0, len(dataset) - block_size, num_steps).astype(np.int64)
+    starts -= starts % block_size  # a step has one sequence length
     used = 0
     for start in starts.tolist():
         for source, numbers in _sources(dataset, np.arange(start, start + block_size)):
@@ -106,7 +110,9 @@ def budget_of(
 
 def _sources(dataset: Any, numbers: Any) -> Iterator[tuple[StoredTokens, Any]]:
     """The stored tokens of samples, and the samples' numbers in them."""
-    if isinstance(dataset, BlendedDataset):
+    if isinstance(dataset, PhasedDataset):
+        yield from _sources(*dataset.located(numbers))
+    elif isinstance(dataset, BlendedDataset):
         which, inside = dataset.order.draws(numbers)
         for number in np.unique(which).tolist():
             yield from _sources(dataset.datasets[number], np.asarray(inside)[which == number])

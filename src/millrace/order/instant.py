@@ -22,7 +22,7 @@ Pieces = NDArray[np.int64]
 """Pieces of a window: their sequences, first tokens in them, and counts of tokens, [3, pieces]."""
 
 
-def num_windows(num_tokens: int, length: int) -> int:
+def num_windows(num_tokens: Any, length: Any) -> Any:
     """Windows of an epoch: as many for every offset, and one more token for the last label (S3)."""
     return (num_tokens - length) // length
 
@@ -44,36 +44,55 @@ def source_key(seed: int, name: str) -> int:
 
 
 class Position(NamedTuple):
-    """Where a source is: behind the first `drawn` tokens of the windows of an epoch (S5)."""
+    """Where a source is: behind the first `drawn` tokens of the windows of an epoch (S5).
 
-    epoch: int
-    window_length: int
-    drawn: int
+    The three may be arrays, of many sources, like the other arguments of the methods but the
+    sequence length.
+    """
 
-    def before_draw(self, num_tokens: int, sequence_length: int, mix_window: int = 1) -> "Position":
+    epoch: Any
+    window_length: Any
+    drawn: Any
+
+    def before_draw(self, num_tokens: Any, sequence_length: int, mix_window: Any = 1) -> "Position":
         """The position at which the next sample of that length is drawn (S6)."""
         length = self.window_length
         drawn = -(-self.drawn // sequence_length) * sequence_length
-        if length % sequence_length == 0 and drawn < num_windows(num_tokens, length) * length:
-            return self._replace(drawn=drawn)
-        return Position(self.epoch + 1, mix_window * sequence_length, 0)
+        size = num_windows(num_tokens, length) * length
+        return _chosen(
+            (length % sequence_length == 0) & (drawn < size),
+            self._replace(drawn=drawn),
+            Position(self.epoch + 1, mix_window * sequence_length, 0),
+        )
 
-    def samples_left(self, num_tokens: int, sequence_length: int) -> int:
+    def samples_left(self, num_tokens: Any, sequence_length: int) -> Any:
         """Samples of that length that are left in the epoch, for a position before a draw."""
         size = num_windows(num_tokens, self.window_length) * self.window_length
         return (size - self.drawn) // sequence_length
 
     def after(
-        self, draws: int, num_tokens: int, sequence_length: int, mix_window: int = 1
+        self, draws: Any, num_tokens: Any, sequence_length: int, mix_window: Any = 1
     ) -> "Position":
         """The position some draws later, for a position before a draw."""
-        left = self.samples_left(num_tokens, sequence_length)
-        if draws <= left:
-            return self._replace(drawn=self.drawn + draws * sequence_length)
+        later = draws - self.samples_left(num_tokens, sequence_length)
         length = mix_window * sequence_length
-        of_epoch = num_windows(num_tokens, length) * mix_window
-        epochs, rest = divmod(draws - left - 1, of_epoch)
-        return Position(self.epoch + 1 + epochs, length, (rest + 1) * sequence_length)
+        epochs, rest = divmod(later - 1, num_windows(num_tokens, length) * mix_window)
+        return _chosen(
+            later <= 0,
+            self._replace(drawn=self.drawn + draws * sequence_length),
+            Position(self.epoch + 1 + epochs, length, (rest + 1) * sequence_length),
+        )
+
+
+UNDRAWN = Position(-1, 1, 1 << 62)
+"""The position of a source before its first draw: at the end of an epoch before the first one."""
+
+
+def _chosen(condition: Any, one: Position, other: Position) -> Position:
+    """One position or the other, or of many sources the one or the other of each."""
+    if not isinstance(condition, np.ndarray):
+        return one if condition else other
+    return Position(*(np.where(condition, *pair) for pair in zip(one, other, strict=True)))
 
 
 class InstantOrder(CoreOrder):
@@ -141,7 +160,7 @@ class InstantOrder(CoreOrder):
         """Epochs of the source, from the first on, up to behind so many samples."""
         place = self.num_tokens, self.sequence_length, self.mix_window
         epoch, length, drawn = self.position.after(num_samples, *place)
-        return epoch + drawn / (num_windows(self.num_tokens, length) * length)
+        return float(epoch + drawn / (num_windows(self.num_tokens, length) * length))
 
     def find(self, tokens: Range, samples: Range) -> Iterator[NDArray[np.int64]]:
         """Those of a range of samples that may hold some tokens of the token file.

@@ -3,25 +3,25 @@
 `docs/instant_order.md` defines it (M1 to M5). Its memory depends on the number of sources alone.
 """
 
-import heapq
+import bisect
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
+from millrace.checks import MAX_INT64
 
-_BITS = 40
-ONE = 1 << _BITS
+ONE = 1 << 40
 """The sum of all shares."""
 
 
-def whole_shares(weights: Sequence[float]) -> list[int]:
+def whole_shares(weights: Sequence[float]) -> NDArray[np.int64]:
     """Whole numbers with the sum `ONE`, in proportion to positive weights, each at least 1 (M1)."""
     total = math.fsum(weights)
-    shares = [max(1, math.floor(weight / total * ONE)) for weight in weights]
-    shares[shares.index(max(shares))] += ONE - sum(shares)
+    shares = np.maximum(np.floor(np.asarray(weights) / total * ONE).astype(np.int64), 1)
+    shares[shares.argmax()] += ONE - shares.sum()
     return shares
 
 
@@ -33,73 +33,36 @@ class MixtureTree:
         debts: What each source is owed at the start, in samples times `ONE`. None: nothing.
 
     Example:
-        >>> leaves, numbers = MixtureTree(whole_shares([2, 1])).draws(np.arange(6))
+        >>> tree = MixtureTree(whole_shares([2, 1]))
+        >>> leaves, numbers = tree.draws(np.arange(6))
         >>> leaves.tolist(), numbers.tolist()
         ([0, 1, 0, 0, 1, 0], [0, 0, 1, 2, 1, 3])
+        >>> tree.counts(5).tolist(), tree.find(1, 1)
+        ([3, 2], 4)
     """
 
-    def __init__(self, shares: Sequence[int], debts: Sequence[int] | None = None) -> None:
-        self._num_leaves = len(shares)
-        node_shares = list(shares)
-        node_debts = [0] * len(shares) if debts is None else list(debts)
-        heap = [(share, leaf) for leaf, share in enumerate(shares)]
-        heapq.heapify(heap)
-        parents = [-1] * (2 * len(shares) - 1)
-        nodes = []
-        while len(heap) > 1:
-            (left_share, left), (right_share, right) = heapq.heappop(heap), heapq.heappop(heap)
-            node, share = len(node_shares), left_share + right_share
-            left_debt, right_debt = node_debts[left], node_debts[right]
-            # Three sixteenths: more is too much for a phase, less for the sum of many.
-            carry = max(-ONE // 2, min(ONE // 2 - 1, 3 * (left_debt - right_debt) // 16))
-            nodes.append((left, right, share, left_share, carry))
-            node_shares.append(share)
-            node_debts.append((left_share * left_debt + right_share * right_debt) // share)
-            parents[left] = parents[right] = node
-            heapq.heappush(heap, (share, node))
-        # Arrays: a run whose sources reach their caps one by one has thousands of trees.
-        self._parents = np.array(parents, np.int32)
-        self._table = np.array(nodes, np.int64).reshape(-1, 5)
-
-    def draws(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """The source of some samples, int32 [n], and their numbers among its samples, int64 [n]."""
-        return _native.draw_from_tree(self._table, numbers)
-
-    def counts(self, number: int) -> list[int]:
-        """How many of the first `number` samples each source has."""
-        counts = [0] * len(self._parents)
-        counts[-1] = number
-        for place, node in reversed([*enumerate(self._table.tolist(), self._num_leaves)]):
-            left, right = node[:2]
-            counts[left] = _left_count(node, counts[place])
-            counts[right] = counts[place] - counts[left]
-        return counts[: self._num_leaves]
+    def __init__(self, shares: ArrayLike, debts: ArrayLike | None = None) -> None:
+        self.shares = np.asarray(shares, np.int64)
+        debts = np.zeros_like(self.shares) if debts is None else np.asarray(debts, np.int64)
+        core = _native.MixtureTree(self.shares, debts)
+        self.draws, self.counts = core.draws, core.counts
 
     def find(self, leaf: int, number: int) -> int:
         """The sample that is a source's of that number: the reverse of `draws`."""
-        node, number = int(leaf), int(number)
-        while (parent := int(self._parents[node])) >= 0:
-            number = _in_parent(self._table[parent - self._num_leaves].tolist(), node, number)
-            node = parent
-        return number
+        return self.samples_until(np.array([leaf]), np.array([number + 1])) - 1
 
-
-def _in_parent(parent: Sequence[int], child: int, number: int) -> int:
-    """The number, among the samples of a node, of one of its child."""
-    left, _, share, left_share, _ = parent
-    part = left_share if child == left else share - left_share
-    low, high = max(number - 1, 0) * share // part, (number + 2) * share // part + 1
-    while high - low > 1:  # the child has at most `number` of the first `low`, more of `high`
-        middle = (low + high) // 2
-        count = _left_count(parent, middle)
-        if (count if child == left else middle - count) > number:
-            high = middle
-        else:
-            low = middle
-    return low
-
-
-def _left_count(node: Sequence[int], count: int) -> int:
-    """How many of the first samples of a node its left child has (M4)."""
-    _, _, share, left_share, carry = node
-    return ((left_share * count << _BITS) // share + carry + ONE // 2) >> _BITS
+    def samples_until(
+        self, leaves: NDArray[np.int64], counts: NDArray[np.int64], most: int = MAX_INT64 - 1
+    ) -> int:
+        """The least number of samples that hold as many of one of some sources as `counts` says;
+        `most` + 1, if that is more than `most`."""
+        # After t samples a source has 4.4 draws more or less than its share of t, at most.
+        per_draw, ends = ONE / self.shares[leaves], counts.astype(np.float64)
+        low = max(((ends - 5) * per_draw).min() * (1 - 1e-12), 0)
+        high = min(((ends + 5) * per_draw).min() * (1 + 1e-12) + 1, most)
+        return bisect.bisect_left(
+            range(int(high) + 1),
+            True,
+            min(int(low), int(high)),
+            key=lambda number: bool((self.counts(number)[leaves] >= counts).any()),
+        )

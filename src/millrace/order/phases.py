@@ -7,11 +7,11 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 import bisect
 import itertools
 import math
-import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from millrace.checks import MAX_INT64, check_float, check_int, shown
 from millrace.errors import ConfigError
 from millrace.forks import Renewed
-from millrace.order.instant import Position, check_windows, num_windows
+from millrace.order.instant import UNDRAWN, Position, check_windows, num_windows
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
-from millrace.order.spans import RULES_VERSION
 
 Numbers = NDArray[np.int64]
+
+_KEPT = 64  # one of so many stretches is kept, and those behind it are computed from it again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class Phase:
     Attributes:
         start: Its first sample number.
         sequence_length: Tokens to train on in a sample.
-        weights: Positive weights of the sources that take part, by their names.
+        weights: New weights by the names of sources. One of 0 takes a source out; sources that it
+            does not name keep theirs.
     """
 
     start: int
@@ -61,28 +63,69 @@ class Phase:
     weights: Mapping[str, float]
 
 
-class Stretch(NamedTuple):
-    """Samples between which neither weights nor sources change (M1 to M5)."""
+class State(NamedTuple):
+    """What decides a stretch.
 
+    Attributes:
+        number, start, phase: Its number, its first sample, and the number of its phase.
+        weights: Of each source, its weight in the phase; 0: it takes no part.
+        begins: Where the last part of the run left each source: arrays.
+        drawn: Draws of each source before, in this part of the run.
+        debts: What each source is owed, in samples times `ONE`.
+    """
+
+    number: int
     start: int
     phase: int
-    names: list[str]  # of the tree's leaves, sorted
-    sources: NDArray[np.int32]  # the leaves' places among `Phases.names`
-    shares: list[int]
+    weights: NDArray[np.float64]
+    begins: Position
+    drawn: Numbers
+    debts: Numbers
+
+
+class Stretch(NamedTuple):
+    """Samples between which neither weights nor sources change (M1 to M5).
+
+    Attributes:
+        start, end: Its first sample, and the one behind it; `MAX_INT64`: it has no end.
+        phase: Number of its phase.
+        state: What decides it.
+        sources: Places of its sources among `all_names`: int32 [leaves].
+        tree: What deals the samples.
+    """
+
+    start: int
+    end: int
+    phase: int
+    state: State
+    all_names: Sequence[str]
+    sources: NDArray[np.int32]
     tree: MixtureTree
-    drawn: Numbers  # draws of each source before, in this segment: int64 [leaves]
+
+    @property
+    def names(self) -> list[str]:
+        return [self.all_names[place] for place in self.sources.tolist()]
+
+    @property
+    def shares(self) -> list[int]:
+        """The sources' shares, with the sum `ONE`."""
+        return self.tree.shares.tolist()  # type: ignore[no-any-return]
+
+    @property
+    def drawn(self) -> Numbers:
+        """Draws of its sources before, in this part of the run: int64 [leaves]."""
+        return self.state.drawn[self.sources]
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """See `Phases.draws`, for samples of this stretch."""
         leaves, own = self.tree.draws(sample_numbers - self.start)
-        return self.sources[leaves], own + self.drawn[leaves]
-
-
-_start = operator.attrgetter("start")
+        sources = self.sources[leaves]
+        return sources, own + self.state.drawn[sources]
 
 
 class Phases(Renewed):
-    """The mixture of a run in phases. Stretches are computed as far as samples ask for them.
+    """The mixture of a run in phases. Stretches are computed as far as samples ask for them; their
+    memory does not depend on the number of phases.
 
     Args:
         sources: The sources by their names; their order does not matter.
@@ -91,44 +134,50 @@ class Phases(Renewed):
     Attributes:
         names: The names of all sources, sorted.
         segments: Of each phase, which part of the run it is in: a part has one sequence length.
-        positions: Where a source is when it is first drawn in a segment, by segment and name.
 
     Raises:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
     """
 
     def __init__(self, sources: Mapping[str, Source], phases: Sequence[Phase]) -> None:
-        self._sources, self._phases = dict(sources), list(phases)
+        self.names = sorted(sources)
+        self._sources, self._phases = [sources[name] for name in self.names], list(phases)
         self._check()
-        self.names = sorted(self._sources)
-        self._places = {name: place for place, name in enumerate(self.names)}
         lengths = [phase.sequence_length for phase in phases]
         changes = np.flatnonzero(np.diff(lengths, prepend=-1))
         self.segments: list[int] = np.repeat(
             np.arange(len(changes)), np.diff([*changes, len(phases)])
         ).tolist()
+        caps = [one.max_epochs or MAX_INT64 for one in self._sources]
+        self._caps = np.minimum(np.array(caps, object), MAX_INT64).astype(np.int64)
+        self._mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
+        self._sizes = np.zeros(len(self.names), np.int64)  # 0: not known yet
         self.renew()
         self.stretch_of(0)
 
-    _renewed = ("_lock", "_stretches", "_end", "positions", "_lefts", "_drawn", "_debts")
+    _renewed = ("_lock", "_known", "_kept", "_recent")
 
     def after_fork(self) -> None:
         """Begins again: the parent may have been between two stretches."""
         self._lock = threading.RLock()
-        self.positions: dict[tuple[int, str], Position] = {}
-        self._stretches: list[Stretch] = []
-        # Of each source: where its last draw left it, its draws in its last segment, and its debt.
-        self._lefts: dict[str, Position] = {}
-        self._drawn: dict[str, int] = {}
-        self._debts: dict[str, int] = {}
-        self._end: int | None = 0  # of the last stretch
+        self._known: list[tuple[int, int]] = []  # starts of stretches, and their phases
+        self._kept: list[State] = []
+        self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for
 
     def stretch_of(self, sample_number: int) -> Stretch:
         """The stretch that a sample is in."""
+        for stretch in self._recent:
+            if stretch.start <= sample_number < stretch.end:
+                return stretch
         with self._lock:
-            while self._end is not None and sample_number >= self._end:
-                self._go_on(self._end)
-        return self._stretches[bisect.bisect_right(self._stretches, sample_number, key=_start) - 1]
+            number = max(bisect.bisect_right(self._known, sample_number, key=itemgetter(0)) - 1, 0)
+            near = [one.state for one in self._recent[:1] if one.start <= sample_number]
+            if not near or near[0].number // _KEPT < number // _KEPT:
+                kept = self._kept[number // _KEPT : number // _KEPT + 1]
+                self._go_to(kept[0] if kept else self._first_state())
+            while sample_number >= self._recent[0].end:
+                self._go_to(self._next_state(self._recent[0]))
+            return self._recent[0]
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """The sources of some samples, and the samples' numbers in them.
@@ -138,152 +187,157 @@ class Phases(Renewed):
 
         Returns:
             The place of each sample's source among `names`, int32 [n]; and the number of its draw,
-            counted from the one that `positions` tells of, int64 [n].
+            counted from the one that `position` tells of, int64 [n].
         """
         listed = sample_numbers.tolist()  # whose ends Python finds in a fifth of NumPy's time
-        last = self.stretch_of(max(listed, default=0))
-        if min(listed, default=last.start) >= last.start:  # as in most batches
-            return last.draws(sample_numbers)
-        stretches = np.searchsorted([*map(_start, self._stretches)], sample_numbers, "right") - 1
-        sources, numbers = np.empty(len(stretches), np.int32), np.empty(len(stretches), np.int64)
-        for number in {*stretches.tolist()}:
-            here = stretches == number
-            sources[here], numbers[here] = self._stretches[number].draws(sample_numbers[here])
-        return sources, numbers
+        stretch, last = self.stretch_of(min(listed, default=0)), max(listed, default=0)
+        if last < stretch.end:  # as in most batches
+            return stretch.draws(sample_numbers)
+        sources, numbers = np.empty(len(listed), np.int32), np.empty(len(listed), np.int64)
+        while True:
+            here = (sample_numbers >= stretch.start) & (sample_numbers < stretch.end)
+            sources[here], numbers[here] = stretch.draws(sample_numbers[here])
+            if last < stretch.end:
+                return sources, numbers
+            stretch = self.stretch_of(min(one for one in listed if one >= stretch.end))
 
     # ---- one stretch after the other ----
 
-    def _go_on(self, end: int) -> None:
-        """Adds the next stretch, or nothing: a file that cannot be read now may be read later."""
-        size, state = len(self._stretches), (self.positions, self._lefts, self._drawn, self._debts)
-        kept: Any = [{**one} for one in state]
-        try:
-            self._add_stretch(end, self._leave(end) if self._stretches else 0)
-        except BaseException:
-            self.positions, self._lefts, self._drawn, self._debts = kept
-            self._end = end
-            del self._stretches[size:]
-            raise
+    def _go_to(self, state: State) -> None:
+        """Makes the stretch of a state the current one, or raises and changes nothing: a file that
+        cannot be read now may be read later."""
+        stretch = self._make_stretch(state)
+        self._recent = (stretch, *self._recent[:1])
+        if state.number == len(self._known):
+            self._known.append((state.start, state.phase))
+            if state.number % _KEPT == 0:
+                self._kept.append(state)
 
-    def _add_stretch(self, start: int, number: int) -> None:
-        """Adds the stretch of a phase that starts at a sample, with the sources that have draws."""
-        phase, segment = self._phases[number], self.segments[number]
-        lefts = {name: self._draws_left(name, phase.sequence_length) for name in phase.weights}
-        names = sorted(name for name, left in lefts.items() if left > 0)
-        if not names:
+    def _first_state(self) -> State:
+        size, zeros = len(self.names), np.broadcast_to(np.int64(0), len(self.names))
+        begins = Position(*(np.broadcast_to(np.int64(one), size) for one in UNDRAWN))
+        weights = self._changed_weights(np.zeros(size), 0)
+        return State(0, 0, 0, weights, begins, zeros, zeros)
+
+    def _next_state(self, last: Stretch) -> State:
+        state, count, number = last.state, last.end - last.start, last.phase
+        drawn, debts = state.drawn.copy(), state.debts.copy()
+        draws = last.tree.counts(count)
+        drawn[last.sources] += draws
+        # The product may overflow, but not what is left of it.
+        debts[last.sources] += last.tree.shares * count - ONE * draws
+        weights, begins = state.weights, state.begins
+        if [last.end] == [phase.start for phase in self._phases[number + 1 : number + 2]]:
+            number += 1
+            weights = self._changed_weights(weights, number)
+            if self.segments[number] > self.segments[number - 1]:
+                places = np.flatnonzero(drawn)
+                ends = self._positions(state._replace(drawn=drawn), places)
+                begins = Position(*(array.copy() for array in begins))
+                for array, end in zip(begins, ends, strict=True):
+                    array[places] = end
+                drawn = np.broadcast_to(np.int64(0), len(drawn))
+        return State(state.number + 1, last.end, number, weights, begins, drawn, debts)
+
+    def _changed_weights(self, weights: NDArray[np.float64], number: int) -> NDArray[np.float64]:
+        """The weights of a phase, from those before it."""
+        places = {name: place for place, name in enumerate(self.names)}
+        changes = self._phases[number].weights
+        weights = weights.copy()
+        weights[[places[name] for name in changes]] = [*changes.values()]
+        return weights
+
+    def _make_stretch(self, state: State) -> Stretch:
+        sources = np.flatnonzero(state.weights)
+        capped = sources[self._caps[sources] < MAX_INT64]
+        lefts = self._draws_left(state, capped)
+        sources = np.setdiff1d(sources, capped[lefts == 0], assume_unique=True)
+        if len(sources) == 0:
             raise ConfigError(
-                f"phase {number}: all of its sources have reached max_epochs at sample {start}: "
-                "raise max_epochs, add a source, or let the phase end there"
+                f"phase {state.phase}: all of its sources have reached max_epochs at sample "
+                f"{state.start}: raise max_epochs, add a source, or let the phase end there"
             )
-        for name in names:
-            if (segment, name) not in self.positions:
-                self.positions[segment, name] = self._next_position(name, phase.sequence_length)
-                self._drawn[name] = 0
-        shares = whole_shares([phase.weights[name] for name in names])
-        tree = MixtureTree(shares, [self._debts.get(name, 0) for name in names])
-        sources = np.array([self._places[name] for name in names], np.int32)
-        drawn = np.array([self._drawn[name] for name in names], np.int64)
-        self._stretches.append(Stretch(start, number, names, sources, shares, tree, drawn))
-        ends = [phase.start for phase in self._phases[number + 1 : number + 2]]
-        # To find a draw takes 0.1 ms. Only those are searched that may be the first to reach a cap:
-        # after t samples a source has 4.4 draws more or less than its share of t, at most.
-        spans = [
-            (lefts[name] - 5, lefts[name] + 5, share)
-            for name, share in zip(names, shares, strict=True)
-        ]
-        first = min((high * ONE / share for _, high, share in spans), default=math.inf)
-        first = min([first, *(end - start for end in ends)])
-        for leaf, (low, _, share) in enumerate(spans):
-            if low * ONE / share <= first < math.inf:
-                ends.append(start + tree.find(leaf, int(low) + 4) + 1)
-        self._end = min(ends, default=None)
+        tree = MixtureTree(whole_shares(state.weights[sources].tolist()), state.debts[sources])
+        ends = [phase.start for phase in self._phases[state.phase + 1 : state.phase + 2]]
+        end = min(ends, default=MAX_INT64)
+        if lefts.any():
+            leaves = np.searchsorted(sources, capped[lefts > 0])
+            most = end - state.start - 1
+            end = state.start + tree.samples_until(leaves, lefts[lefts > 0], most)
+        ends_and_phase = state.start, end, state.phase
+        return Stretch(*ends_and_phase, state, self.names, sources.astype(np.int32), tree)
 
-    def _leave(self, end: int) -> int:
-        """Notes what the last stretch drew up to its end; the phase of the next one."""
-        last, number = self._stretches[-1], self._stretches[-1].phase
-        length, count = self._phases[number].sequence_length, end - last.start
-        for name, share, draws in zip(
-            last.names, last.shares, last.tree.counts(count), strict=True
-        ):
-            self._debts[name] = self._debts.get(name, 0) + share * count - ONE * draws
-            if draws > 0:
-                place = self._num_tokens(name, length), length, self._sources[name].mix_window
-                self._lefts[name] = self._next_position(name, length).after(draws, *place)
-                self._drawn[name] += draws
-        is_next = number + 1 < len(self._phases) and end == self._phases[number + 1].start
-        return number + is_next
+    def _positions(self, state: State, places: NDArray[np.intp]) -> Position:
+        """Where the last draws before a stretch have left some sources."""
+        sizes, length, mix_windows = place = self.sizes_of(places, state.phase)
+        begins = Position(*(array[places] for array in state.begins)).before_draw(*place)
+        return begins.after(state.drawn[places], sizes, length, mix_windows)
 
-    def _next_position(self, name: str, length: int) -> Position:
-        left, source = self._lefts.get(name), self._sources[name]
-        if left is None:
-            return Position(0, source.mix_window * length, 0)
-        return left.before_draw(source.num_tokens, length, source.mix_window)
+    def _draws_left(self, state: State, places: NDArray[np.intp]) -> Numbers:
+        """Draws that some sources have left until they reach their caps (C1)."""
+        sizes, length, mix_windows = place = self.sizes_of(places, state.phase)
+        position = self._positions(state, places).before_draw(*place)
+        of_epoch = num_windows(sizes, mix_windows * length) * mix_windows
+        # More epochs than that are more draws than a run can have.
+        epochs = np.minimum(self._caps[places] - position.epoch - 1, (1 << 61) // of_epoch)
+        lefts = position.samples_left(sizes, length) + epochs * of_epoch
+        return np.where(epochs < 0, 0, lefts)
 
-    def _draws_left(self, name: str, length: int) -> float:
-        """Draws of that length until the source has reached its last epoch (C1)."""
-        source, position = self._sources[name], self._next_position(name, length)
-        if source.max_epochs is None:
-            return math.inf
-        epochs = source.max_epochs - position.epoch - 1
-        num_tokens = self._num_tokens(name, length)
-        rest = position.samples_left(num_tokens, length)
-        of_epoch = num_windows(num_tokens, source.mix_window * length) * source.mix_window
-        return 0 if epochs < 0 else rest + epochs * of_epoch
-
-    def _num_tokens(self, name: str, length: int) -> int:
-        source = self._sources[name]
-        check_windows(f"source {name}", source.num_tokens, length, source.mix_window)
-        return source.num_tokens
+    def sizes_of(self, places: NDArray[np.intp], phase: int) -> tuple[Numbers, int, Numbers]:
+        """Tokens of some sources, the sequence length of a phase, and the sources' windows: what
+        the methods of a `Position` take."""
+        for place in places[self._sizes[places] == 0].tolist():
+            self._sizes[place] = self._sources[place].num_tokens
+        length, mix_windows = self._phases[phase].sequence_length, self._mix_windows[places]
+        is_small = num_windows(self._sizes[places], mix_windows * length) < 1
+        for place in places[is_small].tolist():
+            size, mix_window = int(self._sizes[place]), self._sources[place].mix_window
+            check_windows(f"source {self.names[place]}", size, length, mix_window)
+        return self._sizes[places], length, mix_windows
 
     # ---- what has been drawn ----
 
-    def find(self, segment: int, name: str, number: int) -> int:
-        """The sample that is a source's of that number in a segment; -1: none. See `draws`."""
-        for stretch, end in self.stretches():
-            of = self.segments[stretch.phase]
-            if of > segment:
-                break
-            if of == segment and name in stretch.names:
-                leaf = stretch.names.index(name)
-                before = int(stretch.drawn[leaf])
-                sample = stretch.start + stretch.tree.find(leaf, number - before)
-                if number >= before and sample < end:
-                    return sample
-        return -1
+    def position(self, segment: int, place: int) -> Position:
+        """Where a source is when it is first drawn in a part of the run.
 
-    def stretches(self) -> Iterator[tuple[Stretch, float]]:
-        """The stretches one by one, computed when they are asked for, and the end of each."""
-        place = 0
-        while True:
-            with self._lock:
-                if place == len(self._stretches):
-                    self._go_on(int(self._end))  # type: ignore[arg-type]
-                ends = [one.start for one in self._stretches[place + 1 : place + 2]]
-                end = min(ends, default=math.inf if self._end is None else self._end)
-                stretch = self._stretches[place]
-            yield stretch, end
-            if end == math.inf:
-                return
-            place += 1
+        Args:
+            segment: A number of `segments`.
+            place: Place of the source among `names`.
+        """
+        phase = self.segments.index(segment)
+        recent = [one for one in self._recent if self.segments[one.phase] == segment]
+        stretch = recent[0] if recent else self.stretch_of(self._phases[phase].start)
+        begin = Position(*(int(array[place]) for array in stretch.state.begins))
+        size, mix_window = 0, self._sources[place].mix_window
+        if begin != UNDRAWN:  # else it may not be known, and does not matter
+            [size] = self.sizes_of(np.array([place]), phase)[0].tolist()
+        return begin.before_draw(size, self.length_of(phase), mix_window)
 
-    def past(self, sample_number: int) -> list[Stretch]:
-        """The stretches that decide the samples before a number."""
+    def drawn_before(self, sample_number: int) -> set[str]:
+        """The names of the sources that have been drawn before a sample, above 0."""
+        stretch = self.stretch_of(sample_number - 1)
+        is_drawn = (stretch.state.drawn > 0) | (stretch.state.begins.epoch >= 0)
+        is_drawn[stretch.sources] |= stretch.tree.counts(sample_number - stretch.start) > 0
+        return {self.names[place] for place in np.flatnonzero(is_drawn).tolist()}
+
+    def stretches(self, stop: int = MAX_INT64) -> Iterator[tuple[Stretch, int]]:
+        """The stretches with samples before a number, computed when they are asked for, and the
+        end of each."""
+        start = 0
+        while start < stop:
+            stretch = self.stretch_of(start)
+            start = stretch.end
+            yield stretch, start
+
+    def past(self, sample_number: int) -> list[tuple[int, int]]:
+        """The starts of the stretches that decide the samples before a number, and their phases."""
         if sample_number == 0:
             return []
-        last = self.stretch_of(sample_number - 1)
-        return self._stretches[: self._stretches.index(last) + 1]
+        self.stretch_of(sample_number - 1)
+        return self._known[: bisect.bisect_left(self._known, sample_number, key=itemgetter(0))]
 
-    def length_of(self, stretch: Stretch) -> int:
-        return self._phases[stretch.phase].sequence_length
-
-    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """What decides the draws, for comparison with a saved state. See `Mixture`."""
-        past = self.past(MAX_INT64 if consumed_samples is None else consumed_samples)
-        stretches = [
-            [one.start, self.length_of(one), dict(zip(one.names, one.shares, strict=True))]
-            for one in past
-        ]
-        return {"kind": "phases", "rules": RULES_VERSION, "stretches": stretches}
+    def length_of(self, phase: int) -> int:
+        return self._phases[phase].sequence_length
 
     def _check(self) -> None:
         if not self._phases or self._phases[0].start != 0:
@@ -295,22 +349,28 @@ class Phases(Renewed):
                     f"phase {number} starts at sample {start}, the one before it at {before}: "
                     "phases must be in order, and not be empty"
                 )
+        names, weights = {*self.names}, np.zeros(len(self.names))
+        sizes = np.array([one.rough_tokens for one in self._sources], np.int64)
+        mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
         for number, phase in enumerate(self._phases):
             length = check_int(f"sequence_length of phase {number}", phase.sequence_length, 1)
-            if not phase.weights:
-                raise ConfigError(f"phase {number} has no source: give it weights")
             for name, weight in phase.weights.items():
                 what = f"phase {number}, source {name}"
-                source = self._sources.get(name)
-                if source is None:
-                    there = ", ".join(sorted(self._sources))
+                if name not in names:
+                    there = ", ".join(self.names[:20])
                     raise ConfigError(f"{what}: there are only {there}: add it to the sources")
-                if not 0 < check_float(f"{what}: the weight", weight) < math.inf:
+                if not 0 <= check_float(f"{what}: the weight", weight) < math.inf:
                     raise ConfigError(
                         f"{what}: the weight is {shown(weight)}; it must be positive and finite. "
-                        "Leave a source out to draw nothing from it"
+                        "A weight of 0 takes a source out"
                     )
-                check_windows(what, source.rough_tokens, length, source.mix_window)
-        for name, source in self._sources.items():
+            weights = self._changed_weights(weights, number)
+            if not weights.any():
+                raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
+            is_small = (weights > 0) & (num_windows(sizes, mix_windows * length) < 1)
+            for place in np.flatnonzero(is_small).tolist():
+                what, size = f"phase {number}, source {self.names[place]}", int(sizes[place])
+                check_windows(what, size, length, int(mix_windows[place]))
+        for name, source in zip(self.names, self._sources, strict=True):
             if source.max_epochs is not None:
                 check_int(f"max_epochs of source {name}", source.max_epochs, 1)

@@ -20,6 +20,7 @@ from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.trials import trial_of
+from millrace.run.yaml_events import load_yaml
 from millrace.sampling import BatchSizeSchedule, RampUp
 
 LEGACY_SPLIT = "969, 30, 1"  # Megatron-LM's default where --data-path has no --split
@@ -28,6 +29,7 @@ _GIVE_COUNTS = "Give num_samples: the numbers that Megatron-LM prints as `datase
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
+_BATCH_SIZES = ("global_batch_size", "rampup_batch_size")
 _UNKNOWN_COUNTS = ("step_batch_size_schedule", "phase_transition_iterations")
 
 
@@ -42,7 +44,7 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     text = _read_text(name)
     load: Callable[[str], Any]
     if name.endswith((".yaml", ".yml")):
-        load = _load_yaml
+        load = load_yaml
     elif name.endswith(".toml"):
         load = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads
     else:
@@ -60,25 +62,6 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ConfigError(f"{name} cannot be read: {reason}") from None
     return arguments
-
-
-def _load_yaml(text: str) -> Any:
-    import yaml
-
-    checked: set[int] = set()
-
-    # The loader in C, if there is one, takes an eighth of the time of Python's.
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-        def flatten_mapping(self, node: Any) -> None:
-            if id(node) not in checked:  # `<<` is not merged yet
-                checked.add(id(node))
-                _dict_of([(key.value, 0) for key, _ in node.value if isinstance(key.value, str)])
-            super().flatten_mapping(node)
-
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise ValueError(error) from None
 
 
 def _dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -252,8 +235,7 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
 
 def schedule_from(arguments: Mapping[str, Any]) -> BatchSizeSchedule | None:
     """The global batch sizes of a run; None without global_batch_size."""
-    names = ("global_batch_size", "rampup_batch_size")
-    size, rampup = (_read(name, arguments.get(name)) for name in names)
+    size, rampup = (_read(one, arguments.get(one)) for one in _BATCH_SIZES)
     if size is None or not rampup:
         return None if size is None else BatchSizeSchedule([(0, size)])
     start, increment, samples = rampup

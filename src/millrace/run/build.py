@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -110,7 +110,12 @@ def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDatas
 
 
 def _warn_of_copies(plan: RunPlan) -> None:
-    """Warns of the same sequences, in whatever files, twice in a blend."""
+    for message in copies_in(plan):
+        warnings.warn(message, DuplicateDataWarning, stacklevel=4)  # that calls `build_datasets`
+
+
+def copies_in(plan: RunPlan) -> Iterator[str]:
+    """Tells of the same sequences, in whatever files, twice in a blend."""
     for split in plan.present_splits:
         parts = sorted(
             (part.file.fingerprint, part.file.lengths_checksum, *part.inputs.sequences, number)
@@ -120,11 +125,9 @@ def _warn_of_copies(plan: RunPlan) -> None:
         for one, other in itertools.pairwise(parts):
             if one[:2] == other[:2] and other[2] < one[3]:
                 prefixes = [split.datasets[part[-1]].file.prefix for part in (other, one)]
-                warnings.warn(
+                yield (
                     f"the {split.name} blend has the data of {prefixes[0]} twice (also as "
-                    f"{prefixes[1]}): give it once, with the sum of the weights",
-                    DuplicateDataWarning,
-                    stacklevel=4,  # the line that calls `build_datasets`
+                    f"{prefixes[1]}): give it once, with the sum of the weights"
                 )
 
 

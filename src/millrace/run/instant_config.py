@@ -206,11 +206,7 @@ class InstantConfig(RunConfig):
                 raise ConfigError(f"phase {number - 1} has no `until`, and is not the last one")
             for name in change.weights.keys() - self.sources.keys():
                 raise ConfigError(f"phase {number}: there is no source {name}: add it to sources")
-            weights = {
-                name: weight for name, weight in (weights | change.weights).items() if weight > 0
-            }
-            if not weights:
-                raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
+            weights = {**weights, **change.weights} if number == 0 else change.weights
             length = change.sequence_length or length
             phases.append(Phase(start=start, sequence_length=length, weights=weights))
             if change.until is not None and change.until <= start:

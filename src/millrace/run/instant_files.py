@@ -160,7 +160,7 @@ class SourceRange:
     file: SourceFile
     bounds: Range
     max_epochs: int | None
-    mix_window: int
+    mix_window: int = 1
 
     @property
     def identity(self) -> dict[str, Any]:

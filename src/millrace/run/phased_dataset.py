@@ -1,6 +1,5 @@
 """The datasets of a run in the instant order."""
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -92,7 +91,7 @@ class PhasedDataset(TokenDataset):
         """The sample numbers of the run, skipped ones included, of samples of the dataset."""
         return self._skips.samples(numbers)
 
-    def _located(self, numbers: Numbers) -> tuple["_Segment", Numbers]:
+    def located(self, numbers: Numbers) -> tuple["_Segment", Numbers]:
         """The sample numbers at some positions, and what they are in."""
         samples = self._skips.samples(numbers)
         if len(self._starts) == 1 or len(samples) == 0:
@@ -115,46 +114,45 @@ class PhasedDataset(TokenDataset):
             )
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
-        segment, samples = self._located(numbers)
+        segment, samples = self.located(numbers)
         return segment._batch(samples, form)
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
-        segment, samples = self._located(numbers)
+        segment, samples = self.located(numbers)
         return segment._tokens(samples)
 
     def _read_alone(self, read: Any, number: Numbers, *form: Any) -> None:
-        segment, sample = self._located(number)
+        segment, sample = self.located(number)
         segment._read_alone(read, sample, *form)
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens the samples are made of; each source numbers sequences of its own."""
-        segment, samples = self._located(check_numbers(sample_numbers, len(self)))
+        segment, samples = self.located(check_numbers(sample_numbers, len(self)))
         return segment.spans(samples)
 
     def sources_of(self, numbers: Numbers) -> Sources:
-        segment, samples = self._located(numbers)
+        segment, samples = self.located(numbers)
         return segment.sources_of(samples)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        segment, samples = self._located(check_numbers(sample_numbers, len(self)))
+        segment, samples = self.located(check_numbers(sample_numbers, len(self)))
         segment.prefetch(samples)
 
     def find(self, source: int, tokens: Range, stop: int) -> Iterator[Numbers]:
         """The samples before one that may hold some tokens of a source: see `InstantOrder.find`."""
-        name = self.mixture.names[source]
-        for stretch, end in self.mixture.stretches():
-            if name in stretch.names:
-                leaf, size = stretch.names.index(name), int(min(end, stop)) - stretch.start
-                first = int(stretch.drawn[leaf])
-                # No more than that are drawn: in a stretch, the limit is 3.4 more than the share.
-                last = first + stretch.shares[leaf] * size // ONE + 5
-                dataset = self._segments[self.mixture.segments[stretch.phase]].datasets[source]
-                for draws in dataset.order.find(tokens, (first, last)):
-                    found = (stretch.tree.find(leaf, draw - first) for draw in draws.tolist())
-                    places = np.fromiter(found, np.int64)
-                    yield stretch.start + places[places < size]
-            if end >= stop:
-                return
+        for stretch, end in self.mixture.stretches(stop):
+            leaf, size = int(np.searchsorted(stretch.sources, source)), min(end, stop)
+            if source not in stretch.sources[leaf : leaf + 1]:
+                continue
+            size -= stretch.start
+            first = int(stretch.drawn[leaf])
+            # No more than that are drawn: in a stretch, the limit is 3.4 more than the share.
+            last = first + stretch.shares[leaf] * size // ONE + 5
+            dataset = self._segments[self.mixture.segments[stretch.phase]].datasets[source]
+            for draws in dataset.order.find(tokens, (first, last)):
+                samples = (stretch.tree.find(leaf, draw - first) for draw in draws.tolist())
+                places = np.fromiter(samples, np.int64)
+                yield stretch.start + places[places < size]
 
     def unskipped(self) -> tuple["PhasedDataset", Skips]:
         """The same run, without end, in which no sample is left out; and what was."""
@@ -177,7 +175,7 @@ class PhasedDataset(TokenDataset):
             sequence_length=options.sequence_length,
             add_extra_token=options.add_extra_token,
             first_token=first,
-            position=self.mixture.positions[segment, name],
+            position=self.mixture.position(segment, number),
         )
         choice = self._config.loss_ranges
         return GPTDataset(source.file.store, order=order, options=options, loss_ranges=choice)
@@ -205,21 +203,18 @@ class PhasedDataset(TokenDataset):
             return {"phases": {}, "skips": [], "sources": {}}
         end = int(self._skips.samples(np.array([consumed_samples - 1]))[0]) + 1
         phases: dict[str, Any] = {}
-        past = self.mixture.past(end)
-        drawn: set[str] = set()
-        for stretch, stop in zip(past, [*(one.start for one in past[1:]), end], strict=True):
-            if not drawn.issuperset(stretch.names):
-                counts = stretch.tree.counts(stop - stretch.start)
-                drawn.update(itertools.compress(stretch.names, counts))
-            if stretch.start not in self._shares:  # 10 ms for thousands of sources
+        for start, number in self.mixture.past(end):
+            if start not in self._shares:  # 10 ms for thousands of sources
+                stretch = self.mixture.stretch_of(start)
                 pairs = zip(stretch.names, stretch.shares, strict=True)
                 shares = {name: q / ONE for name, q in pairs}
                 is_long = len(shares) > _MOST_NAMES
-                self._shares[stretch.start] = arrays.fingerprint(shares) if is_long else shares
-            phases[f"{stretch.phase} from sample {stretch.start}"] = {
-                "sequence_length": self.mixture.length_of(stretch),
-                "shares": self._shares[stretch.start],
+                self._shares[start] = arrays.fingerprint(shares) if is_long else shares
+            phases[f"{number} from sample {start}"] = {
+                "sequence_length": self.mixture.length_of(number),
+                "shares": self._shares[start],
             }
+        drawn = self.mixture.drawn_before(end)
         sources: Any = {name: one.identity for name, one in self._ranges.items() if name in drawn}
         if len(sources) > _MOST_NAMES:
             sources = {name: arrays.fingerprint(one)[:16] for name, one in sources.items()}

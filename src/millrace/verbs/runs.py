@@ -1,19 +1,33 @@
-"""`index`, `bench`, `cache` and `demo`."""
+"""`index`, `bench`, `plan`, `cache` and `demo`."""
 
 import itertools
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
+from xml.sax.saxutils import escape
+
+import numpy as np
 
 from millrace import inspect
+from millrace.checks import SCHEME
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
+from millrace.files import atomic_file
 from millrace.jobs import benchmark_report, indexing
-from millrace.jobs.benchmarking import BenchOptions, RunOptions, bench, run_of
+from millrace.jobs.benchmarking import (
+    BenchOptions,
+    RunOptions,
+    bench,
+    prefixes_of,
+    read_run,
+    run_of,
+)
+from millrace.jobs.bucket_budget import BucketOptions, budget_lines, budget_of
 from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries, list_cache, prune_cache
 from millrace.jobs.indexing import IndexOptions
-from millrace.option_class import option, take_options
-from millrace.run import arguments as run_arguments
+from millrace.option_class import check_options, option, take_options
+from millrace.run import arguments as run_arguments, build_datasets
 from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
 
@@ -120,6 +134,74 @@ def _documents_of(own: TraceOptions, trace: inspect.Trace) -> list[tuple[str, in
     return documents
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(BucketOptions):
+    """The options of `plan`."""
+
+    config: str = option("YAML or TOML file of the run", flags="config", metavar="RUN")
+    diff: str | None = option(
+        "the file as it was: tell from which sample and step on RUN draws anything else",
+        None,
+        metavar="OLD",
+    )
+    consumed_samples: int = option(
+        "with --diff: samples that are consumed: refuse a change before their end", 0, least=0
+    )
+    save_interval: int | None = option(
+        "steps from a checkpoint to the next one",
+        None,
+        default_text="save-interval of the run",
+        least=1,
+    )
+    picture: str | None = option(
+        "write a picture of the mixture over the run, .svg or .html", None, metavar="FILE"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def _plan(as_json: bool = False, **values: Any) -> str:
+    own = PlanOptions(**values)
+    arguments, config = read_run(own.config)
+    batches = run_arguments.schedule_from(arguments)
+    if own.diff is not None:
+        return _change(own, read_run(own.diff)[1], config, batches, as_json)
+    interval = own.save_interval or arguments.get("save_interval") or 0
+    num_parts = 0 if own.picture is None else 64
+    one = inspect.forecast(config, batches=batches, save_interval=interval, num_parts=num_parts)
+    budget, text = None, inspect.format_forecast(one)
+    if any(SCHEME.match(prefix) for prefix in prefixes_of(config)):  # else nothing is built
+        size = 1 if batches is None else batches.batch_size(0)
+        rate = 10_000 / config.sequence_length  # samples of an accelerator in a second
+        budget = budget_of(build_datasets(config).train, own, size, rate)
+        text = "\n".join([text, *([] if budget is None else budget_lines(budget))])
+    if own.picture is not None:
+        image = inspect.forecast_svg(one, own.config)
+        if own.picture.endswith(".html"):
+            image = f"<!doctype html>\n<meta charset=utf-8>\n{image}<pre>{escape(text)}</pre>\n"
+        with atomic_file(own.picture) as file:
+            file.write(image.encode())
+    report = asdict(one) | {"buckets": budget and asdict(budget)}
+    return json.dumps(report, default=np.ndarray.tolist) if as_json else text
+
+
+def _change(own: PlanOptions, old: Any, new: Any, batches: Any, as_json: bool) -> str:
+    first, changes = inspect.forecast_change(old, new)
+    if first is not None and first < own.consumed_samples:
+        raise ConfigError(
+            f"sample {first:,} changes, and {own.consumed_samples:,} are consumed: "
+            f"{'; '.join(changes[:3])}. Let the change begin behind them"
+        )
+    if as_json:
+        return json.dumps({"first_changed_sample": first, "changes": changes})
+    if first is None:
+        return "no sample changes that both runs have"
+    steps = "" if batches is None else f", with the steps below {batches.num_steps(first):,}"
+    text = f"position {first:,} is the first one that changes; all before it stay{steps}:"
+    return "\n".join([text, *(f"  {change}" for change in changes[:20])])
+
+
 def _list(folder: str, as_json: bool = False) -> str:
     entries = list_cache(folder)
     return json_text(entries) if as_json else format_entries(entries, "there")
@@ -182,6 +264,13 @@ VERBS = (
         "Of a sample or step, prints source, document, file, line, range and text, with what is "
         "trained on in brackets; of a document or line, the samples and steps that draw it. "
         "With --held-out, exits with 1 if a document of the list is drawn before a step.",
+    ),
+    Verb(
+        "plan",
+        _plan,
+        (PlanOptions, JsonOption),
+        "Tells what a run will draw. Counts tokens, samples, epochs and repeats by source and "
+        "phase, without reading tokens, and warns of what a careful person would want to know.",
     ),
     Verb("cache list", _list, (CacheOptions, JsonOption), "Lists the entries."),
     Verb(

@@ -1,0 +1,314 @@
+"""What the training of a run will draw, computed before it begins; and what an edit changes."""
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from millrace.checks import differences, place_of, printable, shown, text_table
+from millrace.errors import ConfigError
+from millrace.inspect.shares import bands_picture
+from millrace.order.blends import normalize
+from millrace.order.instant import UNDRAWN, Position, num_windows
+from millrace.run.build import copies_in, set_key
+from millrace.run.config import DatasetConfig
+from millrace.run.instant_config import AnyConfig, InstantConfig
+from millrace.run.phased_dataset import PhasedDataset, instant_datasets
+from millrace.run.plan import plan_run
+from millrace.run.skips import Skips
+from millrace.sampling import BatchSizeSchedule
+from millrace.shuffling.permutations import Parts
+
+_MOST_EPOCHS, _LEAST_SHARE = 4, 0.01  # of a source; beyond them there are warnings
+_MOST_ROWS = 20  # sources of a phase that people see
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What the training of a run will draw, by source and phase.
+
+    Attributes:
+        sources: Names of the sources; of a built order their prefixes, and there is one phase.
+        starts: First sample of each phase, and the end of the run, skips included: [phases + 1].
+        steps: Steps before each of them; empty: the run has no global batch size.
+        sequence_lengths: Tokens to train on in a sample of each phase.
+        num_tokens: Tokens of each source; 0: it is never drawn.
+        samples: Samples that are trained on: [phases, sources], as the next three.
+        epochs: Epochs of the source that are done at the end of the phase, with a fraction.
+        repeats: Tokens that are drawn again before their epoch is over, as the sequence length
+            does not divide the one before.
+        unseen: Tokens outside the windows of the epoch at the end of the phase.
+        caps: Sources, and the samples from which on they take no part, as they reach max_epochs.
+        windows: Samples in parts of the run: [parts, sources].
+        warnings: What a careful person would want to know.
+    """
+
+    sources: list[str]
+    starts: list[int]
+    steps: list[int]
+    sequence_lengths: list[int]
+    num_tokens: Any
+    samples: Any
+    epochs: Any
+    repeats: Any
+    unseen: Any
+    caps: list[tuple[str, int]]
+    windows: Any
+    warnings: list[str]
+
+
+def forecast(
+    config: AnyConfig,
+    *,
+    batches: BatchSizeSchedule | None = None,
+    save_interval: int = 0,
+    num_parts: int = 0,
+) -> Forecast:
+    """What the training of a run will draw.
+
+    Args:
+        config: Configuration of the run. In the instant order, sources that `part` or `split` cut
+            are opened; in another one all are.
+        batches: Global batch sizes; None: not known.
+        save_interval: Number of steps from a checkpoint to the next one; 0: not known.
+        num_parts: Number of parts of the run whose mixture is counted, for a picture.
+
+    Raises:
+        ConfigError: A run without training data, or without an end.
+    """
+    if isinstance(config, InstantConfig):
+        fields = _of_instant(config, num_parts)
+    else:
+        fields = _of_built(config)
+    positions = fields.pop("positions")
+    steps = [] if batches is None else [batches.num_steps(one) for one in positions]
+    one = Forecast(**fields, steps=steps)
+    for number, count in enumerate(np.diff(steps).tolist()):
+        if count < save_interval:
+            one.warnings.append(
+                f"phase {number} has {count:,} steps, fewer than the {save_interval:,} from a "
+                "checkpoint to the next one"
+            )
+    for number, place in np.argwhere(one.repeats).tolist():
+        one.warnings.append(
+            f"phase {number}, source {one.sources[place]}: {one.repeats[number, place]:,} tokens "
+            f"are drawn again before their epoch is over, as {one.sequence_lengths[number]} does "
+            "not divide the sequence length before. Keep a range for this phase, as another "
+            "source: part: [0.6, 1.0]"
+        )
+    tokens = one.samples.T @ one.sequence_lengths
+    much, little = one.epochs[-1] > _MOST_EPOCHS, tokens < _LEAST_SHARE * tokens.sum()
+    for text, which in (
+        ("more than 4 epochs of", much),
+        ("less than 1 % of the tokens from", little),
+    ):
+        names = [one.sources[place] for place in np.flatnonzero(which).tolist()]
+        more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+        one.warnings.extend([f"{text} {', '.join(names[:3])}{more}"] * bool(names))
+    return one
+
+
+def _train_of(config: InstantConfig) -> PhasedDataset:
+    train = instant_datasets(config)[0]
+    if train is None:
+        raise ConfigError("the split leaves no training data: give train a share")
+    return train
+
+
+def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
+    train = _train_of(config)
+    if config.num_samples[0] is None or len(train) == 0:
+        raise ConfigError("the run has no end: give train_samples, train_iters or num_samples")
+    skips, mixture = Skips(config.skips), train.mixture
+    end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
+    account, shape = _Account(mixture), (len(mixture.segments), len(mixture.names))
+    samples, repeats, unseen = np.zeros((3, *shape), np.int64)
+    epochs, windows = np.zeros(shape), np.zeros((num_parts + 1, shape[1]), np.int64)
+    edges = np.linspace(0, end, num_parts + 1).astype(np.int64)
+    starts: list[int] = []
+    caps: list[tuple[str, int]] = []
+    at_cap: Any = []
+    by_phase = itertools.groupby(mixture.stretches(end), lambda pair: pair[0].phase)
+    for number, pairs in by_phase:
+        draws, skipped = np.zeros((2, shape[1]), np.int64)
+        for stretch, stop in pairs:
+            start, stop, here = stretch.start, min(stop, end), stretch.sources
+            starts += [start] * (len(starts) == number)
+            at_cap, before = np.setdiff1d(np.flatnonzero(stretch.state.weights), here), at_cap
+            places = np.setdiff1d(at_cap, before).tolist()
+            caps += [(mixture.names[place], start) for place in places]
+            for edge in np.flatnonzero((edges > start) & (edges <= stop)).tolist():
+                windows[edge] = account.draws + draws
+                windows[edge, here] += stretch.tree.counts(edges[edge] - start)
+            for first, behind in np.clip(skips.ranges, start, stop).tolist():
+                counts = map(stretch.tree.counts, (behind - start, first - start))
+                skipped[here] += np.subtract(*counts)
+            draws[here] += stretch.tree.counts(stop - start)
+        samples[number] = draws - skipped
+        epochs[number], repeats[number], unseen[number] = account.add(number, draws)
+    count = len(starts)
+    return {
+        "sources": mixture.names,
+        "starts": [*starts, end],
+        "positions": [*map(skips.position, starts), len(train)],
+        "sequence_lengths": [mixture.length_of(number) for number in range(count)],
+        "num_tokens": account.num_tokens,
+        "samples": samples[:count],
+        "epochs": epochs[:count],
+        "repeats": repeats[:count],
+        "unseen": unseen[:count],
+        "caps": caps,
+        "windows": np.diff(windows, axis=0),
+        "warnings": [*_copies(config, train)],
+    }
+
+
+class _Account:
+    """What has been drawn of each source, phase by phase."""
+
+    def __init__(self, mixture: Any) -> None:
+        self._mixture, size = mixture, len(mixture.names)
+        self._position = Position(*(np.full(size, one) for one in UNDRAWN))
+        self.num_tokens, self.draws, self._in_epoch, self._unseen = np.zeros((4, size), np.int64)
+        self._epochs = np.zeros(size)
+
+    def add(self, phase: int, draws: Any) -> tuple[Any, Any, Any]:
+        """Epochs, repeats and unseen tokens of a phase, in which so many samples are drawn."""
+        repeats, here = np.zeros_like(draws), np.flatnonzero(draws)
+        sizes, length, _ = place = self._mixture.sizes_of(here, phase)
+        before = Position(*(array[here] for array in self._position))
+        begin = before.before_draw(*place)
+        after = begin.after(draws[here], *place)
+        is_cut = before.drawn < num_windows(sizes, before.window_length) * before.window_length
+        is_cut &= (before.window_length % length > 0) & (begin.epoch > before.epoch)
+        repeats[here] = self._in_epoch[here] * is_cut
+        in_epoch = self._in_epoch[here] + draws[here] * length
+        self._in_epoch[here] = np.where(after.epoch > before.epoch, after.drawn, in_epoch)
+        for array, values in zip(self._position, after, strict=True):
+            array[here] = values
+        size = num_windows(sizes, after.window_length) * after.window_length
+        self.num_tokens[here], self._unseen[here] = sizes, sizes - size
+        self._epochs[here] = after.epoch + after.drawn / size
+        self.draws += draws
+        return self._epochs, repeats, self._unseen
+
+
+def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:
+    """Tells of sources with the same tokens; of files, those of one size alone are opened."""
+    sizes = Counter(file.num_tokens for file in train.stores)
+    known: dict[str, list[tuple[str, Any]]] = {}
+    for name, file in zip(train.mixture.names, train.stores, strict=True):
+        if sizes[file.num_tokens] > 1:
+            part, others = config.sources[name].part, known.setdefault(file.store.fingerprint, [])
+            yield from (
+                f"{name} has tokens of {other}, too: give them once, or another part"
+                for other, (start, stop) in others
+                if start < part[1] and part[0] < stop
+            )
+            others.append((name, part))
+
+
+def _of_built(config: DatasetConfig) -> dict[str, Any]:
+    plan = plan_run(config)
+    split = plan.splits[0]
+    if split is None:
+        raise ConfigError("the split leaves no training data: give train a share")
+    size, datasets = split.num_samples, split.datasets
+    weights = np.array(normalize(split.weights or split.lengths))
+    samples = np.rint(weights * size).astype(np.int64)[None]
+    num_tokens = [
+        getattr(one.order, "num_tokens_per_epoch", one.file.record.num_tokens) for one in datasets
+    ]
+    return {
+        "sources": [one.file.prefix for one in datasets],
+        "starts": [0, size],
+        "positions": [0, size],
+        "sequence_lengths": [config.sequence_length],
+        "num_tokens": np.array(num_tokens),
+        "samples": samples,
+        "epochs": samples * config.sequence_length / np.maximum(num_tokens, 1),
+        **dict.fromkeys(("repeats", "unseen"), np.zeros_like(samples)),
+        "caps": [],
+        "windows": samples,
+        "warnings": [*copies_in(plan)],
+    }
+
+
+def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[str]]:
+    """The first position of training at which two runs differ, and how; None: at none of both.
+
+    All that decides the positions before it is equal, as when a loader resumes.
+    """
+    if isinstance(old, InstantConfig) and isinstance(new, InstantConfig):
+        one, other = (_train_of(config) for config in (old, new))
+        num_samples = min(len(one), len(other))
+        first = bisect.bisect_left(
+            range(1, num_samples + 1),
+            True,
+            key=lambda count: one.fingerprint(count) != other.fingerprint(count),
+        )
+        count = min(first + 1, num_samples)
+        pair: Any = one.fingerprint(count), other.fingerprint(count)
+    else:
+        # Another number of samples of a dataset changes its shuffle, from the first sample on.
+        pair = [_key_of(config) for config in (old, new)]
+        first, num_samples = 0, int(pair[0] != pair[1])
+    changes = [
+        f"{place_of(path)}: {shown(before, 80)}, now {shown(after, 80)}"
+        for path, before, after in differences(*pair)
+    ]
+    return (first if first < num_samples else None), changes
+
+
+def _key_of(config: AnyConfig) -> Any:
+    """What decides the order of the training of a run, but for its end."""
+    if isinstance(config, InstantConfig):
+        return {"order": "instant"}
+    split = plan_run(config).splits[0]
+    return {} if split is None else set_key(config, split) | {"size": None}
+
+
+def format_forecast(one: Forecast) -> str:
+    """A forecast as text for people."""
+    lines = []
+    for number, samples in enumerate(one.samples):
+        start, end, *_ = one.starts[number:]
+        length, steps = one.sequence_lengths[number], one.steps[number : number + 2]
+        count = int(samples.sum())
+        lines.append(
+            f"phase {number}: samples {start:,} to {end:,}, {length:,} tokens each"
+            + (f", steps {steps[0]:,} to {steps[1]:,}" if steps else "")
+            + (f", {end - start - count:,} are skipped" if end - start > count else "")
+        )
+        rows = [["source", "share", "samples", "tokens", "epochs", "repeats", "unseen"]]
+        places = np.argsort(-samples, kind="stable")[: np.count_nonzero(samples)].tolist()
+        for place in places[:_MOST_ROWS]:
+            part = int(samples[place])
+            rest = one.repeats[number, place], one.unseen[number, place]
+            numbers = [f"{value:,}" for value in (part, part * length)]
+            rows.append(
+                [
+                    printable(one.sources[place]),
+                    f"{part / count:.2%}",
+                    *numbers,
+                    f"{one.epochs[number, place]:.2f}",
+                    *(f"{value:,}" for value in rest),
+                ]
+            )
+        lines += [f"  {line}" for line in text_table(rows)]
+        if len(places) > _MOST_ROWS:
+            lines.append(f"  and {len(places) - _MOST_ROWS:,} more sources: --json has them all")
+    caps = [f"{name} reaches max_epochs at sample {sample:,}" for name, sample in one.caps]
+    more = [f"and {len(caps) - _MOST_ROWS:,} more"] if len(caps) > _MOST_ROWS else []
+    warnings = [f"warning: {printable(text)}" for text in one.warnings]
+    return "\n".join([*lines, *map(printable, caps[:_MOST_ROWS]), *more, *warnings])
+
+
+def forecast_svg(one: Forecast, name: str = "") -> str:
+    """An SVG of the sources' shares over the run, with the name of its file."""
+    parts = Parts("part", tuple(one.sources), one.windows, one.windows.sum(axis=0))
+    return bands_picture("Mixture over the run", name, parts, "sample")

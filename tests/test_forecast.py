@@ -1,0 +1,171 @@
+"""`millrace plan`: what a run will draw is what the slow model draws."""
+
+import json
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from millrace.cli import main
+from millrace.inspect import forecast
+from tests.conftest import write_documents
+from tests.run.test_instant_runs import History
+
+RUN = """
+order: {order}
+seq-length: 8
+dtype: uint16
+global-batch-size: 4
+save-interval: 10
+train-samples: {samples}
+eval-iters: 0
+split: "1,0,0"
+sources:
+  web: {{prefix: {folder}/web, weight: 80}}
+  code: {{prefix: {folder}/code, weight: {weight}, max-epochs: 2}}
+phases:
+  - {{until: 100}}
+  - {{weights: {{code: {code}}}, until: {until}}}
+  - {{seq-length: {length}}}
+skips: [[{skip}, 44]]
+{more}
+"""
+
+
+def write_run(own: Path, name: str = "run.yaml", **changes: Any) -> str:
+    values = {"order": "instant", "samples": 300, "weight": 20, "code": 30, "until": 120}
+    values |= {"length": 5, "skip": 40, "more": "", "folder": own, **changes}
+    (own / name).write_text(RUN.format(**values))
+    return str(own / name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, (name, size) in enumerate({"web": 900, "code": 200}.items()):
+        write_documents(tmp_path / name, np.split(np.arange(size) + 10_000 * number, [50]))
+    return tmp_path
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_counts_what_the_model_draws(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    history = History(rng, tmp_path)
+    for _ in range(rng.randint(0, 4)):
+        history.add_phase(history.model[-1][0])
+    num_samples = history.model[-1][0] + rng.randint(1, 200)
+    one = forecast(replace(history.config(), num_samples=(num_samples, None, None)), num_parts=9)
+    model = history.make_model()
+    drawn: Counter[tuple[int, str]] = Counter()
+    for _ in range(num_samples):
+        sample = model.draw()
+        phase = sum(start <= sample.number for start, *_ in history.model) - 1
+        drawn[phase, sample.source] += 1
+    assert one.starts[-1] == sample.number + 1
+    assert one.windows.sum() == one.starts[-1]
+    for place, name in enumerate(one.sources):
+        counts = [drawn[number, name] for number in range(len(one.samples))]
+        assert one.samples[:, place].tolist() == counts
+        assert one.repeats[:, place].sum() == model.repeated()[name]
+        if (position := model.positions()[name]) is not None:
+            size = (history.sizes[name] // position.window - 1) * position.window
+            assert one.epochs[-1, place] == pytest.approx(position.epoch + position.past / size)
+            assert one.unseen[-1, place] == history.sizes[name] - size < 2 * position.window
+
+
+def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(folder)
+    assert main(["plan", run, "--picture", str(folder / "run.html")]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "phase 0: samples 0 to 100, 8 tokens each, steps 0 to 24, 4 are skipped",
+        "phase 1: samples 100 to 120, 8 tokens each, steps 24 to 29",
+        "phase 2: samples 120 to 304, 5 tokens each, steps 29 to 75",
+        "warning: phase 1 has 5 steps, fewer than the 10 from a checkpoint",
+        "source web: 760 tokens are drawn again before their epoch is over, as 5 does not divide",
+        "code reaches max_epochs at sample 120",
+    ):
+        assert line in text
+    page = (folder / "run.html").read_text()
+    assert page.count("<title>") == 64
+    assert "web 80" in page
+    assert main(["plan", run, "--json"]) == 0
+    one = json.loads(capsys.readouterr().out)
+    assert np.sum(one["samples"]) == 300
+    assert one["caps"] == [["code", 120]]
+
+
+def test_it_knows_the_built_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / "gpt.yaml"
+    text = f"data-path: [3, {folder}/web, 1, {folder}/web]\\nsplit: 1,0,0\\nseq-length: 8\\n"
+    path.write_text(text.replace("\\n", "\n") + "train-samples: 1000\neval-iters: 0\nseed: 1\n")
+    assert main(["plan", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "  750   6,000    6.67" in text
+    assert "warning: more than 4 epochs of" in text
+    assert "has the data of" in text
+    (folder / "longer.yaml").write_text(path.read_text().replace("1000", "3000"))
+    (folder / "same.yaml").write_text(path.read_text().replace("1000", "1001"))
+    assert main(["plan", str(folder / "longer.yaml"), "--diff", str(path)]) == 0
+    assert "position 0 is the first one that changes" in capsys.readouterr().out
+    assert main(["plan", str(folder / "same.yaml"), "--diff", str(path)]) == 0
+    assert "no sample changes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "first", "text"),
+    [
+        ({}, None, "no sample changes that both runs have"),
+        ({"samples": 900}, None, "no sample changes that both runs have"),
+        (
+            {"code": 31},
+            96,
+            "position 96 is the first one that changes; all before it stay, with the steps below",
+        ),
+        ({"until": 124}, 116, "phases.2 from sample 120"),
+        ({"skip": 32}, 32, "skips: [], now [[32, 44]]"),
+        ({"weight": 21}, 0, "phases.0 from sample 0.shares.code: 0."),
+    ],
+)
+def test_a_change(
+    changes: dict[str, Any], first: int | None, text: str, folder: Path, capsys: Any
+) -> None:
+    old, new = write_run(folder), write_run(folder, "new.yaml", **changes)
+    assert main(["plan", "--diff", old, new]) == 0
+    assert text in capsys.readouterr().out
+    assert main(["plan", "--diff", old, new, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["first_changed_sample"] == first
+    if first is not None:
+        consumed = ["--consumed-samples", str(first + 1)]
+        assert main(["plan", "--diff", old, new, *consumed]) == 1
+        assert f"sample {first} changes, and {first + 1} are consumed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weight": 0}, "source code: the weight is 0: leave it out"),
+        ({"weight": ".nan"}, "source code: the weight is nan; it must be positive and finite"),
+        ({"code": -1}, "phase 1: the weight of code is -1; it must be positive and finite"),
+        ({"until": 90}, "phase 1 starts at sample 100, and ends before 90"),
+        ({"until": 122}, "phase 2, from sample 122, has another sequence length, and must start"),
+        ({"length": 101}, "phase 2, source code has 200 tokens; samples of 101 tokens need 202"),
+        ({"skip": 45}, "skips[0] is [45, 44]; give [start, stop]"),
+        ({"more": "train-iters: 5"}, "train_samples is 300, train_iters 5: leave one out"),
+        ({"more": "sources:\n  a: b"}, "it gives sources twice: leave one out"),
+        ({"length": "8}\n  - {weights: {web: 0}"}, "phase 2 has no `until`, and is not the last"),
+        ({"length": "8, weights: {web: 0}"}, "phase 2: all of its sources have reached max_epochs"),
+        ({"code": "1, code: 2"}, "it gives code twice: leave one out"),
+        ({"folder": "/nowhere"}, "source web: /nowhere/web.bin not found: give its path"),
+        ({"order": "gpt"}, "only the instant order has sources: give `order: instant`"),
+    ],
+)
+def test_bad_input(changes: dict[str, Any], message: str, folder: Path, capsys: Any) -> None:
+    path = write_run(folder, **changes)
+    assert main(["plan", path]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
