@@ -13,11 +13,13 @@ from millrace.cache import arrays
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import RowEncoder, TextRows
 from millrace.engine import Progress
-from millrace.errors import ConfigError, DataError
+from millrace.errors import ConfigError, DataError, TextError
 from millrace.files import atomic_file, file_lock
 from millrace.names import JOURNAL, LOSS
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
 from millrace.store import IndexedDataset
+from millrace.text import BadDocumentError
+from millrace.text.json_values import text_at
 from millrace.tokenizing import tokenize
 
 
@@ -44,7 +46,12 @@ def tokenized(
                 _make(rows, encoder, place, **options)
                 store = IndexedDataset(prefix)
     info = store.info()
-    return store, {} if info is None else info.provenance.get("report", {})
+    provenance: dict[str, Any] = {} if info is None else info.provenance
+    report = {"rows": store.num_documents, **provenance.get("report", {})}
+    report["tokens"] = store.num_tokens
+    if "skipped" in provenance:
+        report["skipped rows"] = provenance["skipped"]["number"]
+    return store, report
 
 
 def _finished(place: str, prefix: str, needed: list[str]) -> IndexedDataset | None:
@@ -76,7 +83,9 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
     lines = place + ".rows.jsonl"
     if isinstance(rows.parts[0], MemoryPart) or len(rows) < len(rows.range()):
         inputs = [lines]
-        _write_lines(rows, lines)
+        _write_lines(rows, encoder, lines, options["on_error"])
+        # The limit was that of the lines which were read; these have escapes.
+        options["max_document_size"] = max(os.path.getsize(lines), 1)
     else:
         inputs = [part.file.path for part in rows.parts]
         options["max_document_size"] = rows.max_size
@@ -100,8 +109,9 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
         os.unlink(lines)
 
 
-def _write_lines(rows: Rows, path: str) -> None:
+def _write_lines(rows: Rows, encoder: RowEncoder, path: str, on_error: str) -> None:
     """Writes rows in memory, or a part of all rows, as JSON lines, for a job that reads files."""
+    key = encoder.key if isinstance(encoder, TextRows) else None
     # Bad rows of a part were met when all rows were read.
     read = rows.read if len(rows) < len(rows.range()) else rows.rows
     with atomic_file(path, durable=False) as file:
@@ -110,7 +120,13 @@ def _write_lines(rows: Rows, path: str) -> None:
             for number, row in zip(numbers.tolist(), read(numbers), strict=True):
                 try:
                     if isinstance(row, dict):
-                        file.write(json.dumps(row).encode() + b"\n")
+                        # JSON would make lists of tuples, which are bad texts.
+                        kept = row if key is None else {key: text_at(row, key)}
+                        file.write(json.dumps(kept).encode() + b"\n")
+                except BadDocumentError as error:
+                    if on_error == "stop":
+                        raise TextError(f"{rows.place(number)}: {error}") from None
+                    file.write(b"{}\n")
                 except (TypeError, ValueError, RecursionError) as error:
                     problem = f"{rows.place(number)} cannot be written as JSON ({error})"
                     raise ConfigError(f"{problem}: give texts, numbers, lists, dicts") from None
