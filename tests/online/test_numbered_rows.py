@@ -127,6 +127,14 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path, kind: str) -> None:
         assert again.rows([len(again) - 1]) == [{"text": "c"}]
 
 
+def test_what_a_killed_conversion_has_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text\na\n")
+    for _ in deaths_of(lambda: open_rows(tmp_path / "a.csv", cache=tmp_path / "cache")):
+        pass
+    open_rows(tmp_path / "a.csv", cache=tmp_path / "cache")
+    assert not [*(tmp_path / "cache").glob("*tmp*")]
+
+
 def test_an_index_survives_death_and_damage(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [{"text": str(n)} for n in range(2000)])
     cache, copy = tmp_path / "cache", tmp_path / "copy"
@@ -136,7 +144,7 @@ def test_an_index_survives_death_and_damage(tmp_path: Path) -> None:
         assert open_rows(path, cache=copy).rows([1999]) == [{"text": "1999"}]
         shutil.rmtree(copy)
     assert len([*cache.iterdir()]) < 9  # what the dead have left is removed
-    for damaged in cache.iterdir():
+    for damaged in [*cache.glob("*.npy"), *cache.glob("*.json")]:
         damaged.write_bytes(damaged.read_bytes()[:-1])
         assert open_rows(path, cache=cache).rows([1999]) == [{"text": "1999"}]
 

@@ -14,13 +14,16 @@ from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import RowEncoder, TextRows
 from millrace.engine import Progress
 from millrace.errors import ConfigError, DataError, TextError
-from millrace.files import atomic_file, file_lock
+from millrace.files import atomic_file, writers_lock
 from millrace.names import JOURNAL, LOSS
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
 from millrace.store import IndexedDataset
 from millrace.text import BadDocumentError
 from millrace.text.json_values import text_at
 from millrace.tokenizing import tokenize
+
+LINES = ".rows.jsonl"
+"""Ending of the file of rows that are in memory, or part of all, while the job reads it."""
 
 
 def tokenized(
@@ -70,7 +73,8 @@ def _turn(place: str, show_progress: bool) -> Iterator[None]:
         while True:
             with contextlib.suppress(BlockingIOError):
                 # Without progress, the wait for the lock itself warns and names the holder.
-                stack.enter_context(file_lock(f"{place}.lock", limit=1 if show_progress else None))
+                limit = 1 if show_progress else None
+                stack.enter_context(writers_lock(f"{place}.lock", place + LINES, limit=limit))
                 break
             done = glob.glob(f"{glob.escape(place + JOURNAL)}/*/done.jsonl")
             size = sum(map(os.path.getsize, done))
@@ -80,7 +84,7 @@ def _turn(place: str, show_progress: bool) -> Iterator[None]:
 
 def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
     """Runs the job."""
-    lines = place + ".rows.jsonl"
+    lines = place + LINES
     if isinstance(rows.parts[0], MemoryPart) or len(rows) < len(rows.range()):
         inputs = [lines]
         _write_lines(rows, encoder, lines, options["on_error"])

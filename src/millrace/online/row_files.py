@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
-from millrace.files import atomic_file, file_lock, sum_of, xxh3
+from millrace.files import atomic_file, sum_of, writers_lock, xxh3
 from millrace.samples.tokens import Numbers
 from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
 from millrace.text.documents import UTF8_BOM
@@ -177,7 +177,7 @@ def _notes_of(
 
     if (notes := find()) is None:
         os.makedirs(folder, exist_ok=True)
-        with file_lock(os.path.join(folder, f"{name}.pass.lock")):
+        with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *filter(None, [table])):
             if (notes := find()) is None:
                 with _opened(file):
                     made = make()
