@@ -1,18 +1,20 @@
 """Samples of rows in turn: what they hold, and that no row is lost or repeated by a resume."""
 
+import copy
 import itertools
 import json
 import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, Loader, ResumeError, TextError
 from millrace.online import StreamDataset, TextRows
-from millrace.online.text_dataset import epoch_order
+from millrace.online.row_documents import epoch_order
 from millrace.testing import assert_resumes
 from tests.online.encoders import BYTES, CASES, EOD, Marked
 
@@ -144,12 +146,13 @@ def law(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "hugging face"])
 def test_it_resumes_from_every_step_with_threads(packing: str, kind: str) -> None:
     rows = [{"text": "mill race "[: n % 11]} for n in range(50)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
 
     def loader() -> Loader:
-        source = source_of(kind, rows)
+        source = copy.deepcopy(stream) if kind == "hugging face" else source_of(kind, rows)
         options: Any = {"packing": packing, "shuffle_buffer": 7}
         dataset = StreamDataset(source, Marked(), sequence_length=12, **options)
         return Loader(dataset, micro_batch_size=2, prefetch=4)
@@ -158,9 +161,26 @@ def test_it_resumes_from_every_step_with_threads(packing: str, kind: str) -> Non
     one = loader()
     batches = [batch["tokens"].tolist() for batch in one]
     assert one.batch(3)["tokens"].tolist() == batches[3]
-    if kind in ("state", "iterable"):  # functions of a test cannot be pickled
-        copy = pickle.loads(pickle.dumps(loader()))
-        assert [batch["tokens"].tolist() for batch in copy] == batches
+    if kind != "function":  # functions of a test cannot be pickled
+        other = pickle.loads(pickle.dumps(loader()))
+        assert [batch["tokens"].tolist() for batch in other] == batches
+
+
+@pytest.mark.parametrize(("buffer", "count"), [(20, 18), (20, 5), (0, 9), (20, 30)])
+def test_a_source_that_has_changed_is_refused(buffer: int, count: int) -> None:
+    rows = [{"text": str(n)} for n in range(25)]
+
+    def loader(rows: Any) -> Loader:
+        dataset = StreamDataset(rows, BYTES, sequence_length=4, shuffle_buffer=buffer)
+        return Loader(dataset, micro_batch_size=1)
+
+    one = loader(rows)
+    for _ in range(10 if count < 25 else 22):
+        next(one)
+    state, other = one.state_dict(), loader([*rows, *rows][:count])
+    other.load_state_dict(state)
+    with pytest.raises(ResumeError, match=f"has {count - 20 * (count > 20)} now"):
+        next(other)
 
 
 def test_each_rank_tokenises_its_own() -> None:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,30 +169,41 @@ def test_a_split_is_a_range_of_documents(tmp_path: Path) -> None:
     assert len([*(tmp_path / "c").glob("*.bin")]) == 1  # of all rows, for both parts
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
+def test_bad_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for line, reason in (
         (b"{", "not valid JSON"),
         (b'{"a": 1}', "no key"),
         (b'{"text": "\xff"}', "not UTF-8"),
         (b'{"text": "\\ud800"}', "surrogate"),
-    ],
-)
-def test_bad_rows(tmp_path: Path, line: bytes, reason: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
-    for encoder in (BYTES, Marked()):
-        online = TextDataset(path, encoder, sequence_length=4)
-        assert online[0]["tokens"].tolist() == [ord("a"), EOD, 0, 0]
-        with pytest.raises(TextError, match=f"sample 1: .*line 3: .*{reason}"):
-            online.batch([0, 1, 2])
-        with pytest.raises(TextError, match=f"line 3: .*{reason}"):
-            TextDataset(path, encoder, sequence_length=4, cache=tmp_path / "c")
-        for on_error in ("skip", "quarantine"):
-            options: Any = {"cache": tmp_path / "c", "on_error": on_error}
-            cached = TextDataset(path, encoder, sequence_length=4, **options)
-            assert cached.tokens([0, 1]).tokens.tolist() == [ord("a"), EOD, ord("b"), EOD]
-        assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 1 + (encoder is not BYTES)
+    ):
+        path.write_bytes(b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n')
+        for encoder, on_error in ((BYTES, "skip"), (Marked(), "quarantine")):
+            online = TextDataset(path, encoder, sequence_length=4)
+            assert online[0]["tokens"].tolist() == [ord("a"), EOD, 0, 0]
+            with pytest.raises(TextError, match=f"sample 1: .*line 3: .*{reason}"):
+                online.batch([0, 1, 2])
+            cached: Any = partial(TextDataset, path, encoder, sequence_length=4, workers=1)
+            with pytest.raises(TextError, match=f"line 3: .*{reason}"):
+                cached(cache=tmp_path / "c")
+            for _ in range(2):
+                kept = cached(cache=tmp_path / "c", on_error=on_error)
+                assert kept.tokens([0, 1]).tokens.tolist() == [ord("a"), EOD, ord("b"), EOD]
+                assert kept.report == {"rows": 2, "tokens": 4, "skipped rows": 1}
+    assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 4
+
+
+def test_rows_of_memory_with_values_that_json_lacks(tmp_path: Path) -> None:
+    rows: list[Any] = [{"text": "a" * 99, "at": date(2020, 1, 1), "n": np.int64(3)}]
+    for place in (None, tmp_path):
+        source = open_rows(rows, max_document_size=20)
+        dataset = TextDataset(source, BYTES, sequence_length=4, cache=place, workers=1)
+        assert dataset[0]["tokens"].tolist() == [ord("a")] * 4
+        wrong = [*rows, {"text": ("a", "b")}]
+        with pytest.raises(TextError, match='row 1 of the list: the value of "text"'):
+            TextDataset(wrong, BYTES, sequence_length=4, cache=place, workers=1).batch([1])
+    cached = TextDataset(wrong, BYTES, sequence_length=4, cache=tmp_path, on_error="skip")
+    assert (len(cached), cached.report["skipped rows"]) == (1, 1)
 
 
 def test_the_report_counts_what_was_read() -> None:
@@ -205,8 +218,8 @@ def test_the_report_counts_what_was_read() -> None:
 
 
 def test_a_loader_encodes_rows_of_several_steps_at_once(tmp_path: Path) -> None:
-    rows: list[Any] = [{"text": f"{n:03}"} for n in range(200)]
-    rows[150] = {"no": "text"}
+    rows: list[Any] = [{"text": f"{n:03}"} for n in range(600)]
+    rows[550] = {"no": "text"}
     path = write_rows(tmp_path / "a.jsonl", rows)
     sizes = []
 
@@ -216,13 +229,13 @@ def test_a_loader_encodes_rows_of_several_steps_at_once(tmp_path: Path) -> None:
             return super().encode(rows)
 
     dataset = TextDataset(path, Counting(), sequence_length=4, add_extra_token=False)
-    whole = b"".join(b"%03d" % n for n in range(150))
+    whole = b"".join(b"%03d" % n for n in range(550))
     for source, threads in itertools.product((dataset, BlendedDataset([dataset])), (1, 3)):
         sizes.clear()
         loader = Loader(source, micro_batch_size=5, threads=threads)
-        seen = [next(loader)["tokens"][:, :3] for _ in range(30)]
+        seen = [next(loader)["tokens"][:, :3] for _ in range(110)]
         assert bytes(np.concatenate(seen).astype(np.uint8).ravel()) == whole
-        with pytest.raises(TextError, match="line 151: there is no key"):
+        with pytest.raises(TextError, match="line 551: there is no key"):
             next(loader)
         assert sorted(sizes)[-2] >= 64  # the rows of the block of the bad one are encoded alone
         loader.close()

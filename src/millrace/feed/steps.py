@@ -35,7 +35,6 @@ _AHEAD_BYTES = 1 << 23  # made ahead, if steps are small
 _EXIT_LIMIT = 10.0  # seconds that the end of Python waits for a read
 _PATIENCE = 64  # reads in a row from memory, by all threads, after which prefetching ends
 _DISTANCE = 256  # samples to prefetch: what a disk, or an object store, serves side by side
-_FEWEST = 64  # samples to prefetch at a time: what an encoder of texts takes at a time
 
 
 class Step(NamedTuple):
@@ -316,12 +315,12 @@ def _work(queue_ref: weakref.ref[StepQueue], permits: SimpleQueue[Any]) -> None:
     permits.put(False)  # for the next thread
 
 
-def _joined(steps: list[NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
-    """The samples of steps in their order, `_FEWEST` or more at a time but for the last ones."""
+def _joined(steps: list[NDArray[np.int64]], least: int) -> Iterator[NDArray[np.int64]]:
+    """The samples of steps in their order, `least` or more at a time but for the last ones."""
     part: list[NDArray[np.int64]] = []
     for numbers in steps:
         part.append(numbers)
-        if sum(map(len, part)) >= _FEWEST:
+        if sum(map(len, part)) >= least:
             yield np.concatenate(part)
             part.clear()
     if part:
@@ -342,6 +341,8 @@ class LookAhead:
         self._dataset = dataset if can_prefetch else None
         self._sampler = sampler
         self._distance = getattr(dataset, "look_ahead", 0) or _DISTANCE
+        # Samples to announce at a time: a call for a few costs as much as one for many.
+        self._group = max(self._distance // 4, 1)
         self._num_cold = 0  # reads that still prefetch
         self._told: deque[tuple[int, int]] = deque()  # starts of coming steps, and their sizes
         self._num_told = 0  # samples of these steps
@@ -359,7 +360,7 @@ class LookAhead:
         if self._is_remote or self._num_cold > 0:
             # The read itself will say what is wrong.
             with suppress(BaseException), self._turn:
-                for numbers in _joined(self._coming(position)):
+                for numbers in _joined(self._coming(position), self._group):
                     self._dataset.prefetch(numbers)
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
@@ -368,14 +369,13 @@ class LookAhead:
         return result
 
     def _coming(self, position: int) -> list[NDArray[np.int64]]:
-        """The sample numbers that the storage is not told of yet, by step; none for most steps, as
-        a call for a few samples costs as much as one for many."""
+        """The sample numbers that the storage is not told of yet, by step; none for most steps."""
         steps: list[NDArray[np.int64]] = []
         with self._lock:
             while self._told and self._told[0][0] < position:
                 self._num_told -= self._told.popleft()[1]
             self._end = max(self._end, position)
-            limit = self._distance + _FEWEST if self._num_told < self._distance else 0
+            limit = self._distance + self._group if self._num_told < self._distance else 0
             while self._num_told < limit and self._sampler.has_step(self._end):
                 steps.append(self._sampler.sample_numbers(self._end))
                 size = max(len(steps[-1]), 1)  # a rank's last step may be empty

@@ -13,12 +13,17 @@ from millrace.cache import arrays
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import RowEncoder, TextRows
 from millrace.engine import Progress
-from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file, file_lock
+from millrace.errors import ConfigError, DataError, TextError
+from millrace.files import atomic_file, writers_lock
 from millrace.names import JOURNAL, LOSS
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
 from millrace.store import IndexedDataset
+from millrace.text import BadDocumentError
+from millrace.text.json_values import text_at
 from millrace.tokenizing import tokenize
+
+LINES = ".rows.jsonl"
+"""Ending of the file of rows that are in memory, or part of all, while the job reads it."""
 
 
 def tokenized(
@@ -44,7 +49,12 @@ def tokenized(
                 _make(rows, encoder, place, **options)
                 store = IndexedDataset(prefix)
     info = store.info()
-    return store, {} if info is None else info.provenance.get("report", {})
+    provenance: dict[str, Any] = {} if info is None else info.provenance
+    report = {"rows": store.num_documents, **provenance.get("report", {})}
+    report["tokens"] = store.num_tokens
+    if "skipped" in provenance:
+        report["skipped rows"] = provenance["skipped"]["number"]
+    return store, report
 
 
 def _finished(place: str, prefix: str, needed: list[str]) -> IndexedDataset | None:
@@ -63,7 +73,8 @@ def _turn(place: str, show_progress: bool) -> Iterator[None]:
         while True:
             with contextlib.suppress(BlockingIOError):
                 # Without progress, the wait for the lock itself warns and names the holder.
-                stack.enter_context(file_lock(f"{place}.lock", limit=1 if show_progress else None))
+                limit = 1 if show_progress else None
+                stack.enter_context(writers_lock(f"{place}.lock", place + LINES, limit=limit))
                 break
             done = glob.glob(f"{glob.escape(place + JOURNAL)}/*/done.jsonl")
             size = sum(map(os.path.getsize, done))
@@ -73,10 +84,12 @@ def _turn(place: str, show_progress: bool) -> Iterator[None]:
 
 def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
     """Runs the job."""
-    lines = place + ".rows.jsonl"
+    lines = place + LINES
     if isinstance(rows.parts[0], MemoryPart) or len(rows) < len(rows.range()):
         inputs = [lines]
-        _write_lines(rows, lines)
+        _write_lines(rows, encoder, lines, options["on_error"])
+        # The limit was that of the lines which were read; these have escapes.
+        options["max_document_size"] = max(os.path.getsize(lines), 1)
     else:
         inputs = [part.file.path for part in rows.parts]
         options["max_document_size"] = rows.max_size
@@ -100,8 +113,9 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
         os.unlink(lines)
 
 
-def _write_lines(rows: Rows, path: str) -> None:
+def _write_lines(rows: Rows, encoder: RowEncoder, path: str, on_error: str) -> None:
     """Writes rows in memory, or a part of all rows, as JSON lines, for a job that reads files."""
+    key = encoder.key if isinstance(encoder, TextRows) else None
     # Bad rows of a part were met when all rows were read.
     read = rows.read if len(rows) < len(rows.range()) else rows.rows
     with atomic_file(path, durable=False) as file:
@@ -110,7 +124,13 @@ def _write_lines(rows: Rows, path: str) -> None:
             for number, row in zip(numbers.tolist(), read(numbers), strict=True):
                 try:
                     if isinstance(row, dict):
-                        file.write(json.dumps(row).encode() + b"\n")
+                        # JSON would make lists of tuples, which are bad texts.
+                        kept = row if key is None else {key: text_at(row, key)}
+                        file.write(json.dumps(kept).encode() + b"\n")
+                except BadDocumentError as error:
+                    if on_error == "stop":
+                        raise TextError(f"{rows.place(number)}: {error}") from None
+                    file.write(b"{}\n")
                 except (TypeError, ValueError, RecursionError) as error:
                     problem = f"{rows.place(number)} cannot be written as JSON ({error})"
                     raise ConfigError(f"{problem}: give texts, numbers, lists, dicts") from None

@@ -33,7 +33,7 @@ BLOCK = 256
 def folder_of(cache: str | os.PathLike[str] | None) -> str:
     """The cache folder; for None, a new one that is removed when the process ends."""
     if cache is not None:
-        return check_path("cache", cache)
+        return absolute_path(check_path("cache", cache))
     folder, owner = tempfile.mkdtemp(prefix="millrace-"), os.getpid()
 
     def remove() -> None:

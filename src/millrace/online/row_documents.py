@@ -1,46 +1,202 @@
-"""Documents of rows, encoded when they are asked for, and samples that are made some at a time."""
+"""A document for each sample: encoded when it is asked for, or read from token files."""
 
 import itertools
 import threading
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
+from millrace.checks import MAX_INT64, check_int
 from millrace.encoding.row_encoders import RowEncoder, encode_rows
 from millrace.errors import TextError
 from millrace.forks import Renewed
 from millrace.online.numbered_rows import Rows
-from millrace.ragged import sizes_of
+from millrace.order import Spans
+from millrace.order.permutation import KeyedPermutation
+from millrace.ragged import sizes_of, spread
+from millrace.samples.loss_ranges import LossRanges
+from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
+from millrace.store import IndexedDataset
 
-BLOCK = 64
-"""Rows that are encoded at a time: encoders take twice as long for a text alone."""
+BLOCK = 256
+"""Rows that are encoded at a time: what a call costs is then a fiftieth of the encoder's time."""
 
-_MOST_AHEAD = 1024  # samples; of loaders that went elsewhere, the oldest are forgotten
+_MOST_AHEAD = 16 * BLOCK  # samples; of loaders that went elsewhere, the oldest are forgotten
 
 
-class RowDocuments(Renewed):
-    """A document for each row, cut to a number of tokens, by the row's number.
+@lru_cache(maxsize=64)
+def epoch_order(count: int, seed: int, epoch: int) -> KeyedPermutation:
+    """The order of so many documents in an epoch, or of rows in a window of a stream."""
+    return KeyedPermutation(count, seed << 64 | epoch)
+
+
+class DocumentSamples:
+    """A source of tokens whose samples are a document each, by the document's number.
+
+    Each epoch takes the documents in a new order; without a seed, as they stand.
+
+    Args:
+        count: Number of documents.
+        capacity: Number of tokens after which a document is cut.
+        identity: What decides the documents, as plain values.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        capacity: int,
+        identity: dict[str, Any],
+        seed: int | None,
+        num_samples: int | None,
+    ) -> None:
+        self._count, self._capacity, self._seed = count, capacity, seed
+        self._identity = {**identity, "num_documents": count, "seed": seed}
+        num_samples = count if num_samples is None else num_samples
+        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64 if count else 0)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def _documents(self, sample_numbers: Numbers) -> Numbers:
+        """The documents of some samples."""
+        epochs, numbers = np.divmod(sample_numbers, max(self._count, 1))
+        for epoch in {*epochs.tolist()} if self._seed is not None else ():
+            here = epochs == epoch
+            numbers[here] = epoch_order(self._count, self._seed, epoch).sources(numbers[here])
+        return numbers
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        """The same with and without token files: a run may go on with the one or the other."""
+        return self._identity
+
+
+def _document_batch(tokens: Any, ends: Numbers, trained: Any, numbers: Numbers) -> TokenBatch:
+    """Samples that are a document each: those with tokens are a part, by the document's number."""
+    sizes = sizes_of(ends)
+    has_tokens = sizes > 0
+    starts = (ends - sizes)[has_tokens]
+    parts: Any = {"part_starts": starts, "part_offset": np.zeros_like(starts)}
+    parts["part_sequence"] = numbers[has_tokens]
+    return EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)
+
+
+class StoredDocuments(DocumentSamples):
+    """The documents of token files, counted from document `first` on."""
+
+    def __init__(self, store: IndexedDataset, first: int, has_mask: bool, *options: Any) -> None:
+        super().__init__(*options)
+        self._first = first
+        self._stored = StoredTokens(store, self)
+        self._ranges = LossRanges(self._stored) if has_mask else None
+
+    def spans(self, numbers: Numbers) -> Spans:
+        """Documents by number: their sequences, as far as the capacity goes."""
+        store: Any = self._stored.store
+        firsts, stops = store.document_indices[self._first + np.stack((numbers, numbers + 1))]
+        samples, places = spread(stops - firsts)
+        sequences = firsts[samples] + places
+        bounds = np.append(0, np.cumsum(stops - firsts))
+        lengths = store.sequence_lengths[sequences].astype(np.int64)
+        ends = np.append(0, np.cumsum(lengths))
+        before = ends[:-1] - ends[bounds[:-1]][samples]
+        counts = np.clip(self._capacity - before, 0, lengths)
+        return Spans(sequences, np.zeros_like(counts), counts, bounds)
+
+    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
+        """See `TokenSource`."""
+        numbers = self._documents(sample_numbers)
+        batch = self._stored.tokens(numbers)
+        if self._ranges is not None:
+            _, batch = self._ranges(batch, numbers)
+        return _document_batch(batch.tokens, batch.ends, batch.trained, numbers)
+
+
+class RowDocuments(DocumentSamples, Renewed):
+    """The documents of rows, which are encoded when they are asked for.
+
+    If a loader says which samples follow, they are encoded some at a time, while a thread reads the
+    rows of the next ones. A sample does not depend on that: of a block that fails, the samples that
+    are asked for are made alone.
 
     Attributes:
         report: Counts of the rows that this process has encoded.
     """
 
-    _renewed = ("report", "_lock")
+    is_remote = True  # see `TokenDataset.is_remote`
+    look_ahead = 4 * BLOCK
+    prefix = "rows"  # in messages
+    _renewed = ("report", "_lock", "_blocks", "_reader")
 
-    def __init__(self, rows: Rows, encoder: RowEncoder, capacity: int) -> None:
-        self._rows, self._encoder, self._capacity = rows, encoder, capacity
+    def __init__(self, rows: Rows, encoder: RowEncoder, *options: Any) -> None:
+        super().__init__(len(rows), *options)
+        self._rows, self._encoder = rows, encoder
         self.renew()
 
     def after_fork(self) -> None:
         self._lock, self.report = threading.Lock(), Counter[str]()
+        self._reader = ThreadPoolExecutor(1, "millrace-rows")
+        # By the number of each sample that was not asked for yet: its block, and its place there.
+        self._blocks: dict[int, tuple[_Block, int]] = {}
 
-    def tokens(self, numbers: Numbers) -> TokenBatch:
-        """The documents of some rows, a part each; TextError for a bad row, with its place."""
-        encoded = encode_rows(self._encoder, self._rows.rows(numbers))
+    def prefetch(self, sample_numbers: Numbers) -> None:
+        """Samples that are asked for soon, in this order."""
+        for numbers in np.array_split(sample_numbers, max(round(len(sample_numbers) / BLOCK), 1)):
+            block = _Block(self._documents(numbers))
+            with self._lock:
+                self._blocks |= {one: (block, place) for place, one in enumerate(numbers.tolist())}
+                num_old = max(len(self._blocks) - _MOST_AHEAD, 0)
+                for old in list(itertools.islice(self._blocks, num_old)):
+                    del self._blocks[old]
+
+    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
+        """See `TokenSource`; TextError for a bad row, with its place."""
+        with self._lock:
+            entries = [self._blocks.pop(one, (None, 0)) for one in sample_numbers.tolist()]
+        batches, start = [], 0
+        for block, run in itertools.groupby(entries, itemgetter(0)):
+            places = np.array([place for _, place in run])
+            numbers, start = sample_numbers[start : start + len(places)], start + len(places)
+            batch = None if block is None else self._batch_of(block)
+            batches.append(self._alone(numbers) if batch is None else batch.select(places))
+        if len(batches) > 1:
+            return concatenate(batches)
+        return batches[0] if batches else self._alone(sample_numbers)
+
+    def _alone(self, sample_numbers: Numbers) -> TokenBatch:
+        numbers = self._documents(sample_numbers)
+        return self._encoded(numbers, self._rows.rows(numbers))
+
+    def _batch_of(self, block: "_Block") -> TokenBatch | None:
+        """The samples of a block; None if they cannot be made together."""
+        if block.lock.locked() and (later := self._untouched()):
+            self._make(later)  # while another thread makes this one
+        self._make(block)
+        return block.batch
+
+    def _untouched(self) -> "_Block | None":
+        blocks = map(itemgetter(0), [*self._blocks.values()])
+        return next((one for one in blocks if not (one.is_tried or one.lock.locked())), None)
+
+    def _make(self, block: "_Block") -> None:
+        with block.lock, suppress(Exception):
+            if not block.is_tried:
+                block.is_tried = True
+                numbers, reading = block.numbers, block.reading
+                with self._lock:
+                    if (later := self._untouched()) and later.reading is None:
+                        later.reading = self._reader.submit(self._rows.rows, later.numbers)
+                rows = self._rows.rows(numbers) if reading is None else reading.result()
+                block.batch, block.reading = self._encoded(numbers, rows), None
+
+    def _encoded(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
+        """The documents of some rows."""
+        encoded = encode_rows(self._encoder, rows)
         for place in np.flatnonzero(encoded.counts != 1)[:1].tolist():
             where = self._rows.place(int(numbers[place]))
             if place not in encoded.problems:
@@ -57,11 +213,9 @@ class RowDocuments(Renewed):
             firsts = encoded.ends - sizes
             ranges = [*map(slice, firsts.tolist(), (firsts + kept).tolist())]
             tokens = np.concatenate([tokens[one] for one in ranges])
-            trained = (
-                trained if trained is None else np.concatenate([trained[one] for one in ranges])
-            )
+            if trained is not None:
+                trained = np.concatenate([trained[one] for one in ranges])
         ends = np.cumsum(kept)
-        batch = document_batch(tokens, ends, trained, numbers)
         labels = kept - 1  # all tokens but the first
         if trained is not None:
             sums = np.append(0, np.cumsum(trained))
@@ -72,92 +226,13 @@ class RowDocuments(Renewed):
         counts["samples without a target"] = int((labels < 1).sum())
         with self._lock:
             self.report.update(counts)
-        return batch
-
-
-def document_batch(tokens: Any, ends: Numbers, trained: Any, numbers: Numbers) -> TokenBatch:
-    """Samples that are a document each: those with tokens are a part, by the document's number."""
-    sizes = sizes_of(ends)
-    has_tokens = sizes > 0
-    starts = (ends - sizes)[has_tokens]
-    parts: Any = {"part_starts": starts, "part_offset": np.zeros_like(starts)}
-    parts["part_sequence"] = numbers[has_tokens]
-    return EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)
-
-
-class TokenBlocks(Renewed):
-    """A source of tokens whose samples are made some at a time, if a loader says which ones follow.
-
-    A sample does not depend on that: of a block that fails, the samples asked for are made alone.
-    """
-
-    is_remote = True  # see `TokenDataset.is_remote`
-    prefix = "rows"  # in messages
-    _renewed = ("_lock", "_blocks")
-
-    def __init__(self, source: Any) -> None:
-        self.source = source
-        self.renew()
-
-    def after_fork(self) -> None:
-        self._lock = threading.Lock()
-        # By the number of each sample that was not asked for yet: its block, and its place there.
-        self._blocks: dict[int, tuple[_Block, int]] = {}
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def prefetch(self, sample_numbers: Numbers) -> None:
-        """Samples that are asked for soon, in this order."""
-        for numbers in np.array_split(sample_numbers, max(round(len(sample_numbers) / BLOCK), 1)):
-            block = _Block(numbers)
-            with self._lock:
-                self._blocks |= {one: (block, place) for place, one in enumerate(numbers.tolist())}
-                num_old = max(len(self._blocks) - _MOST_AHEAD, 0)
-                for old in list(itertools.islice(self._blocks, num_old)):
-                    del self._blocks[old]
-
-    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
-        """See `TokenSource`."""
-        with self._lock:
-            entries = [self._blocks.pop(one, (None, 0)) for one in sample_numbers.tolist()]
-        batches, start = [], 0
-        for block, run in itertools.groupby(entries, itemgetter(0)):
-            places = np.array([place for _, place in run])
-            numbers, start = sample_numbers[start : start + len(places)], start + len(places)
-            batch = None if block is None else self._made(block)
-            batches.append(self.source.tokens(numbers) if batch is None else batch.select(places))
-        if len(batches) > 1:
-            return concatenate(batches)
-        return batches[0] if batches else self.source.tokens(sample_numbers)
-
-    def _made(self, block: "_Block") -> TokenBatch | None:
-        """The samples of a block. While another thread makes them, this one makes later ones."""
-        if block.lock.locked():
-            with self._lock:
-                others = (other for other, _ in self._blocks.values() if other.is_untouched())
-                later = next(others, block)
-            later.tokens(self.source)
-        return block.tokens(self.source)
-
-    def fingerprint(self, consumed_samples: int | None = None) -> Any:
-        return self.source.fingerprint(consumed_samples)
+        return _document_batch(tokens, ends, trained, numbers)
 
 
 class _Block:
-    """Samples that are made together when the first of them is asked for."""
+    """Rows that are encoded together when the first of their samples is asked for."""
 
     def __init__(self, numbers: Numbers) -> None:
-        self._numbers, self.lock, self._is_tried = numbers, threading.Lock(), False
-        self._batch: TokenBatch | None = None
-
-    def is_untouched(self) -> bool:
-        return not self._is_tried and not self.lock.locked()
-
-    def tokens(self, source: Any) -> TokenBatch | None:
-        """The samples; None if they cannot be made together."""
-        with self.lock, suppress(Exception):
-            if not self._is_tried:
-                self._is_tried = True
-                self._batch = source.tokens(self._numbers)
-        return self._batch
+        self.numbers, self.lock, self.is_tried = numbers, threading.Lock(), False
+        self.reading: Future[list[dict[str, Any]]] | None = None
+        self.batch: TokenBatch | None = None

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
-from millrace.files import atomic_file, file_lock, xxh3
+from millrace.files import atomic_file, writers_lock, xxh3
 from millrace.samples.tokens import Numbers
 from millrace.storage import FileStream, StoredFile, storage_of
 from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
@@ -194,7 +194,7 @@ def _notes_of(
 
     if (notes := find()) is None:
         os.makedirs(folder, exist_ok=True)
-        with file_lock(os.path.join(folder, f"{name}.pass.lock")):
+        with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *filter(None, [table])):
             if (notes := find()) is None:
                 with _opened(file):
                     made = make()

@@ -12,8 +12,7 @@ from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_row
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
-from millrace.online.row_documents import BLOCK
-from millrace.online.text_dataset import epoch_order
+from millrace.online.row_documents import BLOCK, epoch_order
 from millrace.ragged import starts_of
 from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import EMPTY, TokenBatch
@@ -42,6 +41,8 @@ class Piece(NamedTuple):
 
     def cut(self, start: int, stop: int) -> "Piece":
         """The tokens from `start` up to `stop` of the piece."""
+        if start == 0 and stop >= len(self.tokens):
+            return self  # as for most
         tokens, trained = self.tokens[start:stop], self.trained[start:stop]
         return Piece(tokens, trained, self.row, self.offset + start)
 
@@ -108,10 +109,17 @@ class RowStream(Renewed):
         size, rows = buffer if buffer > 1 else BLOCK, self._rows_from(source)
         for window in itertools.count(state["window"]):
             read = list(itertools.islice(rows, size))
+            had = state.get("size", 0) if window == state["window"] else 0
+            if skipped > len(read) or (buffer > 1 and had not in (0, len(read))):
+                raise ResumeError(
+                    f"window {window} of the source had {had} rows when the state was saved, and "
+                    f"has {len(read)} now, so other rows would follow: give the source as it was"
+                )
             order = np.arange(len(read))
             if buffer > 1:
                 order = epoch_order(len(read), self._options["seed"], window).sources(order)
             before = {**state, "window": window, "source": source, "token": 0}
+            before["size"] = len(read)
             for place, entry in enumerate(order.tolist()[skipped:], skipped + 1):
                 number, row = window * size + entry, read[entry]
                 if not isinstance(row, Mapping):
@@ -137,14 +145,13 @@ class RowStream(Renewed):
         """The documents of each row that are not empty; TextError when a bad one is reached."""
         encoded = encode_rows(self._encoder, [row for _, row, _ in entries])
         tokens, trained, ends = encoded.tokens, encoded.trained, iter(encoded.ends.tolist())
-        whole = Piece(tokens, np.ones(len(tokens), np.bool_) if trained is None else trained, 0, 0)
-        stop = 0
+        trained, stop = np.ones(len(tokens), np.bool_) if trained is None else trained, 0
         for place, count in enumerate(encoded.counts.tolist()):
             (number, *_), first, pieces = entries[place], stop, []
             if place in encoded.problems:
                 raise TextError(f"row {number} of the stream: {encoded.problems[place]}")
             for end in itertools.islice(ends, count):
-                pieces.append(whole.cut(stop, end)._replace(row=number, offset=stop - first))
+                pieces.append(Piece(tokens[stop:end], trained[stop:end], number, stop - first))
                 stop = end
             yield [piece for piece in pieces if piece.size > 0]
 
@@ -240,7 +247,7 @@ class StreamDataset(TokenStreamDataset):
         >>> bytes(next(loader)["tokens"][0].astype(np.uint8))
         b'aaa\\x00bbb'
         >>> loader.state_dict()["stream"]["state"]
-        {'window': 0, 'source': 0, 'row': 1, 'token': 3, 'tokenised': 'all'}
+        {'window': 0, 'source': 0, 'row': 1, 'token': 3, 'tokenised': 'all', 'size': 2}
     """
 
     stream: RowStream

@@ -2,116 +2,26 @@
 
 import os
 from collections import Counter
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from millrace.checks import MAX_INT64, check_choice, check_int
+from millrace.checks import check_choice, check_int
 from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
-from millrace.online.row_documents import BLOCK, RowDocuments, TokenBlocks, document_batch
-from millrace.order import RULES_VERSION, GPTPlan, Order, OrderInputs, PackPlan, Spans
+from millrace.online.row_documents import BLOCK, RowDocuments, StoredDocuments
+from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, PackPlan
 from millrace.order.order_plans import PlanOf, build_order
-from millrace.order.permutation import KeyedPermutation
-from millrace.ragged import spread
 from millrace.samples.dataset import TokenDataset
 from millrace.samples.fields import SampleOptions
 from millrace.samples.loss_ranges import LossRanges
 from millrace.samples.stored import StoredTokens
-from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import IndexedDataset
 
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
-
-
-@lru_cache(maxsize=64)
-def epoch_order(count: int, seed: int, epoch: int) -> KeyedPermutation:
-    """The order of so many documents in an epoch, or of rows in a window of a stream."""
-    return KeyedPermutation(count, seed << 64 | epoch)
-
-
-class DocumentTokens:
-    """A document for each sample: a source of tokens.
-
-    Each epoch takes the documents in a new order; without a seed, as they stand.
-
-    Args:
-        documents: What gives the tokens of documents by number.
-        count: Number of documents.
-        identity: What decides the documents, as plain values.
-    """
-
-    def __init__(
-        self,
-        documents: "RowDocuments | StoredDocuments",
-        count: int,
-        identity: dict[str, Any],
-        seed: int | None,
-        num_samples: int | None,
-    ) -> None:
-        self.documents, self._count, self._seed = documents, count, seed
-        self._identity = {**identity, "num_documents": count, "seed": seed}
-        num_samples = count if num_samples is None else num_samples
-        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64 if count else 0)
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def numbers(self, sample_numbers: Numbers) -> Numbers:
-        """The documents of some samples."""
-        epochs, numbers = np.divmod(sample_numbers, max(self._count, 1))
-        for epoch in {*epochs.tolist()} if self._seed is not None else ():
-            here = epochs == epoch
-            numbers[here] = epoch_order(self._count, self._seed, epoch).sources(numbers[here])
-        return numbers
-
-    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
-        """See `TokenSource`; a part for each sample that has tokens: a document, by its number."""
-        return self.documents.tokens(self.numbers(sample_numbers))
-
-    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """The same with and without token files: a run may go on with the one or the other."""
-        return self._identity
-
-
-class StoredDocuments(Order):
-    """Documents of token files, cut to a number of tokens, counted from document `first` on."""
-
-    def __init__(
-        self, store: IndexedDataset, first: int, capacity: int, has_mask: bool, report: Any
-    ) -> None:
-        self._first, self._capacity, self.report = first, capacity, report
-        self._stored = StoredTokens(store, self)
-        self._ranges = LossRanges(self._stored) if has_mask else None
-
-    def __len__(self) -> int:
-        store: Any = self._stored.store
-        return int(store.num_documents) - self._first
-
-    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        return {"kind": "documents", "first": self._first, "capacity": self._capacity}
-
-    def spans(self, numbers: Numbers) -> Spans:
-        """Documents by number: their sequences, as far as the capacity goes."""
-        store: Any = self._stored.store
-        firsts, stops = store.document_indices[self._first + np.stack((numbers, numbers + 1))]
-        samples, places = spread(stops - firsts)
-        sequences = firsts[samples] + places
-        bounds = np.append(0, np.cumsum(stops - firsts))
-        lengths = store.sequence_lengths[sequences].astype(np.int64)
-        ends = np.append(0, np.cumsum(lengths))
-        before = ends[:-1] - ends[bounds[:-1]][samples]
-        counts = np.clip(self._capacity - before, 0, lengths)
-        return Spans(sequences, np.zeros_like(counts), counts, bounds)
-
-    def tokens(self, numbers: Numbers) -> TokenBatch:
-        batch = self._stored.tokens(numbers)
-        if self._ranges is not None:
-            _, batch = self._ranges(batch, numbers)
-        return document_batch(batch.tokens, batch.ends, batch.trained, numbers)
 
 
 def _tokenized_part(
@@ -169,6 +79,8 @@ class TextDataset(TokenDataset):
         ([105, 108, 108, 256, 0], [1.0, 1.0, 1.0, 1.0, 0.0])
     """
 
+    _job_report: dict[str, int] | None = None
+
     def __init__(
         self,
         rows: Any,
@@ -207,16 +119,16 @@ class TextDataset(TokenDataset):
             "capacity": capacity,
             **({} if on_error == "stop" else {"on_error": on_error}),
         }
+        documents: Any = capacity, identity, seed, num_samples
         if is_online:
-            self._documents: Any = RowDocuments(rows, encoder, capacity)
-            source: Any = DocumentTokens(self._documents, len(rows), identity, seed, num_samples)
-            source = TokenBlocks(source)
+            source: Any = RowDocuments(rows, encoder, *documents)
         else:
             folder = rows.folder if cache is None else folder_of(cache)
             job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
             store, report, start, stop = _tokenized_part(rows, encoder, folder, job)
-            self._documents = StoredDocuments(store, start, capacity, has_mask, report)
-            source = DocumentTokens(self._documents, stop - start, identity, seed, num_samples)
+            if order is None:
+                source = StoredDocuments(store, start, has_mask, stop - start, *documents)
+            self._job_report = report
         if order is None:
             super().__init__(source, options)
             return
@@ -241,4 +153,4 @@ class TextDataset(TokenDataset):
 
         On the fly, of the rows that this process has tokenised, some of them ahead of their use.
         """
-        return Counter(self._documents.report)
+        return Counter(self.source.report if self._job_report is None else self._job_report)
