@@ -25,7 +25,7 @@ SANITIZED_PYTHON = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print
 	"$$($(BIN)/python -c 'import sys; print(sys._base_executable)')"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long test-trainers test-laws lint types format sanitize bench clean
+.PHONY: help demo test test-long test-trainers test-laws test-buckets lint types format sanitize bench clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -37,15 +37,18 @@ demo: $(VENV)/.package  ## set up, build, run the main job on real text, and fin
 test: $(VENV)/.package $(VENV)/.dev  ## set up, build, and run all tests but the long ones (or only TESTS=...)
 	$(BIN)/python -m pytest $(PARALLEL) $(or $(TESTS),-m "not long")
 
-test-long: test-trainers test-laws sanitize  ## trainers, Ray, kills, damaged files, random cases, sanitizers
+test-long: test-trainers test-laws test-buckets sanitize  ## trainers, Ray, kills, damaged files, random cases, sanitizers
 
 test-trainers: $(VENV)/.package $(VENV)/.dev
 	$(BIN)/python -m pytest -m long $(TRAINERS)
 
 test-laws: $(VENV)/.package $(VENV)/.dev
+	$(BIN)/python -m pytest $(PARALLEL) -m long $(TRAINERS:%=--ignore=%) --ignore=tests/buckets
+
+test-buckets: $(VENV)/.package $(VENV)/.dev
 	@# Ceph's RGW, the second S3 server of tests/buckets, which no package index has
 	command -v radosgw || (apt-get update && apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd)
-	$(BIN)/python -m pytest $(PARALLEL) -m long $(TRAINERS:%=--ignore=%)
+	$(BIN)/python -m pytest $(PARALLEL) -m long tests/buckets
 
 lint: $(VENV)/.package $(VENV)/.dev  ## ruff: lint and format
 	$(BIN)/ruff check .
