@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,20 +99,23 @@ def _is_plain(messages: Any) -> bool:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value as JSON returns it, also from NumPy's types; TextError for another."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False, default=_standard))
-    except (TypeError, ValueError) as error:
-        what = f"{place} is {shown(value)}: {error}"
-        raise TextError(f"{what}; give texts, numbers, lists or objects") from None
+    """A value in the types of JSON, also from NumPy's; TextError for another.
 
-
-def _standard(value: Any) -> Any:
-    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, bytes):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"it has {shown(value)}")
+    Arrow gives each object all keys of the file: a None stands for an absent one, at every depth.
+    """
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, place) for one in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str(key): _plain(one, place) for key, one in value.items() if one is not None}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TextError(f"{place} has {value}, which JSON cannot hold: leave it out")
+    if type(value) in (NoneType, bool, int, float):
+        return value
+    raise TextError(f"{place} has {shown(value)}; give texts, numbers, lists, or objects by text")
 
 
 def texts_in(value: Any) -> list[str]:
@@ -143,8 +148,7 @@ def _messages_of(form: tuple[str, ...], row: Mapping[str, Any]) -> Iterator[tupl
 def _message(place: str, value: Any) -> Message:
     if not isinstance(value, dict):
         raise TextError(f"{place} is {shown(value)}; give an object with role and content")
-    # Arrow gives each message all keys of the file: a None stands for an absent one.
-    message = {key: one for key, one in value.items() if one is not None}
+    message = {**value}
     role, content = message.pop("from", None), message.pop("value", None)
     role, content = message.get("role", role), message.get("content", content)
     if not isinstance(role, str) or role not in ROLES:
@@ -184,12 +188,18 @@ def _text_of(place: str, content: Any) -> str:
     return "".join(texts)
 
 
+def _parsed(text: str, place: str) -> Any:
+    """What a text of JSON says."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise TextError(f"{place} is {shown(text)}, which is not JSON") from None
+    return _plain(value, place)
+
+
 def _tools_of(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value.strip():  # tables hold them so, as their schemas differ
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise TextError(f"tools are {shown(value)}, which is not JSON") from None
+        value = _parsed(value, "tools")
     if value and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         raise TextError(f"tools are {shown(value)}; give a list of objects")
     return value or None
