@@ -144,8 +144,10 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
         assert trained_text(ChatEncoder(bytes_, **options), messages) == texts, options
     messages[1]["weight"] = 0
     assert trained_text(ChatEncoder(bytes_, turns="weight"), messages) == [f"y{stop}"]
-    row = {"messages": messages}
-    assert "message 1 has the weight 0" in ChatEncoder(bytes_).encode([row]).problems[0]
+    for turns, length in (("all", 4), ("last", 2)):
+        row = {"messages": messages[:length]}
+        with pytest.raises(TextError, match='message 1 has the weight 0: give turns="weight"'):
+            ChatEncoder(bytes_, turns=turns).documents(row)
     embedded = [messages[0], {"role": "assistant", "content": "<think>r</think>z"}]
     encoder = ChatEncoder(tokenizer, PLAIN + "{{ '</think>' in '' }}", reasoning=False)
     assert trained_text(encoder, embedded) == ["z<|end|>"]
