@@ -38,7 +38,7 @@ def test_forms_of_rows(row: dict[str, Any]) -> None:
         ("user", "u"), ("assistant", "a")
     ]  # fmt: skip
     assert chat.tools is None
-    assert chat.weights == [None, None]
+    assert chat.weights == ["prompt" if "prompt" in row else None, None]
     assert all(type(value) is str for one in chat.messages for value in one.values())
 
 
@@ -85,7 +85,7 @@ def test_the_other_parts_of_messages() -> None:
         ({"messages": [USER, {**CHAT[1], "tool_calls": "f"}]}, r"a tool call of messages\[1\]"),
         ({"messages": [USER, {**CHAT[1], "tool_calls": [{"function": {}}]}]}, "a tool call of"),
         ({"messages": [USER, {**CHAT[1], "thinking": 3}]}, r"reasoning of messages\[1\] is 3"),
-        ({"messages": [USER, {**CHAT[1], "weight": 0.5}]}, r"message 1 has the weight \[0.5\]"),
+        ({"messages": [USER, {**CHAT[1], "weight": 0.5}]}, r"messages\[1\] has the weight \[0.5\]"),
         ({"messages": CHAT, "system": 3}, "content of system has 3; only texts"),
         ({"messages": CHAT, "tools": "{"}, "which is not JSON"),
         ({"messages": CHAT, "tools": '[{"a": NaN}]'}, "tools has nan, which"),

@@ -153,6 +153,18 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
     assert trained_text(encoder, embedded) == ["z<|end|>"]
 
 
+@pytest.mark.parametrize("turns", ["all", "last", "weight"])
+@pytest.mark.parametrize("template", [PLAIN, TAGGED, THINKING])
+def test_a_prompt_is_not_trained_on(tokenizer: Tokenizer, template: str, turns: str) -> None:
+    encoder = ChatEncoder(tokenizer, template, turns=turns)
+    row = {"prompt": [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[0]], "completion": CHAT[1:]}
+    (document,) = encoder.documents(row)
+    (whole,) = encoder.documents({"messages": CHAT * 2})[-1:]
+    assert document.turns == whole.turns[-1:]
+    with pytest.raises(TextError, match="have the weight 0, or are the prompt's"):
+        encoder.documents({**row, "completion": CHAT[:1]})
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from millrace.checks import shown
 from millrace.errors import TextError
 
 Message = dict[str, Any]
+Weight = bool | Literal["prompt"] | None
 
 _PLAIN_ROLES = ("system", "user", "assistant", "tool", "developer")
 ROLES = {
@@ -38,12 +39,13 @@ class Conversation(NamedTuple):
     Attributes:
         messages: Messages of plain values, each with `role` and `content` (a text).
         tools: Descriptions of tools, or None.
-        weights: Whether to train on each message: None where the row says nothing.
+        weights: Whether to train on each message: None where the row says nothing, "prompt" for a
+            message of a prompt, which the model is given.
     """
 
     messages: list[Message]
     tools: list[Any] | None
-    weights: list[bool | None]
+    weights: list[Weight]
 
 
 def conversation_of(row: Any) -> Conversation:
@@ -74,12 +76,14 @@ def conversation_of(row: Any) -> Conversation:
     if form[0] == "instruction":
         texts = [_text_of(name, _plain(row.get(name), name)) for name in ("instruction", "input")]
         row = {**row, "instruction": "\n\n".join(filter(None, texts))}
-    messages = [_message(place, one) for place, one in _messages_of(form, row)]
+    places = [*_messages_of(form, row)]
+    messages = [_message(place, one) for place, one in places]
+    weights = [_weight_of(place, one) for (place, _), one in zip(places, messages, strict=True)]
     if others["system"] and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, _message("system", {"role": "system", "content": others["system"]}))
+        weights.insert(0, None)
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
-    weights = [_weight_of(number, message) for number, message in enumerate(messages)]
     return Conversation(messages, _tools_of(others["tools"]), weights)
 
 
@@ -205,9 +209,11 @@ def _tools_of(value: Any) -> list[Any] | None:
     return value or None
 
 
-def _weight_of(number: int, message: Message) -> bool | None:
+def _weight_of(place: str, message: Message) -> Weight:
     """Takes `weight` and `train` out of a message."""
     switches = [message.pop(name) for name in ("weight", "train") if name in message]
     if any(type(one) not in (int, float, bool) or one not in (0, 1) for one in switches):
-        raise TextError(f"message {number} has the weight {shown(switches)}; give 0 or 1")
+        raise TextError(f"{place} has the weight {shown(switches)}; give 0 or 1")
+    if place.startswith("prompt"):
+        return "prompt"
     return all(switches) if switches else None
