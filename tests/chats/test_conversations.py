@@ -50,6 +50,8 @@ def test_the_other_parts_of_messages() -> None:
     chat = conversation_of(row)
     assert [one["content"] for one in chat.messages] == ["s", "u\n\nmore", "a"]
     assert chat.tools == [{"name": "f"}]
+    system = {"role": "system", "content": "s"}
+    assert conversation_of({"messages": [system, *CHAT], "system": "s"}).messages[1:] == CHAT
     turns = [
         USER,
         {"role": "assistant", "tool_calls": [ARROW]},
@@ -87,6 +89,10 @@ def test_the_other_parts_of_messages() -> None:
         ({"messages": [USER, {**CHAT[1], "thinking": 3}]}, r"reasoning of messages\[1\] is 3"),
         ({"messages": [USER, {**CHAT[1], "weight": 0.5}]}, r"messages\[1\] has the weight \[0.5\]"),
         ({"messages": CHAT, "system": 3}, "content of system has 3; only texts"),
+        (
+            {"messages": [{"from": "system", "value": "b"}, *CHAT], "system": "s"},
+            r"the row's system is 's', but messages\[0\] 'b': keep one",
+        ),
         ({"messages": CHAT, "tools": "{"}, "which is not JSON"),
         ({"messages": CHAT, "tools": '[{"a": NaN}]'}, "tools has nan, which"),
         ({"messages": CHAT, "tools": ["f"]}, "give a list of objects"),

@@ -79,9 +79,16 @@ def conversation_of(row: Any) -> Conversation:
     places = [*_messages_of(form, row)]
     messages = [_message(place, one) for place, one in places]
     weights = [_weight_of(place, one) for (place, _), one in zip(places, messages, strict=True)]
-    if others["system"] and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, _message("system", {"role": "system", "content": others["system"]}))
-        weights.insert(0, None)
+    if others["system"]:
+        system = _message("system", {"role": "system", "content": others["system"]})
+        if not messages or messages[0]["role"] != "system":
+            messages.insert(0, system)
+            weights.insert(0, None)
+        elif messages[0]["content"] != system["content"]:
+            texts = (
+                f"{shown(system['content'])}, but {places[0][0]} {shown(messages[0]['content'])}"
+            )
+            raise TextError(f"the row's system is {texts}: keep one of them")
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
     return Conversation(messages, _tools_of(others["tools"]), weights)
