@@ -123,7 +123,7 @@ def test_turns_that_only_look_like_others(tokenizer: Tokenizer) -> None:
 
 
 def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
-    call = {"function": {"name": "f", "arguments": {"a": "b"}}}
+    call: dict[str, Any] = {"function": {"name": "f", "arguments": {"a": "b"}}}
     messages: list[dict[str, Any]] = [
         CHAT[0],
         {"role": "assistant", "content": "x", "reasoning_content": "r", "tool_calls": [call]},
@@ -142,6 +142,13 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
     ]
     for options, texts in cases:
         assert trained_text(ChatEncoder(bytes_, **options), messages) == texts, options
+    call["function"]["arguments"] = '{"a":"b", "none": null}'
+    assert trained_text(ChatEncoder(bytes_), messages) == cases[0][1]
+    for arguments, message in (("[1]", r"are \[1\]; give an object"), ("{", "is not JSON")):
+        call["function"]["arguments"] = arguments
+        with pytest.raises(TextError, match=f"the arguments of f in message 1 .*{message}"):
+            trained_text(ChatEncoder(bytes_), messages)
+    call["function"]["arguments"] = ""
     messages[1]["weight"] = 0
     assert trained_text(ChatEncoder(bytes_, turns="weight"), messages) == [f"y{stop}"]
     for turns, length in (("all", 4), ("last", 2)):

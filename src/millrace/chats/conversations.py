@@ -208,6 +208,20 @@ def _parsed(text: str, place: str) -> Any:
     return _plain(value, place)
 
 
+def parse_arguments(messages: list[Message]) -> None:
+    """Makes objects of the arguments of tool calls that are texts of JSON, as OpenAI's are."""
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", call)
+            value = function.get("arguments")
+            if isinstance(value, str):
+                place = f"the arguments of {function['name']} in message {number}"
+                value = _parsed(value, place) if value else {}
+                if not isinstance(value, dict):
+                    raise TextError(f"{place} are {shown(value)}; give an object")
+                function["arguments"] = value
+
+
 def _tools_of(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value.strip():  # tables hold them so, as their schemas differ
         value = _parsed(value, "tools")
