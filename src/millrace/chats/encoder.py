@@ -65,11 +65,18 @@ class ChatEncoder:
         self.options = ChatOptions(template=template, **options)
         chat_template = find_template(tokenizer, self.options)
         self._borders = BorderEncoder(tokenizer)
-        texts = sorted(map(re.escape, tokenizer.special_tokens()), key=len, reverse=True)
-        self._special = re.compile("|".join(texts) or "(?!)")
-        special = re.compile("|".join([*texts, LOOKS_SPECIAL]))
+        tokens = {*tokenizer.special_tokens()}
+        special = re.compile("|".join([*_escaped(tokens), LOOKS_SPECIAL]))
         rules = Rules(options=self.options, template=chat_template, special=special)
         self.rules, probes = learn(rules)
+        # What the template writes would imitate a turn, even where it is no token. Not "<think>",
+        # if the template looks for it.
+        written = {text for one in probes for text in re.findall(LOOKS_SPECIAL, one.text)}
+        handled = {*chat_template.literals}
+        handled |= {text.replace("/", "", 1) for text in handled}
+        self._special = re.compile(
+            "|".join(_escaped(tokens | {*self.rules.stops} | written - handled))
+        )
         if problems := _Masks(self._borders, probes).problems:
             raise ConfigError(
                 f"{tokenizer.path} does not fit {chat_template.name}: "
@@ -181,9 +188,14 @@ class ChatEncoder:
         special = self._special.search(text)
         if special is not None and self.options.special_text == "refuse":
             raise TextError(
-                f"{place} holds the text of the special token {special[0]!r}: remove it, or give "
-                'special_text="keep" to encode it as that token'
+                f"{place} holds {special[0]!r}, a special token or a border of messages: remove "
+                'it, or give special_text="keep" to encode it as the template\'s own'
             )
+
+
+def _escaped(texts: set[str]) -> list[str]:
+    """Patterns of texts, longer ones before those that they begin with."""
+    return sorted(map(re.escape, texts), key=len, reverse=True)
 
 
 class _Masks:
