@@ -91,7 +91,7 @@ def test_the_other_parts_of_messages() -> None:
         ({"messages": CHAT, "system": 3}, "content of system has 3; only texts"),
         (
             {"messages": [{"from": "system", "value": "b"}, *CHAT], "system": "s"},
-            r"the row's system is 's', but messages\[0\] 'b': keep one",
+            r"system is 's', but messages\[0\] is 'b': keep one",
         ),
         ({"messages": CHAT, "tools": "{"}, "which is not JSON"),
         ({"messages": CHAT, "tools": '[{"a": NaN}]'}, "tools has nan, which"),

@@ -76,19 +76,16 @@ def conversation_of(row: Any) -> Conversation:
     if form[0] == "instruction":
         texts = [_text_of(name, _plain(row.get(name), name)) for name in ("instruction", "input")]
         row = {**row, "instruction": "\n\n".join(filter(None, texts))}
-    places = [*_messages_of(form, row)]
-    messages = [_message(place, one) for place, one in places]
-    weights = [_weight_of(place, one) for (place, _), one in zip(places, messages, strict=True)]
-    if others["system"]:
-        system = _message("system", {"role": "system", "content": others["system"]})
-        if not messages or messages[0]["role"] != "system":
-            messages.insert(0, system)
-            weights.insert(0, None)
-        elif messages[0]["content"] != system["content"]:
-            texts = (
-                f"{shown(system['content'])}, but {places[0][0]} {shown(messages[0]['content'])}"
-            )
-            raise TextError(f"the row's system is {texts}: keep one of them")
+    own = {"role": "system", "content": others["system"]}
+    pairs = [*([("system", own)] if others["system"] else []), *_messages_of(form, row)]
+    messages = [_message(place, one) for place, one in pairs]
+    weights = [_weight_of(place, one) for (place, _), one in zip(pairs, messages, strict=True)]
+    if others["system"] and [one["role"] for one in messages[:2]] == ["system", "system"]:
+        first, second = (one["content"] for one in messages[:2])
+        if first != second:
+            what = f"system is {shown(first)}, but {pairs[1][0]} is {shown(second)}"
+            raise TextError(f"{what}: keep one of them")
+        del messages[0], weights[0]
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
     return Conversation(messages, _tools_of(others["tools"]), weights)
