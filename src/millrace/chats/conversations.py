@@ -210,13 +210,11 @@ def parse_arguments(messages: list[Message]) -> None:
     for number, message in enumerate(messages):
         for call in message.get("tool_calls", ()):
             function = call.get("function", call)
-            value = function.get("arguments")
-            if isinstance(value, str):
+            if isinstance(text := function.get("arguments"), str):
                 place = f"the arguments of {function['name']} in message {number}"
-                value = _parsed(value, place) if value else {}
-                if not isinstance(value, dict):
-                    raise TextError(f"{place} are {shown(value)}; give an object")
-                function["arguments"] = value
+                function["arguments"] = _parsed(text or "{}", place)
+                if not isinstance(function["arguments"], dict):
+                    raise TextError(f"{place} are {shown(text)}; give an object")
 
 
 def _tools_of(value: Any) -> list[Any] | None:

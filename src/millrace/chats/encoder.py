@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from millrace.chats.conversations import conversation_of, parse_arguments, texts_in
+from millrace.chats.markers import any_of
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
 from millrace.chats.proof import Document, Rules
@@ -66,7 +67,7 @@ class ChatEncoder:
         chat_template = find_template(tokenizer, self.options)
         self._borders = BorderEncoder(tokenizer)
         tokens = {*tokenizer.special_tokens()}
-        special = re.compile("|".join([*_escaped(tokens), LOOKS_SPECIAL]))
+        special = re.compile(f"{any_of(tokens)}|{LOOKS_SPECIAL}")
         rules = Rules(options=self.options, template=chat_template, special=special)
         self.rules, probes = learn(rules)
         # What the template writes would imitate a turn, even where it is no token. Not "<think>",
@@ -74,9 +75,7 @@ class ChatEncoder:
         written = {text for one in probes for text in re.findall(LOOKS_SPECIAL, one.text)}
         handled = {*chat_template.literals}
         handled |= {text.replace("/", "", 1) for text in handled}
-        self._special = re.compile(
-            "|".join(_escaped(tokens | {*self.rules.stops} | written - handled))
-        )
+        self._special = re.compile(any_of(tokens | {*self.rules.stops} | (written - handled)))
         if problems := _Masks(self._borders, probes).problems:
             raise ConfigError(
                 f"{tokenizer.path} does not fit {chat_template.name}: "
@@ -191,11 +190,6 @@ class ChatEncoder:
                 f"{place} holds {special[0]!r}, a special token or a border of messages: remove "
                 'it, or give special_text="keep" to encode it as the template\'s own'
             )
-
-
-def _escaped(texts: set[str]) -> list[str]:
-    """Patterns of texts, longer ones before those that they begin with."""
-    return sorted(map(re.escape, texts), key=len, reverse=True)
 
 
 class _Masks:
