@@ -93,7 +93,7 @@ def test_the_other_parts_of_messages() -> None:
             {"messages": [{"from": "system", "value": "b"}, *CHAT], "system": "s"},
             r"system is 's', but messages\[0\] is 'b': keep one",
         ),
-        ({"messages": CHAT, "tools": "{"}, "which is not JSON"),
+        ({"messages": CHAT, "tools": "{"}, "tools: '{' is not JSON"),
         ({"messages": CHAT, "tools": '[{"a": NaN}]'}, "tools has nan, which"),
         ({"messages": CHAT, "tools": ["f"]}, "give a list of objects"),
         ({"prompt": 3, "completion": "a"}, "prompt is 3"),

@@ -144,9 +144,9 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
         assert trained_text(ChatEncoder(bytes_, **options), messages) == texts, options
     call["function"]["arguments"] = '{"a":"b", "none": null}'
     assert trained_text(ChatEncoder(bytes_), messages) == cases[0][1]
-    for arguments, message in (("[1]", r"are '\[1\]'; give an object"), ("{", "is not JSON")):
+    for arguments, message in (("[1]", r"are '\[1\]'; give an object"), ("{", "not JSON; repair")):
         call["function"]["arguments"] = arguments
-        with pytest.raises(TextError, match=f"the arguments of f in message 1 .*{message}"):
+        with pytest.raises(TextError, match=f"the arguments of f in message 1.*{message}"):
             trained_text(ChatEncoder(bytes_), messages)
     call["function"]["arguments"] = ""
     messages[1]["weight"] = 0

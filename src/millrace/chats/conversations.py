@@ -201,7 +201,7 @@ def _parsed(text: str, place: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError:
-        raise TextError(f"{place} is {shown(text)}, which is not JSON") from None
+        raise TextError(f"{place}: {shown(text)} is not JSON; repair it") from None
     return _plain(value, place)
 
 
