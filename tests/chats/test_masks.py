@@ -123,7 +123,7 @@ def test_turns_that_only_look_like_others(tokenizer: Tokenizer) -> None:
 
 
 def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
-    call = {"function": {"name": "f", "arguments": {"a": "b"}}}
+    call: dict[str, Any] = {"function": {"name": "f", "arguments": {"a": "b"}}}
     messages: list[dict[str, Any]] = [
         CHAT[0],
         {"role": "assistant", "content": "x", "reasoning_content": "r", "tool_calls": [call]},
@@ -142,13 +142,34 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
     ]
     for options, texts in cases:
         assert trained_text(ChatEncoder(bytes_, **options), messages) == texts, options
+    call["function"]["arguments"] = '{"a":"b", "none": null}'
+    assert trained_text(ChatEncoder(bytes_), messages) == cases[0][1]
+    for arguments, message in (("[1]", r"are '\[1\]'; give an object"), ("{", "not JSON; repair")):
+        call["function"]["arguments"] = arguments
+        with pytest.raises(TextError, match=f"the arguments of f in message 1.*{message}"):
+            trained_text(ChatEncoder(bytes_), messages)
+    call["function"]["arguments"] = ""
     messages[1]["weight"] = 0
     assert trained_text(ChatEncoder(bytes_, turns="weight"), messages) == [f"y{stop}"]
-    row = {"messages": messages}
-    assert "message 1 has the weight 0" in ChatEncoder(bytes_).encode([row]).problems[0]
+    for turns, length in (("all", 4), ("last", 2)):
+        row = {"messages": messages[:length]}
+        with pytest.raises(TextError, match='message 1 has the weight 0: give turns="weight"'):
+            ChatEncoder(bytes_, turns=turns).documents(row)
     embedded = [messages[0], {"role": "assistant", "content": "<think>r</think>z"}]
     encoder = ChatEncoder(tokenizer, PLAIN + "{{ '</think>' in '' }}", reasoning=False)
     assert trained_text(encoder, embedded) == ["z<|end|>"]
+
+
+@pytest.mark.parametrize("turns", ["all", "last", "weight"])
+@pytest.mark.parametrize("template", [PLAIN, TAGGED, THINKING])
+def test_a_prompt_is_not_trained_on(tokenizer: Tokenizer, template: str, turns: str) -> None:
+    encoder = ChatEncoder(tokenizer, template, turns=turns)
+    row = {"prompt": [CHAT[0], {**CHAT[1], "weight": 0}, CHAT[0]], "completion": CHAT[1:]}
+    (document,) = encoder.documents(row)
+    (whole,) = encoder.documents({"messages": CHAT * 2})[-1:]
+    assert document.turns == whole.turns[-1:]
+    with pytest.raises(TextError, match="have the weight 0, or are the prompt's"):
+        encoder.documents({**row, "completion": CHAT[:1]})
 
 
 @pytest.mark.parametrize(
@@ -178,13 +199,10 @@ def test_never_all_and_never_nothing(tokenizer: Tokenizer) -> None:
     (document,) = encoder.documents({"messages": CHAT})
     assert document.routes == ("markers",)
     assert trained_text(encoder, CHAT) == ["a<|end|>"]
-    weightless = {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}
     thought = {"messages": [CHAT[0], {**CHAT[1], "content": "", "reasoning_content": "r"}]}
-    weighing = ChatEncoder(tokenizer, THINKING, turns="weight", reasoning=False)
-    rows = weighing.encode([weightless, thought, {"messages": CHAT}])
-    assert rows.counts.tolist() == [0, 0, 1]
-    assert all("it has no target" in rows.problems[number] for number in (0, 1))
-    assert rows.report["rows without a target"] == 2
+    rows = ChatEncoder(tokenizer, THINKING, reasoning=False).encode([thought, {"messages": CHAT}])
+    assert rows.counts.tolist() == [0, 1]
+    assert "it has no target" in rows.problems[0]
     assert rows.trained is not None
     assert 0 < rows.trained.sum() < len(rows.trained)
 

@@ -1,5 +1,6 @@
 """Conversations on the command line."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -54,5 +55,9 @@ def test_a_row_is_shown_with_its_mask(path: Path, capsys: pytest.CaptureFixture[
     ):
         assert main([*command, "--row", row]) == 1
         assert message in capsys.readouterr().err
+    compressed = path.with_name("chats.jsonl.gz")
+    compressed.write_bytes(gzip.compress(path.read_bytes()))
+    assert main(["inspect", str(compressed), "--tokenizer", "bytes"]) == 1
+    assert "rows have no numbers: decompress it" in capsys.readouterr().err
     assert main(command[:2]) == 1
     assert "--tokenizer is missing" in capsys.readouterr().err

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from types import NoneType
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -11,6 +13,7 @@ from millrace.checks import shown
 from millrace.errors import TextError
 
 Message = dict[str, Any]
+Weight = bool | Literal["prompt"] | None
 
 _PLAIN_ROLES = ("system", "user", "assistant", "tool", "developer")
 ROLES = {
@@ -36,12 +39,13 @@ class Conversation(NamedTuple):
     Attributes:
         messages: Messages of plain values, each with `role` and `content` (a text).
         tools: Descriptions of tools, or None.
-        weights: Whether to train on each message: None where the row says nothing.
+        weights: Whether to train on each message: None where the row says nothing, "prompt" for a
+            message of a prompt, which the model is given.
     """
 
     messages: list[Message]
     tools: list[Any] | None
-    weights: list[bool | None]
+    weights: list[Weight]
 
 
 def conversation_of(row: Any) -> Conversation:
@@ -72,12 +76,18 @@ def conversation_of(row: Any) -> Conversation:
     if form[0] == "instruction":
         texts = [_text_of(name, _plain(row.get(name), name)) for name in ("instruction", "input")]
         row = {**row, "instruction": "\n\n".join(filter(None, texts))}
-    messages = [_message(place, one) for place, one in _messages_of(form, row)]
-    if others["system"] and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, _message("system", {"role": "system", "content": others["system"]}))
+    own = {"role": "system", "content": others["system"]}
+    pairs = [*([("system", own)] if others["system"] else []), *_messages_of(form, row)]
+    messages = [_message(place, one) for place, one in pairs]
+    weights = [_weight_of(place, one) for (place, _), one in zip(pairs, messages, strict=True)]
+    if others["system"] and [one["role"] for one in messages[:2]] == ["system", "system"]:
+        first, second = (one["content"] for one in messages[:2])
+        if first != second:
+            what = f"system is {shown(first)}, but {pairs[1][0]} is {shown(second)}"
+            raise TextError(f"{what}: keep one of them")
+        del messages[0], weights[0]
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
-    weights = [_weight_of(number, message) for number, message in enumerate(messages)]
     return Conversation(messages, _tools_of(others["tools"]), weights)
 
 
@@ -97,20 +107,23 @@ def _is_plain(messages: Any) -> bool:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value as JSON returns it, also from NumPy's types; TextError for another."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False, default=_standard))
-    except (TypeError, ValueError) as error:
-        what = f"{place} is {shown(value)}: {error}"
-        raise TextError(f"{what}; give texts, numbers, lists or objects") from None
+    """A value in the types of JSON, also from NumPy's; TextError for another.
 
-
-def _standard(value: Any) -> Any:
-    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, bytes):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"it has {shown(value)}")
+    Arrow gives each object all keys of the file: a None stands for an absent one, at every depth.
+    """
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(one, place) for one in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {str(key): _plain(one, place) for key, one in value.items() if one is not None}
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TextError(f"{place} has {value}, which JSON cannot hold: leave it out")
+    if type(value) in (NoneType, bool, int, float):
+        return value
+    raise TextError(f"{place} has {shown(value)}; give texts, numbers, lists, or objects by text")
 
 
 def texts_in(value: Any) -> list[str]:
@@ -143,8 +156,7 @@ def _messages_of(form: tuple[str, ...], row: Mapping[str, Any]) -> Iterator[tupl
 def _message(place: str, value: Any) -> Message:
     if not isinstance(value, dict):
         raise TextError(f"{place} is {shown(value)}; give an object with role and content")
-    # Arrow gives each message all keys of the file: a None stands for an absent one.
-    message = {key: one for key, one in value.items() if one is not None}
+    message = {**value}
     role, content = message.pop("from", None), message.pop("value", None)
     role, content = message.get("role", role), message.get("content", content)
     if not isinstance(role, str) or role not in ROLES:
@@ -184,20 +196,40 @@ def _text_of(place: str, content: Any) -> str:
     return "".join(texts)
 
 
+def _parsed(text: str, place: str) -> Any:
+    """What a text of JSON says."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise TextError(f"{place}: {shown(text)} is not JSON; repair it") from None
+    return _plain(value, place)
+
+
+def parse_arguments(messages: list[Message]) -> None:
+    """Makes objects of the arguments of tool calls that are texts of JSON, as OpenAI's are."""
+    for number, message in enumerate(messages):
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", call)
+            if isinstance(text := function.get("arguments"), str):
+                place = f"the arguments of {function['name']} in message {number}"
+                function["arguments"] = _parsed(text or "{}", place)
+                if not isinstance(function["arguments"], dict):
+                    raise TextError(f"{place} are {shown(text)}; give an object")
+
+
 def _tools_of(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value.strip():  # tables hold them so, as their schemas differ
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise TextError(f"tools are {shown(value)}, which is not JSON") from None
+        value = _parsed(value, "tools")
     if value and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         raise TextError(f"tools are {shown(value)}; give a list of objects")
     return value or None
 
 
-def _weight_of(number: int, message: Message) -> bool | None:
+def _weight_of(place: str, message: Message) -> Weight:
     """Takes `weight` and `train` out of a message."""
     switches = [message.pop(name) for name in ("weight", "train") if name in message]
     if any(type(one) not in (int, float, bool) or one not in (0, 1) for one in switches):
-        raise TextError(f"message {number} has the weight {shown(switches)}; give 0 or 1")
+        raise TextError(f"{place} has the weight {shown(switches)}; give 0 or 1")
+    if place.startswith("prompt"):
+        return "prompt"
     return all(switches) if switches else None

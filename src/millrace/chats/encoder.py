@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from millrace.chats.conversations import conversation_of, texts_in
+from millrace.chats.conversations import conversation_of, parse_arguments, texts_in
+from millrace.chats.markers import any_of
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
 from millrace.chats.proof import Document, Rules
 from millrace.chats.stand_ins import prove_chat
-from millrace.chats.templates import find_template
+from millrace.chats.templates import ChatML, find_template
 from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
 from millrace.checks import shown
 from millrace.encoding.row_encoders import EncodedRows
@@ -65,11 +66,16 @@ class ChatEncoder:
         self.options = ChatOptions(template=template, **options)
         chat_template = find_template(tokenizer, self.options)
         self._borders = BorderEncoder(tokenizer)
-        texts = sorted(map(re.escape, tokenizer.special_tokens()), key=len, reverse=True)
-        self._special = re.compile("|".join(texts) or "(?!)")
-        special = re.compile("|".join([*texts, LOOKS_SPECIAL]))
+        tokens = {*tokenizer.special_tokens()}
+        special = re.compile(f"{any_of(tokens)}|{LOOKS_SPECIAL}")
         rules = Rules(options=self.options, template=chat_template, special=special)
         self.rules, probes = learn(rules)
+        # What the template writes would imitate a turn, even where it is no token. Not "<think>",
+        # if the template looks for it.
+        written = {text for one in probes for text in re.findall(LOOKS_SPECIAL, one.text)}
+        handled = {*chat_template.literals}
+        handled |= {text.replace("/", "", 1) for text in handled}
+        self._special = re.compile(any_of(tokens | {*self.rules.stops} | (written - handled)))
         if problems := _Masks(self._borders, probes).problems:
             raise ConfigError(
                 f"{tokenizer.path} does not fit {chat_template.name}: "
@@ -129,6 +135,8 @@ class ChatEncoder:
         """
         try:
             chat = conversation_of(row)
+            if isinstance(self.rules.template, ChatML):
+                parse_arguments(chat.messages)
             for number, message in enumerate(chat.messages):
                 self._check_texts(f"message {number}", message)
             self._check_texts("the tools", chat.tools)
@@ -179,8 +187,8 @@ class ChatEncoder:
         special = self._special.search(text)
         if special is not None and self.options.special_text == "refuse":
             raise TextError(
-                f"{place} holds the text of the special token {special[0]!r}: remove it, or give "
-                'special_text="keep" to encode it as that token'
+                f"{place} holds {special[0]!r}, a special token or a border of messages: remove "
+                'it, or give special_text="keep" to encode it as the template\'s own'
             )
 
 

@@ -8,7 +8,7 @@ places. That is two renderings, whatever the number of messages.
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from millrace.chats.conversations import REASONING, Message
@@ -16,6 +16,11 @@ from millrace.chats.options import CALL, CONTENT, THOUGHT
 from millrace.errors import TextError
 
 _DIGITS = 6
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """Pattern of one of some texts, the longest first; without texts, it is nowhere."""
+    return "|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or "(?!)"
 
 
 class Piece(NamedTuple):
@@ -47,8 +52,7 @@ class Marker:
         self._text = text
         self._owners: list[tuple[int, str]] = []  # message and kind of each piece
         self._with_literals: list[tuple[int, str]] = []  # messages, and their contents
-        parts = "|".join(sorted(map(re.escape, literals), key=len, reverse=True))
-        self._literals = re.compile(f"({parts})" if parts else "(?!)()")
+        self._literals = re.compile(f"({any_of(literals)})")
 
     def marked(self, messages: Sequence[Message]) -> list[Message]:
         """Copies of the messages, with markers."""

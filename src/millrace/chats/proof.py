@@ -96,15 +96,18 @@ def prove(
 
 
 def _turns_to_train(chat: Conversation, which: str) -> list[int]:
-    turns = [number for number, one in enumerate(chat.messages) if one["role"] == "assistant"]
-    if which == "last":
-        return turns[-1:]
+    turns = [
+        number
+        for number, one in enumerate(chat.messages)
+        if one["role"] == "assistant" and chat.weights[number] != "prompt"
+    ]
+    turns = turns[-1:] if which == "last" else turns
     kept = [number for number in turns if chat.weights[number] is not False]
-    if which == "all" and kept != turns:
+    if which != "weight" and kept != turns:
         what = f"message {min({*turns} - {*kept})} has the weight 0"
         raise TextError(f'{what}: give turns="weight" to heed weights, or remove them')
     if not kept:
-        raise TextError("it has no target: all weights are 0")
+        raise TextError("it has no target: all its turns have the weight 0, or are the prompt's")
     return kept
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from millrace.chats.conversations import Conversation
+from millrace.chats.conversations import Conversation, Weight
 from millrace.chats.proof import Document, Rules, Span, Turn, prove
 from millrace.chats.sealed import SealedText
 from millrace.chats.templates import JinjaTemplate
@@ -22,7 +22,7 @@ _NUMBERS = [f"90417{number:04d}" for number in range(40)]
 _NUMBER = re.compile("90417([0-9]{4})")
 _WIDTH = len(_NUMBERS[0])
 
-_Shape = tuple[tuple[str, str, bool | None], ...]
+_Shape = tuple[tuple[str, str, Weight], ...]
 """The role, the content with a number for its words, and the weight of each message."""
 
 

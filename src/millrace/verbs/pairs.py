@@ -1,6 +1,7 @@
 """`inspect`, `verify`, `merge`, `split` and `convert`."""
 
 import os
+import re
 import sys
 import threading
 from collections.abc import Sequence
@@ -26,7 +27,10 @@ from millrace.shards.metadata import is_shards_folder
 from millrace.store import IndexedDataset, verify
 from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
-_ROW_FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".feather", ".csv")
+# Compressed ones, too: reading them tells why they have no rows by number.
+_ROW_FILES = re.compile(
+    r"\.(jsonl|ndjson|json|parquet|arrow|feather|csv)(\.(gz|gzip|zst|zstd|bz2|xz))?$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,7 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
     folder, decoder, number = options.prefix, None, options.document
     if options.tokenizer is not None:
         decoder = Tokenizer(options.tokenizer, tiktoken_pattern=options.tiktoken_pattern)
-    if folder.endswith(_ROW_FILES):
+    if _ROW_FILES.search(folder):
         if decoder is None:
             raise ConfigError("--tokenizer is missing: conversations are shown as its tokens")
         try:
