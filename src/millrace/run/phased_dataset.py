@@ -298,7 +298,7 @@ def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
         name: SourceFile(name, source, config, tokenizers)
         for name, source in config.sources.items()
     }
-    phases = config.run_phases({name: file.num_tokens for name, file in files.items()})
+    phases = config.run_phases({name: file.part[1] - file.part[0] for name, file in files.items()})
     ranges = {name: ranges_of(file, config.sources[name], config) for name, file in files.items()}
     datasets: list[PhasedDataset | None] = []
     for number, count in enumerate(config.num_samples):
