@@ -18,7 +18,7 @@ from millrace.order.splits import Range
 from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig, InstantSource
-from millrace.storage import storage_of
+from millrace.storage import LOCAL, storage_of
 from millrace.store import IndexedDataset, RawTokens
 from millrace.store.info import read_info
 from millrace.store.layout import read_header
@@ -35,6 +35,7 @@ class SourceFile:
 
     Attributes:
         prefix: Absolute path prefix of the pair, or path of the raw tokens.
+        is_remote, look_ahead: As of `StoredTokens`.
         dtype: Dtype of the tokens as they are read.
         num_tokens: Number of tokens, by the size of the file.
         part: First token of the source's part, and end, before they are moved to documents.
@@ -57,6 +58,8 @@ class SourceFile:
         dtype = source.dtype or config.dtype
         path = self.prefix if self._is_raw else self.prefix + BIN
         storage = storage_of(path, config.storage)
+        self.is_remote = storage is not LOCAL
+        self.look_ahead = 4 * getattr(storage, "requests", 64)
         try:
             size = storage.stat(path).size
             if dtype is None and not self._is_raw:

@@ -135,8 +135,10 @@ class PhasedDataset(TokenDataset):
         return segment.sources_of(samples)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        segment, samples = self.located(check_numbers(sample_numbers, len(self)))
-        segment.prefetch(samples)
+        samples = self._skips.samples(check_numbers(sample_numbers, len(self)))
+        segments = np.searchsorted(self._starts, samples, "right") - 1  # these may be several steps
+        for number in np.unique(segments).tolist():
+            self._segments[number].prefetch(samples[segments == number])
 
     def find(self, source: int, tokens: Range, stop: int) -> Iterator[Numbers]:
         """The samples before one that may hold some tokens of a source: see `InstantOrder.find`."""
