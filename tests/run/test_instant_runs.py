@@ -409,6 +409,12 @@ def test_copies_draw_the_same(tmp_path: Path) -> None:
     np.testing.assert_array_equal(train.batch(np.arange(30, 60))["tokens"], before)
 
 
+def test_an_empty_batch_is_of_a_source_that_takes_part(tmp_path: Path) -> None:
+    write_documents(tmp_path / "short", [np.arange(9)])
+    sources = {**write_sources(tmp_path, {"web": 900}, web=1), "a": tmp_path / "short"}
+    assert train_of(make_run(tmp_path, sources)).batch([])["tokens"].shape == (0, 8)
+
+
 def test_raw_tokens(tmp_path: Path) -> None:
     sources = write_sources(tmp_path, {"web": 900, "code": 700}, web=1, code=1)
     paired = train_of(make_run(tmp_path, sources)).batch(range(50))

@@ -264,6 +264,13 @@ class _Segment(BlendedDataset):
     def __len__(self) -> int:
         return MAX_INT64
 
+    def _draws(self, sample_numbers: Numbers) -> Any:
+        if len(sample_numbers) > 0:
+            return super()._draws(sample_numbers)
+        # The first of all sources may have too few tokens for a sample, or no file any more.
+        first = int(self.order.stretch_of(0).sources[0])
+        return sample_numbers, [(first, self.datasets[first], sample_numbers, sample_numbers)]
+
     def sources_of(self, numbers: Numbers) -> Sources:
         sources: Sources = {}
         for number, dataset, in_dataset, _ in self._draws(numbers)[1]:
