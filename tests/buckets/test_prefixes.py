@@ -20,7 +20,7 @@ from millrace.cli import main
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, StorageError
 from millrace.online import open_rows
-from millrace.run import DatasetConfig, build_datasets
+from millrace.run import DatasetConfig, InstantConfig, build_datasets
 from millrace.shards import Shards
 from millrace.store import RawTokens
 from millrace.tokenizing import tokenize
@@ -81,6 +81,37 @@ def test_a_loader_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy, thre
         for prefix in prefixes
     )
     assert remote == local
+
+
+def test_an_instant_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    """Also from one sequence length to the next, which the samples of a step do not mix."""
+    write_pair(tmp_path)
+    phases = [{"until": 80}, {"sequence_length": 16}]
+    local, remote = (
+        build_datasets(
+            InstantConfig(
+                sources={"data": {"prefix": prefix, "weight": 1}},
+                sequence_length=32,
+                seed=1,
+                num_samples=(200, 0, 0),
+                phases=phases,
+            )
+        ).train
+        for prefix in (tmp_path / "data", f"{bucket.upload(tmp_path)}/data")
+    )
+    assert local is not None
+    assert remote is not None
+    assert (local.is_remote, remote.is_remote) == (False, True)
+    assert batches_of(remote) == batches_of(local)
+    remote.prefetch(range(76, 84))
+    proxy.reset()
+    with Loader(remote, micro_batch_size=4, prefetch=1) as loader:
+        next(loader)
+        for _ in range(1000):
+            if proxy.count("GET .*bin") > 99:
+                break
+            time.sleep(0.01)
+    assert proxy.count("GET .*bin") > 99  # of 200 samples
 
 
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(6, 200))]

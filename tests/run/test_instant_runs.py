@@ -262,6 +262,7 @@ def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -
     futures: list[dict[str, Any]] = [
         {},
         {"skips": [(20, 30), (110, 130)]},
+        {"skips": [(25, 30), (20, 25)]},
         {"phases": [phases[0], {"weights": {"code": 3}}]},
         {"phases": [phases[0], phases[1] | {"until": 110}, {"weights": {"web": 0}}]},
         {"num_samples": (300, None, None), "access": "file"},
@@ -408,6 +409,12 @@ def test_copies_draw_the_same(tmp_path: Path) -> None:
     np.testing.assert_array_equal(train.batch(np.arange(30, 60))["tokens"], before)
 
 
+def test_an_empty_batch_is_of_a_source_that_takes_part(tmp_path: Path) -> None:
+    write_documents(tmp_path / "short", [np.arange(9)])
+    sources = {**write_sources(tmp_path, {"web": 900}, web=1), "a": tmp_path / "short"}
+    assert train_of(make_run(tmp_path, sources)).batch([])["tokens"].shape == (0, 8)
+
+
 def test_raw_tokens(tmp_path: Path) -> None:
     sources = write_sources(tmp_path, {"web": 900, "code": 700}, web=1, code=1)
     paired = train_of(make_run(tmp_path, sources)).batch(range(50))
@@ -486,27 +493,48 @@ def test_weights_from_sizes(tmp_path: Path) -> None:
     train = train_of(make_run(tmp_path, sources, alpha=0.5))
     past = train.fingerprint(1)["phases"]["0 from sample 0"]["shares"]
     assert past == {"web": pytest.approx(0.75), "code": pytest.approx(0.25)}
+    sources["web"]["part"] = [0, 1 / 9]
+    train = train_of(make_run(tmp_path, sources, alpha=1))
+    assert train.fingerprint(1)["phases"]["0 from sample 0"]["shares"]["code"] == 0.5
+    write_documents(tmp_path / "empty", [])
+    for alpha in (0, 1):
+        with pytest.raises(ConfigError, match="source empty has 0 tokens"):
+            train_of(make_run(tmp_path, {**sources, "empty": tmp_path / "empty"}, alpha=alpha))
+
+
+def test_a_run_stays_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the process goes to a folder with others of these names before they are opened."""
+    (tmp_path / "sub").mkdir()
+    for folder, first in ((tmp_path / "sub", 900), (tmp_path, 0)):
+        write_documents(folder / "a", [np.arange(first, first + 100)])
+    monkeypatch.chdir(tmp_path)
+    train = train_of(make_run(tmp_path, {"a": {"prefix": "a", "weight": 1}}, dtype="uint16"))
+    monkeypatch.chdir("sub")
+    assert train[0]["tokens"].max() < 100
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"weights": {"web": 0}}, "source web: the weight is 0: leave it out"),
-        ({"weights": {"web": -1}}, "source web: the weight is -1; it must be positive"),
-        ({"weights": {"web": float("nan")}}, "source web: the weight is nan"),
+        ({"weights": {"web": -1}}, "source web: the weight must be between 0 and 1e\\+300, not -1"),
+        ({"weights": {"web": float("nan")}}, "source web: the weight must be between .*, not nan"),
         ({"weights": {}}, "phase 0 has no source: give a weight to one"),
         ({"alpha": 1.0}, "source web has a weight, and there is alpha"),
         ({"phases": [{"weights": {"wep": 1}}]}, "phase 0: there is no source wep: add it"),
         ({"phases": [{"weights": {"web": "x"}}]}, "phase 0: the weight of web must be a num"),
+        ({"phases": [{"weights": {"web": 1e301}}]}, "phase 0: the weight of web must be between"),
         ({"phases": [{"weights": {"web": 0, "code": 0}}]}, "phase 0 has no source"),
         ({"phases": [{"until": 9}]}, "the last phase has `until` 9"),
         ({"phases": [{}, {}]}, "phase 0 has no `until`"),
         ({"phases": [{"until": 9}, {"until": 9}, {}]}, "phase 1 starts at sample 9"),
         ({"phases": [{"till": 9}, {}]}, "phase 0: .* argument 'till'; there are until"),
+        ({"phases": [{"seq-length": 4, "sequence_length": 4}]}, "seq-length and sequence_length:"),
         ({"phases": [3]}, "phase 0 is 3; give some of until"),
         ({"phases": [{"until": 9}, {"seq-length": 0}]}, "phase 1: sequence_length must be"),
         ({"phases": [{"until": 9}, {"seq-length": 999}]}, "phase 1, source code has 700 tokens"),
         ({"skips": [(5, 5)]}, r"skips\[0\] is \(5, 5\); give \[start, stop\]"),
+        ({"skips": [(0, 2**62)]}, r"0 <= start < stop < 2\*\*62"),
         ({"skips": [(5, 9), (2, 6)]}, r"skips \(2, 6\) and \(5, 9\) overlap"),
         ({"split": "x"}, "must be one to three shares"),
         ({"mix_window": 0}, "mix_window must be between 1 and"),
@@ -518,7 +546,7 @@ def test_weights_from_sizes(tmp_path: Path) -> None:
         ({"sources": {"web": {"prefix": "a", "part": [1, 0]}}}, "source web: the part must be"),
         ({"sources": {"web": {"prefix": "a", "max_epochs": 0}}}, "source web: max_epochs must be"),
         ({"sources": {"web": {"prefix": "a", "dtype": "uint7"}}}, "source web: dtype is 'uint7'"),
-        ({"sources": {"web": {"prefix": "no", "weight": 1}}}, "source web: no.bin not found"),
+        ({"sources": {"web": {"prefix": "no", "weight": 1}}}, "source web: /.*/no.bin not found"),
         (
             {"dtype": "int32"},
             "source web: .* has 900 tokens, uint16; the run began with 450, int32",

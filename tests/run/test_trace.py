@@ -46,7 +46,7 @@ def check_trace(dataset: Any, num: int, skips: Any = ()) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_trace_of_an_instant_run_is_its_samples(seed: int, tmp_path: Path) -> None:
-    """Phases, lengths, caps and skips; parts of files and splits."""
+    """Phases, lengths, caps and skips; parts of files and splits; mixed windows."""
     rng = random.Random(seed)
     history = History(rng, tmp_path)
     for _ in range(3):
@@ -56,7 +56,8 @@ def test_a_trace_of_an_instant_run_is_its_samples(seed: int, tmp_path: Path) -> 
         name: {**one, "weight": 1, "part": [0.1, 0.9]}
         for name, one in write_sources(tmp_path, {"x": 900, "y": 700}).items()
     }
-    config = InstantConfig(sources=sources, sequence_length=8, seed=seed, split="6,2,2")
+    options: Any = {"sequence_length": 8, "split": "6,2,2", "mix_window": 1 + seed % 3}
+    config = InstantConfig(sources=sources, seed=seed, **options)
     for dataset in build_datasets(config):
         check_trace(dataset, 120)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checks import SCHEME
 from millrace.feed import BlendedDataset
 from millrace.option_class import option, parse_size
 from millrace.run.phased_dataset import PhasedDataset
@@ -68,8 +67,7 @@ def budget_of(
     dataset: Any, own: Any, block_size: int, tokens_per_second: float
 ) -> BucketBudget | None:
     """The budget of a dataset in steps of `block_size` samples; None if it is not in buckets."""
-    stores = [one for one in dataset.stores if one is not None]
-    if not dataset.is_remote and not any(SCHEME.match(one.prefix) for one in stores):
+    if not dataset.is_remote:
         return None
     fetched: list[int] = []
 

@@ -5,8 +5,6 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 """
 
 import bisect
-import itertools
-import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT64, check_float, check_int, shown
+from millrace.checks import MAX_INT64
 from millrace.errors import ConfigError
 from millrace.forks import Renewed
 from millrace.order.instant import UNDRAWN, Position, check_windows, num_windows
@@ -24,6 +22,7 @@ from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
 
 Numbers = NDArray[np.int64]
 
+MAX_WEIGHT = 1e300  # so that the sum of a phase's weights is finite
 _KEPT = 64  # one of so many stretches is kept, and those behind it are computed from it again
 
 
@@ -54,8 +53,8 @@ class Phase:
     Attributes:
         start: Its first sample number.
         sequence_length: Tokens to train on in a sample.
-        weights: New weights by the names of sources. One of 0 takes a source out; sources that it
-            does not name keep theirs.
+        weights: New weights by the names of sources, up to `MAX_WEIGHT`. One of 0 takes a source
+            out; sources that it does not name keep theirs.
     """
 
     start: int
@@ -129,7 +128,7 @@ class Phases(Renewed):
 
     Args:
         sources: The sources by their names; their order does not matter.
-        phases: Phases by their starts; the first one starts at 0.
+        phases: Phases by their starts; the first one starts at 0. `InstantConfig` checks them.
 
     Attributes:
         names: The names of all sources, sorted.
@@ -340,37 +339,14 @@ class Phases(Renewed):
         return self._phases[phase].sequence_length
 
     def _check(self) -> None:
-        if not self._phases or self._phases[0].start != 0:
-            raise ConfigError("the first phase must start at sample 0: give it no start")
-        starts = [check_int("a phase's start", phase.start, 0) for phase in self._phases]
-        for number, (before, start) in enumerate(itertools.pairwise(starts), 1):
-            if start <= before:
-                raise ConfigError(
-                    f"phase {number} starts at sample {start}, the one before it at {before}: "
-                    "phases must be in order, and not be empty"
-                )
-        names, weights = {*self.names}, np.zeros(len(self.names))
+        weights = np.zeros(len(self.names))
         sizes = np.array([one.rough_tokens for one in self._sources], np.int64)
         mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
         for number, phase in enumerate(self._phases):
-            length = check_int(f"sequence_length of phase {number}", phase.sequence_length, 1)
-            for name, weight in phase.weights.items():
-                what = f"phase {number}, source {name}"
-                if name not in names:
-                    there = ", ".join(self.names[:20])
-                    raise ConfigError(f"{what}: there are only {there}: add it to the sources")
-                if not 0 <= check_float(f"{what}: the weight", weight) < math.inf:
-                    raise ConfigError(
-                        f"{what}: the weight is {shown(weight)}; it must be positive and finite. "
-                        "A weight of 0 takes a source out"
-                    )
-            weights = self._changed_weights(weights, number)
+            length, weights = phase.sequence_length, self._changed_weights(weights, number)
             if not weights.any():
                 raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
             is_small = (weights > 0) & (num_windows(sizes, mix_windows * length) < 1)
             for place in np.flatnonzero(is_small).tolist():
                 what, size = f"phase {number}, source {self.names[place]}", int(sizes[place])
                 check_windows(what, size, length, int(mix_windows[place]))
-        for name, source in zip(self.names, self._sources, strict=True):
-            if source.max_epochs is not None:
-                check_int(f"max_epochs of source {name}", source.max_epochs, 1)

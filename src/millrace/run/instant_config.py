@@ -21,7 +21,7 @@ from millrace.checks import (
 )
 from millrace.errors import ConfigError
 from millrace.order import part_range, split_ranges
-from millrace.order.phases import Phase
+from millrace.order.phases import MAX_WEIGHT, Phase
 from millrace.order.splits import Bookends
 from millrace.run.config import DatasetConfig, RunConfig, checked_counts
 from millrace.run.skips import Skips
@@ -31,6 +31,8 @@ from millrace.storage import Access, Storage
 from millrace.store.opened import token_dtype
 
 T = TypeVar("T")
+
+_weight = partial(check_float, least=0, most=MAX_WEIGHT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class InstantSource:
         part_range(0, self.part)
         vars(self).update(
             prefix=check_path("prefix", self.prefix),
-            weight=_if_given(_weight, self.weight),
+            weight=_if_given(partial(_weight, "the weight"), self.weight),
             dtype=_if_given(token_dtype, self.dtype),
             part=(float(self.part[0]), float(self.part[1])),
             max_epochs=_if_given(partial(check_int, "max_epochs", least=1), self.max_epochs),
@@ -92,7 +94,9 @@ class InstantPhase:
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping):
             raise ConfigError(f"weights must be numbers by name, not {shown(self.weights)}")
-        weights = {name: _weight(one, f" of {name}") for name, one in self.weights.items()}
+        weights = {
+            name: _weight(f"the weight of {name}", one) for name, one in self.weights.items()
+        }
         vars(self).update(
             weights=weights,
             until=_if_given(partial(check_int, "until", least=1, most=MAX_INT64), self.until),
@@ -196,7 +200,8 @@ class InstantConfig(RunConfig):
         """The phases with all that they keep of those before, for the sizes of the sources."""
         weights = {name: one.weight for name, one in self.sources.items() if one.weight is not None}
         if self.alpha is not None:
-            weights = {name: num_tokens[name] ** self.alpha for name in self.sources}
+            # An empty source has a weight, too: its size is an error where it is drawn from.
+            weights = {name: max(num_tokens[name], 1) ** self.alpha for name in self.sources}
             total = math.fsum(weights.values())
             weights = {name: weight / total for name, weight in weights.items()}
         start: int | None = 0
@@ -243,13 +248,6 @@ def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int],
             ) from None
 
 
-def _weight(weight: Any, of: str = "") -> float:
-    number = check_float(f"the weight{of}", weight)
-    if not 0 <= number < math.inf:
-        raise ConfigError(f"the weight{of} is {shown(weight)}; it must be positive and finite")
-    return number
-
-
 def _if_given(check: Callable[[Any], T], value: Any) -> T | None:
     return None if value is None else check(value)
 
@@ -274,11 +272,14 @@ def _checked(kind: type[T], what: str, value: Any) -> T:
     names = ", ".join(one.name for one in dataclasses.fields(kind))  # type: ignore[arg-type]
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} is {shown(value)}; give some of {names}")
-    entries = {str(name).replace("-", "_"): one for name, one in value.items()}
-    if "seq_length" in entries:
-        entries["sequence_length"] = entries.pop("seq_length")
+    spellings: dict[str, Any] = {}
+    for key in value:
+        name = str(key).replace("-", "_").replace("seq_length", "sequence_length")
+        if name in spellings:
+            raise ConfigError(f"{what} has {spellings[name]} and {key}: leave one out")
+        spellings[name] = key
     try:
-        return kind(**entries)
+        return kind(**{name: value[key] for name, key in spellings.items()})
     except TypeError as error:
         raise ConfigError(f"{what}: {error}; there are {names}") from None
     except ConfigError as error:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.checks import absolute_path
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
@@ -17,7 +18,7 @@ from millrace.order.splits import Range
 from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig, InstantSource
-from millrace.storage import storage_of
+from millrace.storage import LOCAL, storage_of
 from millrace.store import IndexedDataset, RawTokens
 from millrace.store.info import read_info
 from millrace.store.layout import read_header
@@ -33,9 +34,11 @@ class SourceFile:
         tokenizers: Tokenizers of the files that were opened before, which all files share.
 
     Attributes:
-        prefix: Path prefix of the pair, or path of the raw tokens.
+        prefix: Absolute path prefix of the pair, or path of the raw tokens.
+        is_remote, look_ahead: As of `StoredTokens`.
         dtype: Dtype of the tokens as they are read.
         num_tokens: Number of tokens, by the size of the file.
+        part: First token of the source's part, and end, before they are moved to documents.
 
     Raises:
         DataError: A file that is missing, or not a whole number of tokens.
@@ -49,12 +52,14 @@ class SourceFile:
         config: InstantConfig,
         tokenizers: list[TokenizerRecord],
     ) -> None:
-        self.prefix, self._is_raw = str(source.prefix), source.raw
+        self.prefix, self._is_raw = absolute_path(source.prefix), source.raw
         self._access, self._storage, self._name = config.access, config.storage, name
         self._tokenizers = None if config.any_tokenizer else tokenizers
         dtype = source.dtype or config.dtype
         path = self.prefix if self._is_raw else self.prefix + BIN
         storage = storage_of(path, config.storage)
+        self.is_remote = storage is not LOCAL
+        self.look_ahead = 4 * getattr(storage, "requests", 64)
         try:
             size = storage.stat(path).size
             if dtype is None and not self._is_raw:
@@ -71,6 +76,7 @@ class SourceFile:
                 f"source {name}: {path} has {size} bytes, which is not a multiple of "
                 f"{dtype.itemsize} ({dtype}): it is truncated, or the dtype is wrong"
             )
+        self.part = part_range(self.num_tokens, source.part)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "store"}
@@ -95,7 +101,7 @@ class SourceFile:
 
     @cached_property
     def _sums(self) -> str | None:
-        info = None if self._is_raw else read_info(self.prefix)
+        info = None if self._is_raw else read_info(self.prefix, self._storage)
         if info is None or info.bin is None:
             return None
         return checksum([f"{info.bin} {info.idx}".encode()])
@@ -194,7 +200,7 @@ def ranges_of(
     file: SourceFile, source: InstantSource, config: InstantConfig
 ) -> Sequence[SourceRange | None]:
     """The ranges of train, valid and test; None for a split without a share."""
-    start, stop = part_range(file.num_tokens, source.part)
+    start, stop = file.part
     split = "1,0,0" if config.split is None else config.split
     own = ((source.max_epochs, config.mix_window), (None, 1), (None, 1))
     return [

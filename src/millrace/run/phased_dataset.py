@@ -135,8 +135,10 @@ class PhasedDataset(TokenDataset):
         return segment.sources_of(samples)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
-        segment, samples = self.located(check_numbers(sample_numbers, len(self)))
-        segment.prefetch(samples)
+        samples = self._skips.samples(check_numbers(sample_numbers, len(self)))
+        segments = np.searchsorted(self._starts, samples, "right") - 1  # these may be several steps
+        for number in np.unique(segments).tolist():
+            self._segments[number].prefetch(samples[segments == number])
 
     def find(self, source: int, tokens: Range, stop: int) -> Iterator[Numbers]:
         """The samples before one that may hold some tokens of a source: see `InstantOrder.find`."""
@@ -262,6 +264,13 @@ class _Segment(BlendedDataset):
     def __len__(self) -> int:
         return MAX_INT64
 
+    def _draws(self, sample_numbers: Numbers) -> Any:
+        if len(sample_numbers) > 0:
+            return super()._draws(sample_numbers)
+        # The first of all sources may have too few tokens for a sample, or no file any more.
+        first = int(self.order.stretch_of(0).sources[0])
+        return sample_numbers, [(first, self.datasets[first], sample_numbers, sample_numbers)]
+
     def sources_of(self, numbers: Numbers) -> Sources:
         sources: Sources = {}
         for number, dataset, in_dataset, _ in self._draws(numbers)[1]:
@@ -298,7 +307,7 @@ def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
         name: SourceFile(name, source, config, tokenizers)
         for name, source in config.sources.items()
     }
-    phases = config.run_phases({name: file.num_tokens for name, file in files.items()})
+    phases = config.run_phases({name: file.part[1] - file.part[0] for name, file in files.items()})
     ranges = {name: ranges_of(file, config.sources[name], config) for name, file in files.items()}
     datasets: list[PhasedDataset | None] = []
     for number, count in enumerate(config.num_samples):

@@ -1,12 +1,11 @@
 """Samples that a run leaves out. `docs/instant_order.md` defines them (K1 to K3)."""
 
-import itertools
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT64, check_int, check_list, shown
+from millrace.checks import check_int, check_list, shown
 from millrace.errors import ConfigError
 
 
@@ -26,10 +25,15 @@ class Skips:
     """
 
     def __init__(self, ranges: Any) -> None:
-        self.ranges = sorted(check_list("skips", ranges, "pairs (start, stop)", _range))
-        for one, other in itertools.pairwise(self.ranges):
-            if other[0] < one[1]:
-                raise ConfigError(f"the skips {one} and {other} overlap: make them one")
+        self.ranges: list[tuple[int, int]] = []
+        for start, stop in sorted(check_list("skips", ranges, "pairs (start, stop)", _range)):
+            before = self.ranges[-1] if self.ranges else (0, -1)
+            if start < before[1]:
+                overlap = f"the skips {before} and {(start, stop)} overlap"
+                raise ConfigError(f"{overlap}: make them one")
+            if start == before[1]:  # the same samples as in one range
+                start, _ = self.ranges.pop()
+            self.ranges.append((start, stop))
         sizes = [stop - start for start, stop in self.ranges]
         self._totals = np.cumsum([0, *sizes], dtype=np.int64)
         starts = np.array([start for start, _ in self.ranges], np.int64)
@@ -59,6 +63,7 @@ class Skips:
 
 def _range(name: str, value: Any) -> tuple[int, int]:
     ends = check_list(name, value, "two sample numbers", check_int)
-    if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= MAX_INT64 // 2:
-        raise ConfigError(f"{name} is {shown(value)}; give [start, stop], with 0 <= start < stop")
+    if len(ends) != 2 or not 0 <= ends[0] < ends[1] < 1 << 62:
+        form = "give [start, stop], with 0 <= start < stop < 2**62"
+        raise ConfigError(f"{name} is {shown(value)}; {form}")
     return ends[0], ends[1]
