@@ -112,18 +112,20 @@ class Copy:
             self._block_file = os.open(place + _BLOCKS, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._block_file, fcntl.LOCK_SH)
             self.data_file = os.open(place + _DATA, os.O_RDWR | os.O_CREAT, 0o600)
+            if os.fstat(self.data_file).st_size < self.size:  # new, or cut short by another program
+                os.ftruncate(self._block_file, 0)
             os.ftruncate(self._block_file, num_blocks)
             os.ftruncate(self.data_file, self.size)
             os.utime(self._block_file)
-        self._blocks = np.frombuffer(mmap.mmap(self._block_file, num_blocks), np.uint8)
         self._data: Bytes = _native.map_file(self.data_file, self.size)
         self._locks = [threading.Lock() for _ in range(64)]
         self._sums: list[str] | None = None
 
     def read(self, start: int, stop: int) -> Bytes | None:
         """Bytes [start, stop), if all of them are there."""
-        blocks = self._blocks[start // BLOCK : -(-stop // BLOCK)]
-        return self._data[start:stop] if (blocks == _THERE).all() else None
+        first, end = start // BLOCK, -(-stop // BLOCK)
+        marks = os.pread(self._block_file, end - first, first)
+        return self._data[start:stop] if marks == bytes([_THERE]) * (end - first) else None
 
     def fill(
         self,

@@ -41,6 +41,7 @@ _TIMEOUT = 60.0  # seconds of a request, which brings at most 8 MiB
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds before a request is tried again
 _FRESH = 15.0  # seconds in which processes that start together share a listing
 _STATUS = re.compile(r"status code: (\d+)")
+_UNFIT = re.compile(r"^/|//|(^|/)\.\.?(/|$)")  # keys that obstore refuses, or changes silently
 _EXPIRED = re.compile(r"<Code>\w*(Expired|TooSkewed)\w*</Code>")
 _FORK = (
     "this process was forked after its parent had read from a bucket: its client would wait for "
@@ -232,6 +233,10 @@ def bucket_of(path: str) -> tuple[str, str]:
         raise ConfigError(
             f"{path!r} is not the path of an object, which is s3://BUCKET/KEY, gs://BUCKET/KEY, "
             "az://CONTAINER/KEY, msc://PROFILE/KEY or file:///PATH"
+        )
+    if _UNFIT.search(key):
+        raise ConfigError(
+            f"{path!r} has a double slash, or a part '.' or '..', which keys here must not have"
         )
     return f"{scheme}://{name}", key
 
