@@ -87,8 +87,8 @@ def make_once(path: str, is_there: Callable[[], bool], make: Callable[[], None])
                 return
 
 
-def _is_whole(copy: str, size: int) -> bool:
-    """Whether a copy is there; after a power cut it may be shorter."""
+def is_whole(copy: str, size: int) -> bool:
+    """Whether a copy is there, and of the right size."""
     try:
         return os.path.getsize(copy) == size
     except FileNotFoundError:
@@ -103,4 +103,4 @@ def fetch(copy: str, file: StoredFile) -> None:
             for start in range(0, file.size, _PIECE):
                 out.write(file.read(start, min(_PIECE, file.size - start)).data)
 
-    make_once(copy, lambda: _is_whole(copy, file.size), write)
+    make_once(copy, lambda: is_whole(copy, file.size), write)

@@ -30,7 +30,7 @@ from millrace.storage import (
 )
 from millrace.storage.ahead import Ahead
 from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
-from millrace.storage.mirror import Copy, Mirror, sums_in
+from millrace.storage.mirror import Copy, Mirror, copy_of, sums_in
 from millrace.storage.msc import ProfileStore
 from millrace.storage.transfers import Transfers, closing
 
@@ -324,7 +324,7 @@ class ObjectFile(Ahead):
         self.identity, self.size = identity, identity.size
         self._copy: Copy | None = None
         if mirror is not None and self.size > 0:
-            self._copy = Copy(mirror, path, identity)
+            self._copy = copy_of(mirror, path, identity)
         self.renew()
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
