@@ -1,7 +1,9 @@
 """The partial mirror: how many bytes it saves, and what kills, full disks and damage do to it."""
 
+import contextlib
 import heapq
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -144,17 +146,44 @@ def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, prox
     assert taken(tmp_path / "mirror") <= 2 * len(DATA) + METADATA
 
 
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_copies_that_were_removed(tmp_path: Path, bucket: Bucket, damage: str) -> None:
+    path, order = bucket.put("a", DATA.tobytes()), np.arange(len(DATA) // SAMPLE)
+    for _ in range(2):
+        file = bucket.storage(mirror=tmp_path, limit=1 << 30).open(path, "file")
+        read_all(pickle.loads(pickle.dumps(file)), order)
+        (copy,) = tmp_path.glob("*.data")
+        os.truncate(copy, 1) if damage == "cut" else copy.unlink()
+
+
+def test_too_few_open_files(
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """What cannot be opened is read from afar, and said once."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (100, 100))
+    storage, path = bucket.storage(mirror=tmp_path, limit=1 << 30), bucket.put("a", DATA.tobytes())
+    for _ in range(2):
+        read_all(storage.open(path, "file"), np.arange(len(DATA) // SAMPLE))
+    assert [record.message for record in caplog.records if "ulimit -n" in record.message][1:] == []
+    assert taken(tmp_path) == 0 < len(caplog.records)
+
+
 def test_a_full_disk(
     disk: Path, bucket: Bucket, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It stops growing, and says so; a file system in memory is named as well."""
     storage = bucket.storage(mirror=disk / "mirror", limit=1 << 30)
-    file = storage.open(bucket.put("a", DATA.tobytes()), "file")
-    read_all(file, np.random.default_rng(0).permutation(len(DATA) // SAMPLE))
+    path, other = (bucket.put(name, DATA.tobytes()) for name in "ab")
+    file, order = storage.open(path, "file"), np.arange(len(DATA) // SAMPLE)
+    read_all(file, order)
     messages = " ".join(record.message for record in caplog.records)
     assert "is on tmpfs" in messages
     assert "does not grow any more: [Errno 28]" in messages
     assert 0 < taken(disk / "mirror") <= 1 << 20
+    with contextlib.suppress(OSError):
+        (disk / "all").write_bytes(bytes(1 << 21))
+    for one in (path, other):
+        read_all(bucket.storage(mirror=disk / "mirror", limit=1 << 30).open(one, "file"), order)
 
 
 def test_blocks_are_compared_with_the_sidecar(

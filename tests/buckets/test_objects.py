@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import MillraceError
+from millrace import IndexedDataset, MillraceError
 from millrace.errors import ConfigError, StorageError
 from millrace.storage.objects import ObjectStorage
 from tests.buckets.conftest import Bucket, on_each_server
@@ -99,9 +99,35 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
     for bad in ("s3://", "s3:///a", "file://a/b", "ftp://a/b", "a/b"):
         with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY"):
             bucket.storage().stat(bad)
+    for bad in ("s3://a/b//c", "s3://a//b", "s3://a/./b", "file:///tmp/../a", "s3://train/a\1"):
+        with pytest.raises(ConfigError, match=r"double slash|cannot be the path"):
+            bucket.storage().stat(bad)
     for options, place in (({"endpont": "x"}, path), ({}, "msc://nothing/a")):
         with pytest.raises(ConfigError, match="cannot be opened with its options"):
             bucket.storage(options).stat(place)
+    for endpoint in ("", "localhost:1"):
+        with pytest.raises(ConfigError, match="must begin with http"):
+            bucket.storage({"endpoint": endpoint}).stat(path)
+    with pytest.raises(ConfigError, match="time_limit must be between"):
+        bucket.storage(time_limit=np.inf)
+
+
+@pytest.mark.parametrize("bucket", ["s3", "az"], indirect=True)
+def test_a_bucket_that_is_not_there(bucket: Bucket) -> None:
+    prefix = bucket.prefix.replace("train", "nobucket")
+    with pytest.raises(StorageError, match="nobucket does not exist"):
+        IndexedDataset(prefix, storage=bucket.storage())
+
+
+def test_what_failed_ahead_is_asked_for_again(bucket: Bucket, proxy: Proxy) -> None:
+    path, piece = bucket.put("a", b"12345"), (np.array([1]), np.array([3]))
+    file: Any = bucket.storage(time_limit=0.1).open(path, "file")
+    proxy.add_fault("503", "GET")
+    file.prefetch(*piece)
+    while not file._pieces[1, 3][0][0].body.done():
+        time.sleep(0.01)
+    proxy.reset()
+    assert file.gather(*piece).tobytes() == b"234"
 
 
 FAULTS = {
@@ -187,5 +213,14 @@ def test_files_of_the_system_and_folders_of_others(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     os.chmod(tmp_path / "open", 0o777)
     (tmp_path / "a.idx").write_bytes(b"12345")
-    with pytest.raises(ConfigError, match=r"others than you"):
-        ObjectStorage(folder=tmp_path / "open").open(f"file://{tmp_path}/a.idx", "mmap")
+    path = f"file://{tmp_path}/a.idx"
+    with pytest.raises(ConfigError, match=r"its mode 0777"):
+        ObjectStorage(folder=tmp_path / "open").open(path, "mmap")
+    for folder in ("a/b", "node"):  # below a file, as in a folder that is only read
+        assert ObjectStorage(folder=tmp_path / folder).open(path, "mmap").size == 5
+    (copy,) = (tmp_path / "node").glob("*.idx")
+    for damage in (b"12354" + copy.read_bytes()[5:], bytes(13), b"12345"):
+        copy.write_bytes(damage)
+        file = ObjectStorage(folder=tmp_path / "node").open(path, "mmap")
+        assert file.read(0, 5).tobytes() == b"12345"
+    assert copy.stat().st_size == 13

@@ -13,7 +13,7 @@ import pytest
 
 from millrace import IndexedDataset
 from millrace.cli import main
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, DataError
 from millrace.files import sum_of, xxh3
 from millrace.jobs import upload
 from millrace.shards import Shards, verify_shards
@@ -41,6 +41,64 @@ def test_a_pair_goes_up_and_is_new(tmp_path: Path, bucket: Bucket, proxy: Proxy)
         upload(local, target)
 
 
+@pytest.mark.parametrize("target", ["", "a/b", "s3://", "s3://a/", "s3://a/b//c", "msc://a/b"])
+def test_wrong_targets(tmp_path: Path, target: str) -> None:
+    local = write_pair(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY|double slash"):
+        upload(local, target)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_sources_that_are_not_whole_leave_nothing(tmp_path: Path, bucket: Bucket) -> None:
+    target = f"{bucket.prefix}/v1/data"
+    write_sequences(tmp_path / "shards", make_sequences(60, 64, np.uint16), 3)
+    (tmp_path / "shards/shard_0001.bin").unlink()
+    write_pair(tmp_path, "half").with_suffix(".bin").unlink()
+    before = sorted(tmp_path.iterdir())
+    for name, missing in (("data", r"data\.bin"), ("half", r"half\.bin"), ("shards", "_0001.bin")):
+        with pytest.raises(DataError, match=f"{missing} is not there"):
+            upload(tmp_path / name, target)
+    assert sorted(tmp_path.iterdir()) == before
+    upload(write_pair(tmp_path), target, storage=bucket.storage())
+    assert verify([target])[0].problems == []
+
+
+KILLED = """
+import os, sys
+from millrace.engine import uploading
+uploading.Upload._put_last = lambda *_: os._exit(9)
+uploading.upload(*sys.argv[1:])
+"""
+
+
+def start_upload(local: Path, target: str) -> None:
+    """An upload that is killed before the index."""
+    assert subprocess.run([sys.executable, "-c", KILLED, str(local), target]).returncode == 9
+
+
+def test_a_source_that_was_made_anew(tmp_path: Path, bucket: Bucket) -> None:
+    local, target = write_pair(tmp_path, documents=50), f"{bucket.prefix}/v1/data"
+    start_upload(local, target)
+    write_pair(tmp_path, documents=50, seed=1)
+    with pytest.raises(DataError, match=r"changed since its upload began.*--restart"):
+        upload(local, target)
+    for name in (".info.json", ".origins.parquet"):
+        local.with_suffix(name).unlink()
+    upload(local, target, restart=True)
+    assert sorted(storage_of(target).list(target)) == [f"{target}.bin", f"{target}.idx"]
+    assert IndexedDataset(target).fingerprint == IndexedDataset(local).fingerprint
+
+
+def test_a_target_that_was_taken_over(tmp_path: Path, bucket: Bucket) -> None:
+    target, other = f"{bucket.prefix}/v1/data", write_pair(tmp_path, "other", seed=1)
+    start_upload(write_pair(tmp_path), target)
+    upload(other, target, restart=True)
+    with pytest.raises(ConfigError, match="has ended"):
+        upload(tmp_path / "data", target)
+    assert IndexedDataset(target).fingerprint == IndexedDataset(other).fingerprint
+
+
 def test_one_upload_at_a_time(tmp_path: Path, bucket: Bucket) -> None:
     local, target = write_pair(tmp_path), f"{bucket.prefix}/v1/data"
     bucket.put("v1/data.uploading", b"of another")
@@ -55,7 +113,7 @@ def test_killed_uploads_go_on(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> N
     rows = make_sequences(600, 1 << 10, np.uint16)
     write_sequences(tmp_path / "shards", rows, 6)
     target = f"{bucket.prefix}/shards"
-    command = [sys.executable, "-m", "millrace", "upload", str(tmp_path / "shards"), target]
+    command = [sys.executable, "-m", "millrace", "upload", f"{tmp_path}/shards/", target + "/"]
     proxy.latency = 0.05
     is_done, kills = False, 0
     while not is_done:
@@ -71,7 +129,7 @@ def test_killed_uploads_go_on(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> N
     assert verify_shards(target).problems == []
     assert (Shards(target)[599] == rows[599]).all()
     assert [path.name for path in (tmp_path / "shards").iterdir()] == []
-    assert proxy.count("PUT .*shard_0000.bin") <= 2
+    assert proxy.count("PUT .*(bin|idx)") <= 12 + kills - 1  # a kill costs one file
 
 
 def job_of(verb: str, folder: Path, megabytes: int) -> list[str]:

@@ -5,21 +5,22 @@ An object beside the target says who is at work, so that two uploads never mix. 
 of the job that has made it: an upload that was killed goes on with the next file.
 """
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from millrace.checks import check_path
+from millrace.checks import check_path, plain_json, shown
 from millrace.engine.run import Run
 from millrace.engine.tasks import Task
-from millrace.errors import ConfigError
-from millrace.names import IDX, LOSS_ARRAY, RESULT, SHUFFLE_METADATA
+from millrace.errors import ConfigError, DataError
+from millrace.names import BIN, IDX, LOSS_ARRAY, RESULT, SHUFFLE_METADATA
 from millrace.option_class import StrPath, check_options, option
 from millrace.shards.metadata import bin_paths, is_shards_folder, parse_metadata
-from millrace.storage import exists, local_path, read_file
+from millrace.storage import LOCAL, exists, local_path, read_file
 from millrace.storage.objects import ObjectStorage, bucket_of, by_environment
 from millrace.store.publish import files_of
 
@@ -32,8 +33,19 @@ _SMALL = 64 << 20  # bytes that are put by one request, on a condition
 def check_target(name: str, value: Any) -> str:
     """The path prefix, or the folder, of an option: a path in a bucket."""
     target = check_path(name, value).rstrip("/")
-    bucket_of(target)
+    bucket, key = bucket_of(target)
+    if not key or bucket.startswith("msc:"):
+        raise ConfigError(
+            f"{name} is {target}; write s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY or "
+            "file:///PATH. Profiles of msc:// are only read"
+        )
     return target
+
+
+def _check_storage(name: str, value: Any) -> ObjectStorage:
+    if not isinstance(value, ObjectStorage):
+        raise ConfigError(f"{name} must be an ObjectStorage, not {shown(value)}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +63,9 @@ class UploadOptions:
     )
     move: bool = option("remove each local file once it is in the bucket", False)
     restart: bool = option("take over from an upload that died on another machine", False)
-    storage: ObjectStorage | None = option("storage of the target", None, flags=None)
+    storage: ObjectStorage | None = option(
+        "storage of the target", None, flags=None, check=_check_storage
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -73,18 +87,44 @@ def upload(source: StrPath, target: str, **options: Any) -> list[str]:
 
     Raises:
         ConfigError: A target that is there already, or at which another upload is at work.
-        DataError: A source that is not whole.
+        DataError: A source that is not whole, or has changed since a part of it went up.
         StorageError: A request that fails.
     """
     checked = UploadOptions(source=source, target=target, **options)
-    start, target = local_path(os.fspath(source)), checked.target
-    prefix = start.rstrip("/") + ".upload"
+    start, target = local_path(os.fspath(checked.source)).rstrip("/"), checked.target
+    prefix = start + ".upload"
     with Run(prefix, {"job": "upload 1", "target": target}, restart=checked.restart) as run:
-        names = run.once("names", partial(_names, start))
-        up = Upload(run, target, names[-1:], checked.restart, checked.storage)
-        run.publish(partial(up.send, start, names, move=checked.move), None)
+        files = run.once("files", partial(_identities, start))
+        up = Upload(run, target, [*files][-1:], checked.restart, checked.storage)
+        check = partial(_check_unchanged, start, files)
+        check()
+        run.publish(partial(up.send, start, files, move=checked.move, check=check), None)
     os.unlink(prefix + RESULT)  # of no use: the target must be new
-    return [target + name for name in names]
+    return [target + name for name in files]
+
+
+def _identities(start: str) -> dict[str, Any]:
+    """What follows a path in those of its files, the last one last, and the identity of each."""
+    files = {}
+    for name in _names(start):
+        try:
+            files[name] = LOCAL.stat(start + name)
+        except FileNotFoundError:
+            raise DataError(
+                f"{start + name} is not there: give a whole token file or folder of shards"
+            ) from None
+    return files
+
+
+def _check_unchanged(start: str, files: Mapping[str, Any]) -> None:
+    """Without this, the files of two sources would be one object."""
+    for name, identity in files.items():
+        with contextlib.suppress(FileNotFoundError):  # it has moved
+            if plain_json(LOCAL.stat(start + name)) != identity:
+                raise DataError(
+                    f"{start + name} has changed since its upload began. Give --restart "
+                    "(restart=True) to begin anew"
+                )
 
 
 class Upload:
@@ -111,15 +151,28 @@ class Upload:
     ) -> None:
         self._run, self._target, self._last = run, target, last
         self._storage, path = storage or by_environment(), target + CLAIM
-        claim = run.once("claim", lambda: os.urandom(8).hex()).encode()
+        # The journal's lock keeps others with this claim away, also if an upload that failed at its
+        # start has left no journal.
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        place = f"{boot} {os.uname().nodename} {os.path.dirname(run.folder)}"
+        claim = self._claim = os.fsencode(run.once("claim", lambda: place))
         if restart:
             self._storage.ask(path, lambda store, key: store.put(key, claim))
-        elif not _create(self._storage, path, claim) and read_file(self._storage, path) != claim:
-            raise ConfigError(
-                f"{path}: another upload to this target is at work, or has died. If it has died, "
-                "give restart=True (--restart)"
-            )
+        elif not run.stored("target is new"):
+            _create(self._storage, path, claim)
+        self._check_claim()
         run.once("target is new", self._check_target)
+
+    def _check_claim(self) -> None:
+        """Another upload may have taken the target over, and may have ended."""
+        path, is_ours = self._target + CLAIM, bool(self._run.stored("is up"))
+        with contextlib.suppress(FileNotFoundError):
+            is_ours = is_ours or read_file(self._storage, path) == self._claim
+        if not is_ours:
+            raise ConfigError(
+                f"{path}: another upload to this target is at work, has died, or has ended. If it "
+                "has died, give restart=True (--restart)"
+            )
 
     def _check_target(self) -> bool:
         for name in self._last:
@@ -131,8 +184,15 @@ class Upload:
                 )
         return True
 
-    def send(self, source: str, names: Iterable[str], *, move: bool) -> None:
-        """Puts the files that are not up yet, the last ones last, and frees the target."""
+    def send(
+        self,
+        source: str,
+        names: Iterable[str],
+        *,
+        move: bool,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Puts the files that are not up yet, the last ones after a check; frees the target."""
         inputs = self._run.identity
         if self._run.once("inputs of the upload", lambda: inputs) != inputs:
             raise ConfigError(
@@ -145,11 +205,24 @@ class Upload:
         for done in self._run.map(_put_task, tasks, context, phase="upload", workers=1):
             if move:
                 Path(source + done.task.payload).unlink(missing_ok=True)
-        for name in self._last:
-            self._put_last(source + name, self._target + name)
-            if move:
-                Path(source + name).unlink(missing_ok=True)
+        if not self._run.stored("is up"):
+            check()
+            self._check_claim()
+            for name in self._last:
+                self._remove_leftovers(name, names)
+                self._put_last(source + name, self._target + name)
+            self._run.store("is up", True)
         self._release()
+        if move:
+            for name in self._last:
+                Path(source + name).unlink(missing_ok=True)
+
+    def _remove_leftovers(self, last: str, names: Sequence[str]) -> None:
+        """Removes sidecars of an upload that has died, or of a pair that was removed."""
+        prefix = last.removesuffix(IDX)
+        if prefix != last:
+            for name in {*files_of(prefix), prefix + LOSS_ARRAY} - {*names, last}:
+                self._delete(self._target + name)
 
     def send_pairs(self, source: str, prefixes: Iterable[str]) -> None:
         """The same for pairs below a path prefix, which leave the disk."""
@@ -167,7 +240,11 @@ class Upload:
             raise ConfigError(f"{target} was written by another upload meanwhile: give a new name")
 
     def _release(self) -> None:
-        self._storage.ask(self._target + CLAIM, lambda store, key: store.delete(key))
+        self._delete(self._target + CLAIM)
+
+    def _delete(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._storage.ask(path, lambda store, key: store.delete(key))
 
 
 def _put_task(context: tuple[ObjectStorage, str, str], task: Task) -> tuple[None, list[str]]:
@@ -189,8 +266,8 @@ def put_file(source: str, target: str, storage: ObjectStorage | None = None) -> 
 def pair_names(prefix: str) -> list[str]:
     """What follows a path prefix in the paths of the files of a pair, the index last."""
     paths = [path for path in (*files_of(prefix), prefix + LOSS_ARRAY) if os.path.exists(path)]
-    names = [path.removeprefix(prefix) for path in paths if not path.endswith(IDX)]
-    return [*names, IDX]
+    names = [path.removeprefix(prefix) for path in paths if not path.endswith((BIN, IDX))]
+    return [*names, BIN, IDX]
 
 
 def _names(start: str) -> list[str]:

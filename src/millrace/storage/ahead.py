@@ -76,7 +76,9 @@ class Ahead(Renewed):
             del self._pieces[piece]
             self._num_bytes -= piece[1]
         parts: list[Part] = entry[0]
-        return parts
+        # What has failed is asked for again: the store may be well by now.
+        is_lost = any(part.body.done() and part.body.exception() for part in parts)
+        return None if is_lost else parts
 
     def _checked(self, byte_offsets: Numbers, byte_counts: Numbers) -> list[Piece]:
         is_outside = (byte_offsets < 0) | (byte_counts < 0)

@@ -9,8 +9,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from millrace.errors import ConfigError
-from millrace.files import atomic_file, blake2b, writers_lock
+from millrace.files import atomic_file, blake2b, checksum, writers_lock, xxh3
 from millrace.storage import Bytes, Identity, MappedFile, StoredFile
 
 _PAUSE = 0.02  # seconds between two looks for a file that another process makes
@@ -33,27 +35,31 @@ def own_folder(folder: str | None) -> str:
     place = folder or os.path.join(tempfile.gettempdir(), f"millrace-{os.getuid()}")
     os.makedirs(place, 0o700, exist_ok=True)
     status = os.stat(place, follow_symlinks=folder is not None)
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o022:
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.getuid() or mode & 0o022:
         raise ConfigError(
-            f"others than you may write in {place}, where copies of objects would lie: give "
-            "another folder, or change its owner and mode"
+            f"{place}, where copies of objects would lie, is not yours alone: its owner is user "
+            f"{status.st_uid}, its mode {mode:04o}. Give another folder, or change them"
         )
     return place
 
 
-def copied_file(folder: str, path: str, file: StoredFile) -> CopiedFile:
-    """A whole object, in memory where the folder has no room for it."""
+def copied_file(folder: str | None, path: str, file: StoredFile) -> CopiedFile:
+    """A whole object, in memory where the folder cannot be written or has no room for it."""
     name = blake2b(repr((path, file.identity)).encode()).hexdigest()
-    copy = os.path.join(folder, name + os.path.splitext(path)[1])
     with contextlib.suppress(OSError):
-        fetch(copy, file)
-        return CopiedFile(MappedFile(copy).bytes, file.identity)
+        copy = os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
+        for _ in range(2):
+            fetch(copy, file, with_sum=True)
+            data, expected = np.split(MappedFile(copy).bytes, [file.size])
+            if checksum([data]) == expected.tobytes().hex():
+                return CopiedFile(data, file.identity)
+            os.unlink(copy)  # the disk has damaged it
     return CopiedFile(file.read(0, file.size), file.identity)
 
 
-def shared_value(folder: str, name: str, seconds: float, make: Callable[[], Any]) -> Any:
+def shared_value(folder: str | None, name: str, seconds: float, make: Callable[[], Any]) -> Any:
     """A plain value that processes of the node share, if one made it in the last seconds."""
-    path = os.path.join(folder, name + ".json")
 
     def is_fresh() -> bool:
         with contextlib.suppress(FileNotFoundError):
@@ -64,7 +70,8 @@ def shared_value(folder: str, name: str, seconds: float, make: Callable[[], Any]
         with atomic_file(path, durable=False) as out:
             out.write(json.dumps(make()).encode())
 
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, json.JSONDecodeError):
+        path = os.path.join(own_folder(folder), name + ".json")
         make_once(path, is_fresh, write)
         with open(path, "rb") as file:
             return json.load(file)
@@ -87,20 +94,24 @@ def make_once(path: str, is_there: Callable[[], bool], make: Callable[[], None])
                 return
 
 
-def _is_whole(copy: str, size: int) -> bool:
-    """Whether a copy is there; after a power cut it may be shorter."""
+def is_whole(copy: str, size: int) -> bool:
+    """Whether a copy is there, and of the right size."""
     try:
         return os.path.getsize(copy) == size
     except FileNotFoundError:
         return False
 
 
-def fetch(copy: str, file: StoredFile) -> None:
-    """Copies an object to a path, unless it is there."""
+def fetch(copy: str, file: StoredFile, *, with_sum: bool = False) -> None:
+    """Copies an object to a path, perhaps with its XXH3-64 behind it, unless it is there."""
 
     def write() -> None:
-        with atomic_file(copy, durable=False) as out:
+        digest = xxh3()
+        with atomic_file(copy) as out:
             for start in range(0, file.size, _PIECE):
-                out.write(file.read(start, min(_PIECE, file.size - start)).data)
+                piece = file.read(start, min(_PIECE, file.size - start)).data
+                digest.update(piece)
+                out.write(piece)
+            out.write(digest.digest() * with_sum)
 
-    make_once(copy, lambda: _is_whole(copy, file.size), write)
+    make_once(copy, lambda: is_whole(copy, file.size + 8 * with_sum), write)

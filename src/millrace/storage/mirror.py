@@ -8,28 +8,28 @@ is killed leaves nothing that is counted wrongly: its block has room, and the ne
 """
 
 import contextlib
+import errno
 import fcntl
 import glob
 import json
 import logging
-import mmap
 import os
+import resource
 import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from millrace import _native
 from millrace.files import blake2b, checksum, file_lock
 from millrace.storage import Bytes, Identity
-from millrace.storage.copies import own_folder
+from millrace.storage.copies import is_whole, own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
 FIRST = 64  # pieces that a process reads exactly: the first batch does not wait for blocks
 _DATA, _BLOCKS = ".data", ".blocks"
-_THERE, _ROOM = 1, 2
+_THERE, _ROOM = b"\1", b"\2"
+_SPARE = 128  # descriptors that are left for requests and other files
 _EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
 _fetches = threading.Semaphore(16)  # of blocks of a process: those that are needed first
@@ -68,9 +68,10 @@ class Mirror:
         return True
 
     def stop(self, error: OSError) -> bool:
-        """Stops the growth, and says so; returns False."""
+        """Stops the growth, and says so once; returns False."""
+        if not self.is_full:
+            _log.warning("the mirror %s does not grow any more: %s", self.folder, error)
         self.is_full = True
-        _log.warning("the mirror %s does not grow any more: %s", self.folder, error)
         return False
 
     def _paths(self) -> list[str]:
@@ -104,26 +105,37 @@ class Copy:
     """
 
     def __init__(self, mirror: Mirror, path: str, identity: Identity) -> None:
+        self._arguments = mirror, path, identity
         self._mirror, self.size = mirror, identity.size
         name = blake2b(repr((path, identity)).encode()).hexdigest()
         place = os.path.join(mirror.folder, name)
-        num_blocks = -(-self.size // BLOCK)
         with file_lock(os.path.join(mirror.folder, "mirror.lock")):  # not while it is removed
+            if not is_whole(place + _DATA, self.size):  # removed by hand: its marks are wrong
+                for ending in (_BLOCKS, _DATA):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(place + ending)
             self._block_file = os.open(place + _BLOCKS, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._block_file, fcntl.LOCK_SH)
             self.data_file = os.open(place + _DATA, os.O_RDWR | os.O_CREAT, 0o600)
-            os.ftruncate(self._block_file, num_blocks)
+            if self.data_file + _SPARE > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+                raise OSError(errno.EMFILE, "too few open files are allowed (ulimit -n)")
+            os.ftruncate(self._block_file, -(-self.size // BLOCK))
             os.ftruncate(self.data_file, self.size)
             os.utime(self._block_file)
-        self._blocks = np.frombuffer(mmap.mmap(self._block_file, num_blocks), np.uint8)
         self._data: Bytes = _native.map_file(self.data_file, self.size)
         self._locks = [threading.Lock() for _ in range(64)]
         self._sums: list[str] | None = None
 
+    def __reduce__(self) -> Any:
+        return copy_of, self._arguments
+
+    def _marks(self, first: int, end: int) -> bytes:
+        return os.pread(self._block_file, end - first, first)
+
     def read(self, start: int, stop: int) -> Bytes | None:
         """Bytes [start, stop), if all of them are there."""
-        blocks = self._blocks[start // BLOCK : -(-stop // BLOCK)]
-        return self._data[start:stop] if (blocks == _THERE).all() else None
+        first, end = start // BLOCK, -(-stop // BLOCK)
+        return self._data[start:stop] if self._marks(first, end) == _THERE * (end - first) else None
 
     def fill(
         self,
@@ -143,10 +155,10 @@ class Copy:
         if self._sums is None:
             self._sums = load_sums()
         for block in range(start // BLOCK, -(-stop // BLOCK)):
-            if self._blocks[block] == 0 and self._mirror.is_full:
+            if self._mirror.is_full and self._marks(block, block + 1) == b"\0":
                 return None
             with self._locks[block % len(self._locks)], self._lock(block):
-                if self._blocks[block] != _THERE and not self._fill(block, fetch):
+                if not self._fill(block, fetch):
                     return None
         return self.read(start, stop)
 
@@ -165,20 +177,22 @@ class Copy:
             fcntl.fcntl(self._block_file, _SET_LOCK, struct.pack("hhqqi", fcntl.F_UNLCK, *byte))
 
     def _fill(self, block: int, fetch: Any) -> bool:
-        if self._blocks[block] != _ROOM and not self._mirror.make_room(self, block):
+        mark = self._marks(block, block + 1)
+        if mark == _THERE:
+            return True
+        if mark != _ROOM and not self._mirror.make_room(self, block):
             return False
-        self._blocks[block] = _ROOM
         start, stop = block * BLOCK, min((block + 1) * BLOCK, self.size)
-        expected = self._sums[block] if self._sums else None
-        with _fetches:
-            body = fetch(start, stop, lambda body: expected is None or checksum([body]) == expected)
+        sums = self._sums[block : block + 1] if self._sums else []
         try:
+            os.pwrite(self._block_file, _ROOM, block)
+            with _fetches:
+                body = fetch(start, stop, lambda body: not sums or checksum([body]) == sums[0])
             os.pwrite(self.data_file, body, start)
             os.fdatasync(self.data_file)  # before the mark, also after a power cut
+            os.pwrite(self._block_file, _THERE, block)
         except OSError as error:
-            self._blocks[block] = 0
             return self._mirror.stop(error)
-        self._blocks[block] = _THERE
         return True
 
     def __del__(
@@ -188,6 +202,15 @@ class Copy:
             if name in vars(self):
                 touch(vars(self)[name])  # its last use
                 close(vars(self)[name])
+
+
+def copy_of(mirror: Mirror, path: str, identity: Identity) -> Copy | None:
+    """The local copy of an object; None if its files cannot be opened."""
+    try:
+        return Copy(mirror, path, identity)
+    except OSError as error:
+        mirror.stop(error)
+        return None
 
 
 def sums_in(sidecar: bytes, size: int) -> list[str]:

@@ -30,7 +30,7 @@ from millrace.storage import (
 )
 from millrace.storage.ahead import Ahead
 from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
-from millrace.storage.mirror import Copy, Mirror, sums_in
+from millrace.storage.mirror import Copy, Mirror, copy_of, sums_in
 from millrace.storage.msc import ProfileStore
 from millrace.storage.transfers import Transfers, closing
 
@@ -38,10 +38,14 @@ T = TypeVar("T")
 
 STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore", "file": "LocalStore"}
 _TIMEOUT = 60.0  # seconds of a request, which brings at most 8 MiB
+_MOST_SECONDS = 1e6  # of a limit
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds before a request is tried again
 _FRESH = 15.0  # seconds in which processes that start together share a listing
 _STATUS = re.compile(r"status code: (\d+)")
+_UNFIT = re.compile(r"^/|//|(^|/)\.\.?(/|$)")  # keys that obstore refuses, or changes silently
+_NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound")
 _EXPIRED = re.compile(r"<Code>\w*(Expired|TooSkewed)\w*</Code>")
+_ENDPOINT = "its endpoint must begin with http:// or https:// (options, or the environment)"
 _FORK = (
     "this process was forked after its parent had read from a bucket: its client would wait for "
     "ever. Use threads, or start workers by the method forkserver or spawn"
@@ -85,8 +89,8 @@ class ObjectStorage:
         limit: int | None = None,
     ) -> None:
         self._options, self._client_options = dict(options or {}), dict(client_options or {})
-        self.time_limit = check_float("time_limit", time_limit, 0.001)
-        self._stall_limit = check_float("stall_limit", stall_limit, 0.001)
+        self.time_limit = check_float("time_limit", time_limit, 0.001, _MOST_SECONDS)
+        self._stall_limit = check_float("stall_limit", stall_limit, 0.001, _MOST_SECONDS)
         self._folder = None if folder is None else check_path("folder", folder)
         if (mirror is None) != (limit is None):
             raise ConfigError("give mirror and limit, the folder and its size, or none of the two")
@@ -96,6 +100,7 @@ class ObjectStorage:
         self.requests = check_int("requests", requests, 1)
         self.transfers = Transfers(self.requests)
         self._stores: dict[tuple[str, int], Any] = {}
+        self._buckets: set[str] = set()  # that are known to exist
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_stores": {}}
@@ -113,7 +118,7 @@ class ObjectStorage:
         """Opens an object that is known, without a request: reading it shows a change."""
         if access == "mmap" and path.endswith(IDX):
             file = ObjectFile(self, path, identity)
-            return copied_file(own_folder(self._folder), path, file)
+            return copied_file(self._folder, path, file)
         return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
 
     def copied(self, paths: Sequence[str]) -> str:
@@ -140,7 +145,7 @@ class ObjectStorage:
         access = self.ask(folder, lambda store, _: repr(getattr(store, "config", "")))
         name = "list-" + blake2b(repr((folder, access)).encode()).hexdigest()
         make = lambda: dict(self.objects(folder))  # noqa: E731
-        return dict(shared_value(own_folder(self._folder), name, _FRESH, make))
+        return dict(shared_value(self._folder, name, _FRESH, make))
 
     def list(self, prefix: str) -> Iterator[str]:
         return (path for path, _ in self.objects(prefix))
@@ -170,12 +175,21 @@ class ObjectStorage:
         begin, pause, count = time.monotonic(), _FIRST_PAUSE, 1
         while True:
             try:
-                return request(store, key)
+                value = request(store, key)
+                self._buckets.add(bucket)
+                return value
             except FileNotFoundError:
+                self._check_bucket(store, bucket, key)
                 raise FileNotFoundError(2, "there is no such object", path) from None
             except StorageError:
                 raise
-            except Exception as error:
+            except ValueError as error:  # of obstore, before a request
+                raise ConfigError(f"{path} cannot be the path of an object: {error}") from None
+            except BaseException as error:
+                if type(error).__name__ == "PanicException":
+                    raise ConfigError(f"{bucket}: {_ENDPOINT}") from None
+                if not isinstance(error, Exception):
+                    raise
                 problem = _problem_of(path, error)
                 passed = time.monotonic() - begin
                 if passed + pause > self.time_limit or closing.is_set():
@@ -185,6 +199,16 @@ class ObjectStorage:
                     ) from None
             closing.wait(pause * random.uniform(0.5, 1))  # not all processes at one time
             pause, count = min(2 * pause, _LONGEST_PAUSE), count + 1
+
+    def _check_bucket(self, store: Any, bucket: str, key: str) -> None:
+        """Raises a StorageError if there is no bucket, which the answer to a HEAD does not say."""
+        if bucket not in self._buckets and not bucket.startswith(("file:", "msc:")):
+            try:
+                store.list_with_delimiter(f"{key}/")
+            except Exception as error:  # also of somebody who may not list
+                if _NO_BUCKET.search(str(error)):
+                    raise StorageError(f"{bucket} does not exist: check the name") from None
+            self._buckets.add(bucket)
 
     def _store(self, bucket: str, retries: int) -> Any:
         scheme, _, name = bucket.partition("://")
@@ -232,6 +256,10 @@ def bucket_of(path: str) -> tuple[str, str]:
         raise ConfigError(
             f"{path!r} is not the path of an object, which is s3://BUCKET/KEY, gs://BUCKET/KEY, "
             "az://CONTAINER/KEY, msc://PROFILE/KEY or file:///PATH"
+        )
+    if _UNFIT.search(key):
+        raise ConfigError(
+            f"{path!r} has a double slash, or a part '.' or '..', which keys here must not have"
         )
     return f"{scheme}://{name}", key
 
@@ -319,7 +347,7 @@ class ObjectFile(Ahead):
         self.identity, self.size = identity, identity.size
         self._copy: Copy | None = None
         if mirror is not None and self.size > 0:
-            self._copy = Copy(mirror, path, identity)
+            self._copy = copy_of(mirror, path, identity)
         self.renew()
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
