@@ -24,7 +24,8 @@ ROLES = {
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 """The columns that make a conversation: the first form of which a row has all."""
 
-_COLUMNS = (*itertools.chain(*FORMS), "input", "system", "tools")
+COLUMNS = (*itertools.chain(*FORMS), "input", "system", "tools")
+"""All columns that are read."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning; templates read the first two."""
@@ -59,7 +60,7 @@ def conversation_of(row: Any) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise TextError(f"a row is {shown(row)}; give a dictionary")
-    there = [name for name in _COLUMNS if row.get(name) is not None]
+    there = [name for name in COLUMNS if row.get(name) is not None]
     if there == ["messages"] and _is_plain(row["messages"]):
         messages = row["messages"]
         return Conversation(messages, None, [None] * len(messages))
@@ -99,13 +100,14 @@ def _is_plain(messages: Any) -> bool:
 def _plain(value: Any, place: str) -> Any:
     """A value as JSON returns it, also from NumPy's types; TextError for another."""
     try:
-        return json.loads(json.dumps(value, allow_nan=False, default=_standard))
+        return json.loads(json.dumps(value, allow_nan=False, default=standard))
     except (TypeError, ValueError) as error:
         what = f"{place} is {shown(value)}: {error}"
         raise TextError(f"{what}; give texts, numbers, lists or objects") from None
 
 
-def _standard(value: Any) -> Any:
+def standard(value: Any) -> Any:
+    """What JSON can hold of a value of NumPy, or a mapping; TypeError for others."""
     if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, bytes):
         return value.tolist()
     if isinstance(value, Mapping):
