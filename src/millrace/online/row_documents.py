@@ -13,7 +13,7 @@ import numpy as np
 
 from millrace.checks import MAX_INT64, check_int
 from millrace.encoding.row_encoders import RowEncoder, encode_rows
-from millrace.errors import TextError
+from millrace.errors import ConfigError, TextError
 from millrace.forks import Renewed
 from millrace.online.numbered_rows import Rows
 from millrace.order import Spans
@@ -58,7 +58,9 @@ class DocumentSamples:
         self._count, self._capacity, self._seed = count, capacity, seed
         self._identity = {**identity, "num_documents": count, "seed": seed}
         num_samples = count if num_samples is None else num_samples
-        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64 if count else 0)
+        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
+        if num_samples > 0 and count == 0:
+            raise ConfigError(f"num_samples is {num_samples}, but there are no rows: give some")
 
     def __len__(self) -> int:
         return self._num_samples
@@ -94,6 +96,15 @@ class StoredDocuments(DocumentSamples):
         self._first = first
         self._stored = StoredTokens(store, self)
         self._ranges = LossRanges(self._stored) if has_mask else None
+
+    def cut_counts(self) -> dict[str, int]:
+        """How many documents are cut, and how many tokens lie behind the cut."""
+        store: Any = self._stored.store
+        ends = np.append(0, np.cumsum(store.sequence_lengths, dtype=np.int64))
+        bounds = store.document_indices[self._first : self._first + self._count + 1]
+        behind = np.diff(ends[bounds]) - self._capacity
+        behind = behind[behind > 0]
+        return {"cut documents": len(behind), "tokens behind the cut": int(behind.sum())}
 
     def spans(self, numbers: Numbers) -> Spans:
         """Documents by number: their sequences, as far as the capacity goes."""

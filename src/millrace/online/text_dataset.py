@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checks import check_choice, check_int
+from millrace.checks import check_choice, check_int, shown
 from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
@@ -100,6 +100,8 @@ class TextDataset(TokenDataset):
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
         if isinstance(order, str):
             order = _PLANS[check_choice("order", order, (*_PLANS,))]
+        if order is None and order_options is not None:
+            raise ConfigError(f"order_options are {shown(order_options)}: give order, too")
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
         is_online = cache is None and order is None
@@ -149,8 +151,11 @@ class TextDataset(TokenDataset):
 
     @property
     def report(self) -> Counter[str]:
-        """Counts of the rows: with token files those of their job.
+        """Counts of the rows: with token files those of their job, and of the documents here cut.
 
         On the fly, of the rows that this process has tokenised, some of them ahead of their use.
         """
-        return Counter(self.source.report if self._job_report is None else self._job_report)
+        if self._job_report is None:
+            return Counter(self.source.report)
+        cut = self.source.cut_counts() if isinstance(self.source, StoredDocuments) else {}
+        return Counter({**self._job_report, **cut})
