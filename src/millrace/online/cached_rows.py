@@ -160,7 +160,8 @@ def _write_lines(rows: Rows, encoder: RowEncoder, path: str, on_error: str) -> N
                     try:
                         line = json.dumps(_plain_row(row, encoder), default=standard, skipkeys=True)
                     except (TypeError, ValueError, RecursionError):
-                        if not (problems := encode_rows(encoder, [row]).problems):  # type: ignore[list-item]
+                        problems = encode_rows(encoder, [dict(row)]).problems  # type: ignore
+                        if not problems:
                             raise
                         raise BadDocumentError(problems[0]) from None
                 except BadDocumentError as error:

@@ -3,7 +3,6 @@
 import itertools
 import threading
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from operator import itemgetter
@@ -131,9 +130,8 @@ class StoredDocuments(DocumentSamples):
 class RowDocuments(DocumentSamples, Renewed):
     """The documents of rows, which are encoded when they are asked for.
 
-    If a loader says which samples follow, they are encoded some at a time, while a thread reads the
-    rows of the next ones. A sample does not depend on that: of a block that fails, the samples that
-    are asked for are made alone.
+    If a loader says which samples follow, they are encoded some at a time. A sample does not depend
+    on that: of a block that fails, the samples that are asked for are made alone.
 
     Attributes:
         report: Counts of the rows that this process has encoded.
@@ -142,7 +140,7 @@ class RowDocuments(DocumentSamples, Renewed):
     is_remote = True  # see `TokenDataset.is_remote`
     look_ahead = 4 * BLOCK
     prefix = "rows"  # in messages
-    _renewed = ("report", "_lock", "_blocks", "_reader")
+    _renewed = ("report", "_lock", "_blocks")
 
     def __init__(self, rows: Rows, encoder: RowEncoder, *options: Any) -> None:
         super().__init__(len(rows), *options)
@@ -151,7 +149,6 @@ class RowDocuments(DocumentSamples, Renewed):
 
     def after_fork(self) -> None:
         self._lock, self.report = threading.Lock(), Counter[str]()
-        self._reader = ThreadPoolExecutor(1, "millrace-rows")
         # By the number of each sample that was not asked for yet: its block, and its place there.
         self._blocks: dict[int, tuple[_Block, int]] = {}
 
@@ -198,12 +195,8 @@ class RowDocuments(DocumentSamples, Renewed):
         with block.lock, suppress(Exception):
             if not block.is_tried:
                 block.is_tried = True
-                numbers, reading = block.numbers, block.reading
-                with self._lock:
-                    if (later := self._untouched()) and later.reading is None:
-                        later.reading = self._reader.submit(self._rows.rows, later.numbers)
-                rows = self._rows.rows(numbers) if reading is None else reading.result()
-                block.batch, block.reading = self._encoded(numbers, rows), None
+                rows = self._rows.rows(block.numbers)
+                block.batch = self._encoded(block.numbers, rows)
 
     def _encoded(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
         """The documents of some rows."""
@@ -245,5 +238,4 @@ class _Block:
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers, self.lock, self.is_tried = numbers, threading.Lock(), False
-        self.reading: Future[list[dict[str, Any]]] | None = None
         self.batch: TokenBatch | None = None

@@ -24,6 +24,13 @@ from millrace.store import IndexedDataset
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
 
 
+def _plan_of(order: str | PlanOf | None, options: Any) -> PlanOf | None:
+    """The plan of an order, which may be a name."""
+    if order is None and options is not None:
+        raise ConfigError(f"order_options are {shown(options)}: give order, too")
+    return _PLANS[check_choice("order", order, (*_PLANS,))] if isinstance(order, str) else order
+
+
 def _tokenized_part(
     rows: Rows, encoder: RowEncoder, folder: str, job: dict[str, Any]
 ) -> tuple[IndexedDataset, dict[str, int], int, int]:
@@ -98,10 +105,7 @@ class TextDataset(TokenDataset):
     ) -> None:
         encoder, options = check_encoder("encoder", encoder), SampleOptions(**sample_options)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
-        if isinstance(order, str):
-            order = _PLANS[check_choice("order", order, (*_PLANS,))]
-        if order is None and order_options is not None:
-            raise ConfigError(f"order_options are {shown(order_options)}: give order, too")
+        order = _plan_of(order, order_options)
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
         is_online = cache is None and order is None
