@@ -246,10 +246,19 @@ def test_wrong_arguments() -> None:
         ({"shuffle_buffer": True}, "shuffle_buffer"),
         ({"seed": -1}, "seed"),
         ({"sequence_length": 0}, "sequence_length"),
+        ({"fingerprint": 3}, "fingerprint is 3; give a dict"),
     ):
         values: Any = {"source": rows, "encoder": BYTES, "sequence_length": 4, **options}
         with pytest.raises(ConfigError, match=problem):
             StreamDataset(values.pop("source"), values.pop("encoder"), **values)
+    dataset = StreamDataset(lambda first: None, BYTES, sequence_length=4)  # type: ignore
+    with pytest.raises(ConfigError, match=r"source\(0\) returned None"):
+        next(Loader(dataset, micro_batch_size=1, prefetch=0))
+    stream = StreamDataset(lambda first: rows[first:], BYTES, sequence_length=4).stream
+    _, state = stream.read(None, 0)
+    for name in ("window", "row", "token", "source"):
+        with pytest.raises(ConfigError, match=f"{name}, of the stream's state, must be at least 0"):
+            stream.read(state | {name: -1}, 1)
     integers: Any = {"sequence_length": 3, "seed": 1, "shuffle_buffer": 4}
     dataset = StreamDataset(rows, BYTES, **{key: np.int64(n) for key, n in integers.items()})
     assert next(Loader(dataset, micro_batch_size=1))["tokens"].tolist() == [[ord("a"), EOD, 0]]

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -27,11 +28,13 @@ from millrace import (
     ResumeError,
     TextError,
 )
+from millrace.chats import ChatEncoder
 from millrace.online import TextDataset, open_rows
 from millrace.order import PackedOrder
 from millrace.testing import assert_resumes
 from millrace.tokenizing import tokenize
 from tests.jobs.kills import deaths_of, finished_tasks
+from tests.no_flock import no_flock
 from tests.online.encoders import BYTES, CASES, EOD, Marked, assert_same_tokens, write_rows
 
 TEXTS = st.one_of(
@@ -60,6 +63,7 @@ LAW = {
     "micro": st.integers(1, 5),
     "numbers": st.lists(st.integers(0, 29), max_size=12),
 }
+CUT = {"cut documents": 0, "tokens behind the cut": 0}
 
 
 @pytest.mark.parametrize("cases", CASES)
@@ -189,7 +193,8 @@ def test_bad_rows(tmp_path: Path) -> None:
             for _ in range(2):
                 kept = cached(cache=tmp_path / "c", on_error=on_error)
                 assert kept.tokens([0, 1]).tokens.tolist() == [ord("a"), EOD, ord("b"), EOD]
-                assert kept.report == {"rows": 2, "tokens": 4, "skipped rows": 1}
+                counts = {"rows": 3, "tokens": 4, "skipped rows": 1}
+                assert kept.report == counts | CUT
     assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 4
 
 
@@ -202,11 +207,54 @@ def test_rows_of_memory_with_values_that_json_lacks(tmp_path: Path) -> None:
         wrong = [*rows, {"text": ("a", "b")}]
         with pytest.raises(TextError, match='row 1 of the list: the value of "text"'):
             TextDataset(wrong, BYTES, sequence_length=4, cache=place, workers=1).batch([1])
-    cached = TextDataset(wrong, BYTES, sequence_length=4, cache=tmp_path, on_error="skip")
-    assert (len(cached), cached.report["skipped rows"]) == (1, 1)
+    wrong += [{"text": 5}, "no row"]
+    form: Any = {"sequence_length": 4, "cache": tmp_path, "workers": 1}
+    cached = TextDataset(wrong, BYTES, on_error="quarantine", **form)
+    assert (len(cached), cached.report["skipped rows"]) == (1, 3)
+    [path] = tmp_path.glob("*.quarantine.jsonl")
+    places = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(one["file"], one["line"]) for one in places] == [("list", n) for n in (1, 2, 3)]
+    assert "is 'no row'; a dictionary" in places[2]["reason"]
+    assert not [*tmp_path.glob("*.rows.jsonl")]
 
 
-def test_the_report_counts_what_was_read() -> None:
+class Columns(Marked):
+    columns = ("text", "again")
+
+
+def test_only_columns_that_are_read_must_be_plain(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"text": "a", "again": np.bool_(False), "messages": chat, "at": date(2020, 1, 1)}]
+    form: Any = {"sequence_length": 4, "cache": tmp_path, "workers": 1}
+    for encoder in (Columns(), ChatEncoder(BYTES.tokenizer)):
+        online = TextDataset(rows, encoder, sequence_length=4)
+        assert_same_tokens(online.tokens([0]), TextDataset(rows, encoder, **form).tokens([0]))
+    with pytest.raises(ConfigError, match=r"row 0 of the list cannot be written.*columns"):
+        TextDataset(rows, Marked(), **form | {"cache": tmp_path / "other"})
+    chat[1]["content"] = date(2020, 1, 1)  # type: ignore[assignment]
+    for cache in (None, tmp_path):
+        with pytest.raises(TextError, match=r"row 0 of the list: messages\[1\] is .*date"):
+            TextDataset(rows, encoder, **form | {"cache": cache})[0]
+
+
+def test_a_part_of_a_file_has_its_limit_and_its_lines(tmp_path: Path) -> None:
+    texts = ["x", "é" * 150, "y", "z" * 600, ""]  # the second has 900 bytes as escapes
+    lines = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, "{"]))
+    rows = open_rows(tmp_path / "a.jsonl", cache=tmp_path, max_document_size=500)
+    form: Any = {"sequence_length": 4, "cache": tmp_path, "workers": 1, "on_error": "quarantine"}
+    dataset = TextDataset(rows.range(1), Marked(), **form)
+    assert dataset.tokens(range(3)).ends.tolist() == [5, 7, 7]
+    assert dataset.report["cut documents"] == 1
+    found = [path.read_text().splitlines() for path in tmp_path.glob("*.quarantine.jsonl")]
+    for entry in map(json.loads, itertools.chain(*found)):  # of all rows, and of the part
+        assert entry["file"] == str(tmp_path / "a.jsonl")
+        reason = {4: "longer than 500 bytes", 6: "not valid JSON"}[entry["line"]]
+        assert reason in entry["reason"]
+    assert list(map(len, found)) == [2, 2]
+
+
+def test_the_report_counts_what_was_read(tmp_path: Path) -> None:
     rows = [{"text": text} for text in ("", "zzz", "aazz", "a", "abcdefghi")]
     dataset = TextDataset(rows, Marked(), sequence_length=4)
     assert dataset.report == {}
@@ -214,6 +262,8 @@ def test_the_report_counts_what_was_read() -> None:
     cut = {"cut documents": 1, "tokens behind the cut": 5}
     # Of "zzz" nothing is trained on; the first token, and EOD, are never trained on.
     assert dataset.report == {"rows": 5, "tokens": 21, **cut, "samples without a target": 3}
+    cached = TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path)
+    assert cached.report == {"rows": 5, "tokens": 21, **cut}
     assert TextDataset(rows, BYTES, sequence_length=4, seed=1)[0]["tokens"].shape == (4,)
 
 
@@ -267,7 +317,27 @@ def test_rows_that_become_several_documents_need_the_cache(tmp_path: Path) -> No
 # ---- the cache: kills, several processes, changes ----
 
 
-def build(path: Path, cache: Path, workers: int = 1) -> TextDataset:
+@pytest.mark.parametrize("limit", [None, 4000])
+def test_weak_and_full_file_systems(tmp_path: Path, limit: int | None) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"text": f"row {n} " * 40} for n in range(400)])
+    code = (
+        "import json, resource, sys; from tests.online.test_text_dataset import *; "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit or -1}, -1)); "
+        f"rows = [*map(json.loads, open({str(tmp_path / 'a.jsonl')!r}))]; "
+        f"dataset = build(rows, Path({str(tmp_path / 'cache')!r}))"
+    )
+    options: Any = {"stderr": subprocess.PIPE, "text": True, "env": no_flock(tmp_path)}
+    count = 3 if limit is None else 1
+    processes = [subprocess.Popen([sys.executable, "-c", code], **options) for _ in range(count)]
+    errors = [one.communicate(timeout=100)[1] for one in processes]
+    if limit is None:
+        assert [one.returncode for one in processes] == [0, 0, 0], errors
+        assert not [*(tmp_path / "cache").glob("*.rows.jsonl")]
+    else:
+        assert re.search("CacheError: .*cache/rows-.*cannot be written.*Free space", errors[0])
+
+
+def build(path: Any, cache: Path, workers: int = 1) -> TextDataset:
     options: Any = {"order": "gpt", "seed": 1, "sequence_length": 8, "workers": workers}
     return TextDataset(path, Marked(), cache=cache, **options)
 
@@ -355,7 +425,8 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         ({"seed": 1.5}, "seed must be a whole number"),
         ({"sequence_length": 0}, "sequence_length"),
         ({"rows": iter(rows)}, "StreamDataset"),
-        ({"rows": [], "num_samples": 1}, "num_samples"),
+        ({"rows": [], "num_samples": 1}, "num_samples is 1, but there are no rows"),
+        ({"order_options": {"room": 1}}, "order_options are .*give order"),
     ):
         values: Any = {"rows": rows, "encoder": BYTES, "sequence_length": 4, **options}
         with pytest.raises(ConfigError, match=problem):

@@ -27,7 +27,8 @@ ROLES = {
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 """The columns that make a conversation: the first form of which a row has all."""
 
-_COLUMNS = (*itertools.chain(*FORMS), "input", "system", "tools")
+COLUMNS = (*itertools.chain(*FORMS), "input", "system", "tools")
+"""All columns that are read."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The names of a message's reasoning; templates read the first two."""
@@ -63,7 +64,7 @@ def conversation_of(row: Any) -> Conversation:
     """
     if not isinstance(row, Mapping):
         raise TextError(f"a row is {shown(row)}; give a dictionary")
-    there = [name for name in _COLUMNS if row.get(name) is not None]
+    there = [name for name in COLUMNS if row.get(name) is not None]
     if there == ["messages"] and _is_plain(row["messages"]):
         messages = row["messages"]
         return Conversation(messages, None, [None] * len(messages))

@@ -1,21 +1,26 @@
 """Rows that are tokenised once: token files in the cache folder, found again by their content."""
 
+import base64
 import contextlib
 import glob
 import json
+import logging
 import os
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from millrace.cache import arrays
+from millrace.checks import shown
 from millrace.encoding import Tokenizer
-from millrace.encoding.row_encoders import RowEncoder, TextRows
+from millrace.encoding.row_encoders import RowEncoder, TextRows, encode_rows
 from millrace.engine import Progress
-from millrace.errors import ConfigError, DataError, TextError
-from millrace.files import atomic_file, writers_lock
-from millrace.names import JOURNAL, LOSS
+from millrace.errors import CacheError, ConfigError, DataError, MillraceError, TextError
+from millrace.files import SAY_AFTER, atomic_file, writers_lock
+from millrace.names import JOURNAL, LOSS, QUARANTINE
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
 from millrace.store import IndexedDataset
 from millrace.text import BadDocumentError
@@ -24,6 +29,9 @@ from millrace.tokenizing import tokenize
 
 LINES = ".rows.jsonl"
 """Ending of the file of rows that are in memory, or part of all, while the job reads it."""
+
+OWNER = f"{JOURNAL}/owner"
+"""Ending of the file that names the process of a job, on a file system without locks."""
 
 
 def tokenized(
@@ -43,15 +51,19 @@ def tokenized(
     prefix = f"{place}_{json_key}_document"
     needed = [] if isinstance(encoder, TextRows) else [prefix + LOSS]
     if (store := _finished(place, prefix, needed)) is None:
+        options |= {"json_keys": [json_key], "show_progress": show_progress}
         with _turn(place, show_progress):
-            if (store := _finished(place, prefix, needed)) is None:
-                options |= {"json_keys": [json_key], "show_progress": show_progress}
-                _make(rows, encoder, place, **options)
-                store = IndexedDataset(prefix)
+            while (store := _finished(place, prefix, needed)) is None:
+                try:
+                    _make(rows, encoder, place, **options)
+                except (MillraceError, OSError) as error:
+                    _wait_for_end(place, error)
+                else:
+                    store = IndexedDataset(prefix)
+                    break
     info = store.info()
     provenance: dict[str, Any] = {} if info is None else info.provenance
-    report = {"rows": store.num_documents, **provenance.get("report", {})}
-    report["tokens"] = store.num_tokens
+    report = {**provenance.get("report", {}), "rows": len(rows), "tokens": store.num_tokens}
     if "skipped" in provenance:
         report["skipped rows"] = provenance["skipped"]["number"]
     return store, report
@@ -82,12 +94,30 @@ def _turn(place: str, show_progress: bool) -> Iterator[None]:
         yield
 
 
+def _wait_for_end(place: str, error: Exception) -> None:
+    """Waits for the job of another process, where there are no locks; else raises the error."""
+    owner = place + OWNER
+    if not os.path.exists(owner):
+        if isinstance(error, MillraceError):
+            raise error
+        remedy = "Free space there, or give another cache; the next run continues"
+        raise CacheError(f"{place} cannot be written: {error}. {remedy}") from error
+    start, has_warned = time.monotonic(), False
+    while os.path.exists(owner):
+        if not has_warned and time.monotonic() - start >= SAY_AFTER:
+            logging.getLogger("millrace").warning("waiting for the token files: %s", error)
+            has_warned = True
+        time.sleep(0.25)
+
+
 def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
     """Runs the job."""
     lines = place + LINES
-    if isinstance(rows.parts[0], MemoryPart) or len(rows) < len(rows.range()):
+    has_lines = isinstance(rows.parts[0], MemoryPart) or len(rows) < len(rows.range())
+    if has_lines:
         inputs = [lines]
-        _write_lines(rows, encoder, lines, options["on_error"])
+        if not os.path.exists(lines):  # else of a run that was killed, or of another process
+            _write_lines(rows, encoder, lines, options["on_error"])
         # The limit was that of the lines which were read; these have escapes.
         options["max_document_size"] = max(os.path.getsize(lines), 1)
     else:
@@ -105,32 +135,81 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
         version=arrays.fingerprint(encoder.fingerprint()),
     )
     try:
-        tokenize(inputs, place, tokenizer, **options)
-    except ConfigError:  # of files that were moved or touched since a run that was killed
-        tokenize(inputs, place, tokenizer, restart=True, **options)
+        try:
+            tokenize(inputs, place, tokenizer, **options)
+        except ConfigError:  # of files that were moved or touched since a run that was killed
+            tokenize(inputs, place, tokenizer, restart=True, **options)
+    except TextError as error:
+        line = re.compile(re.escape(lines) + r", line (\d+)")
+        raise TextError(line.sub(lambda one: rows.place(int(one[1]) - 1), str(error))) from None
     rows.read(np.arange(min(len(rows), 1)))  # an error if the files have changed meanwhile
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(lines)
+    if has_lines:
+        with contextlib.suppress(FileNotFoundError):
+            _name_rows(rows, place + QUARANTINE)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(lines)
 
 
 def _write_lines(rows: Rows, encoder: RowEncoder, path: str, on_error: str) -> None:
     """Writes rows in memory, or a part of all rows, as JSON lines, for a job that reads files."""
-    key = encoder.key if isinstance(encoder, TextRows) else None
-    # Bad rows of a part were met when all rows were read.
-    read = rows.read if len(rows) < len(rows.range()) else rows.rows
     with atomic_file(path, durable=False) as file:
         for start in range(0, len(rows), BLOCK):
             numbers = np.arange(start, min(start + BLOCK, len(rows)))
-            for number, row in zip(numbers.tolist(), read(numbers), strict=True):
+            for number, row in zip(numbers.tolist(), rows.read(numbers), strict=True):
                 try:
-                    if isinstance(row, dict):
-                        # JSON would make lists of tuples, which are bad texts.
-                        kept = row if key is None else {key: text_at(row, key)}
-                        file.write(json.dumps(kept).encode() + b"\n")
+                    try:
+                        line = json.dumps(
+                            _plain_row(row, encoder), default=_standard, skipkeys=True
+                        )
+                    except (TypeError, ValueError, RecursionError):
+                        problems = encode_rows(encoder, [dict(row)]).problems  # type: ignore
+                        if not problems:
+                            raise
+                        raise BadDocumentError(problems[0]) from None
                 except BadDocumentError as error:
                     if on_error == "stop":
                         raise TextError(f"{rows.place(number)}: {error}") from None
-                    file.write(b"{}\n")
+                    # A list, which the job rejects: `_name_rows` takes the reason out.
+                    line = json.dumps([str(error), repr(row)])
                 except (TypeError, ValueError, RecursionError) as error:
                     problem = f"{rows.place(number)} cannot be written as JSON ({error})"
-                    raise ConfigError(f"{problem}: give texts, numbers, lists, dicts") from None
+                    raise ConfigError(
+                        f"{problem}: give texts, numbers, lists, dicts, or an encoder that names "
+                        "the `columns` it reads"
+                    ) from None
+                file.write(line.encode() + b"\n")
+
+
+def _standard(value: Any) -> Any:
+    """What JSON can hold of a value of NumPy, or a mapping."""
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, bytes):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"it has {shown(value)}")
+
+
+def _plain_row(row: Any, encoder: RowEncoder) -> dict[str, Any]:
+    """What an encoder reads of a row; BadDocumentError for a bad row."""
+    if isinstance(row, BadDocumentError):
+        raise row
+    if isinstance(encoder, TextRows):  # JSON would make lists of tuples, which are bad texts
+        return {encoder.key: text_at(row, encoder.key)}
+    columns = getattr(encoder, "columns", row)
+    # The names of others stay, for messages.
+    return {name: value if name in columns else None for name, value in row.items()}
+
+
+def _name_rows(rows: Rows, path: str) -> None:
+    """Writes the places of rows into a quarantine file, in place of lines of the job's file."""
+    with open(path, "rb") as file:
+        entries = list(map(json.loads, file))
+    with atomic_file(path) as file:
+        for entry in entries:
+            entry["file"], entry["line"] = rows.locate(entry["line"] - 1)
+            entry["byte_offset"] = -1
+            row = json.loads(base64.b64decode(entry["bytes"]))
+            if isinstance(row, list):
+                entry["reason"], text = row
+                entry["bytes"] = base64.b64encode(text.encode()).decode()
+            file.write(json.dumps(entry).encode() + b"\n")

@@ -47,6 +47,8 @@ def folder_of(cache: str | os.PathLike[str] | None) -> str:
 class MemoryPart:
     """The rows of a sequence of dictionaries, or of a `datasets.Dataset`."""
 
+    form = "row {1} of the {0}"
+
     def __init__(self, source: Any) -> None:
         self._source, self._is_dataset = source, _is_dataset(source)
 
@@ -60,8 +62,8 @@ class MemoryPart:
             return [dict(zip(columns, row, strict=True)) for row in values]
         return [_checked(self._source[number]) for number in numbers.tolist()]
 
-    def place(self, number: int) -> str:
-        return f"row {number} of the {type(self._source).__name__}"
+    def locate(self, number: int) -> tuple[str, int]:
+        return type(self._source).__name__, number
 
     @cached_property
     def identity(self) -> list[Any]:
@@ -110,9 +112,20 @@ class Rows:
 
     def place(self, number: int) -> str:
         """Where a row stands, for messages: "web.jsonl, line 7"."""
+        part, number = self._find(number)
+        return str(part.form.format(*part.locate(number)))
+
+    def locate(self, number: int) -> tuple[str, int]:
+        """The file of a row, and its line or row there; in memory, the type and the row."""
+        part, number = self._find(number)
+        file, line = part.locate(number)
+        return str(file), int(line)
+
+    def _find(self, number: int) -> tuple[Any, int]:
+        """The part of a row, and the row's number there."""
         number += self.start
         part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return str(self.parts[part].place(int(number - self._starts[part])))
+        return self.parts[part], int(number - self._starts[part])
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the rows, as plain values: their content, not where it stands."""

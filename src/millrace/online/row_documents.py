@@ -3,7 +3,6 @@
 import itertools
 import threading
 from collections import Counter
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from operator import itemgetter
@@ -13,7 +12,7 @@ import numpy as np
 
 from millrace.checks import MAX_INT64, check_int
 from millrace.encoding.row_encoders import RowEncoder, encode_rows
-from millrace.errors import TextError
+from millrace.errors import ConfigError, TextError
 from millrace.forks import Renewed
 from millrace.online.numbered_rows import Rows
 from millrace.order import Spans
@@ -58,7 +57,9 @@ class DocumentSamples:
         self._count, self._capacity, self._seed = count, capacity, seed
         self._identity = {**identity, "num_documents": count, "seed": seed}
         num_samples = count if num_samples is None else num_samples
-        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64 if count else 0)
+        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
+        if num_samples > 0 and count == 0:
+            raise ConfigError(f"num_samples is {num_samples}, but there are no rows: give some")
 
     def __len__(self) -> int:
         return self._num_samples
@@ -95,6 +96,15 @@ class StoredDocuments(DocumentSamples):
         self._stored = StoredTokens(store, self)
         self._ranges = LossRanges(self._stored) if has_mask else None
 
+    def cut_counts(self) -> dict[str, int]:
+        """How many documents are cut, and how many tokens lie behind the cut."""
+        store: Any = self._stored.store
+        ends = np.append(0, np.cumsum(store.sequence_lengths, dtype=np.int64))
+        bounds = store.document_indices[self._first : self._first + self._count + 1]
+        behind = np.diff(ends[bounds]) - self._capacity
+        behind = behind[behind > 0]
+        return {"cut documents": len(behind), "tokens behind the cut": int(behind.sum())}
+
     def spans(self, numbers: Numbers) -> Spans:
         """Documents by number: their sequences, as far as the capacity goes."""
         store: Any = self._stored.store
@@ -120,9 +130,8 @@ class StoredDocuments(DocumentSamples):
 class RowDocuments(DocumentSamples, Renewed):
     """The documents of rows, which are encoded when they are asked for.
 
-    If a loader says which samples follow, they are encoded some at a time, while a thread reads the
-    rows of the next ones. A sample does not depend on that: of a block that fails, the samples that
-    are asked for are made alone.
+    If a loader says which samples follow, they are encoded some at a time. A sample does not depend
+    on that: of a block that fails, the samples that are asked for are made alone.
 
     Attributes:
         report: Counts of the rows that this process has encoded.
@@ -131,7 +140,7 @@ class RowDocuments(DocumentSamples, Renewed):
     is_remote = True  # see `TokenDataset.is_remote`
     look_ahead = 4 * BLOCK
     prefix = "rows"  # in messages
-    _renewed = ("report", "_lock", "_blocks", "_reader")
+    _renewed = ("report", "_lock", "_blocks")
 
     def __init__(self, rows: Rows, encoder: RowEncoder, *options: Any) -> None:
         super().__init__(len(rows), *options)
@@ -140,7 +149,6 @@ class RowDocuments(DocumentSamples, Renewed):
 
     def after_fork(self) -> None:
         self._lock, self.report = threading.Lock(), Counter[str]()
-        self._reader = ThreadPoolExecutor(1, "millrace-rows")
         # By the number of each sample that was not asked for yet: its block, and its place there.
         self._blocks: dict[int, tuple[_Block, int]] = {}
 
@@ -187,12 +195,8 @@ class RowDocuments(DocumentSamples, Renewed):
         with block.lock, suppress(Exception):
             if not block.is_tried:
                 block.is_tried = True
-                numbers, reading = block.numbers, block.reading
-                with self._lock:
-                    if (later := self._untouched()) and later.reading is None:
-                        later.reading = self._reader.submit(self._rows.rows, later.numbers)
-                rows = self._rows.rows(numbers) if reading is None else reading.result()
-                block.batch, block.reading = self._encoded(numbers, rows), None
+                rows = self._rows.rows(block.numbers)
+                block.batch = self._encoded(block.numbers, rows)
 
     def _encoded(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
         """The documents of some rows."""
@@ -234,5 +238,4 @@ class _Block:
 
     def __init__(self, numbers: Numbers) -> None:
         self.numbers, self.lock, self.is_tried = numbers, threading.Lock(), False
-        self.reading: Future[list[dict[str, Any]]] | None = None
         self.batch: TokenBatch | None = None

@@ -44,6 +44,8 @@ _NUMBER, _PROBLEM = "\0number", "\0problem"  # columns of a converted file
 class JsonLinesFile:
     """The lines of a JSONL file that are not blank, read by position."""
 
+    form = "{}, line {}"
+
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
         self.file, self._max_size = file, max_size
         self._notes = _notes_of(file, folder, "rows", partial(_read_lines, file))
@@ -86,13 +88,15 @@ class JsonLinesFile:
         except BadDocumentError as error:
             return error
 
-    def place(self, number: int) -> str:
+    def locate(self, number: int) -> tuple[str, int]:
         lines = self._notes["lines"]
-        return f"{self.file.path}, line {lines[number] if len(lines) else number + 1}"
+        return self.file.path, lines[number] if len(lines) else number + 1
 
 
 class TableFile:
     """The rows of a Parquet, Arrow or CSV file, a group at a time; the last groups are kept."""
+
+    form = "{}, row {}"
 
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
         self.file = self._table = file
@@ -141,11 +145,11 @@ class TableFile:
             self._groups[place] = group
         return group, offset
 
-    def place(self, number: int) -> str:
+    def locate(self, number: int) -> tuple[str, int]:
         if self._table is not self.file:
             group, offset = self._find(number)
-            number = group.column(_NUMBER)[offset]
-        return f"{self.file.path}, row {number}"
+            number = group.column(_NUMBER)[offset].as_py()
+        return self.file.path, number
 
 
 @contextlib.contextmanager

@@ -94,6 +94,8 @@ class RowStream(Renewed):
     def read(self, state: Any, count: int, own: Any = None) -> tuple[TokenBatch, Any]:
         """See `TokenStream.read`; with documents, samples at other places than `own` are empty."""
         state, is_packed = state or self._first, self._options["packing"] != "documents"
+        for name in ("window", "row", "token"):
+            check_int(f"{name}, of the stream's state,", state[name], 0)
         if state != self._after:
             self._reading = self._packed(state) if is_packed else self._entries(state)
         self._after = None  # after an error, the place is read again
@@ -139,7 +141,12 @@ class RowStream(Renewed):
         if self._has_state:
             source.load_state_dict(state)
             return iter(source)
-        return iter(source(state)) if callable(source) else itertools.islice(source, state, None)
+        state = check_int("source, of the stream's state,", state, 0)
+        rows = source(state) if callable(source) else itertools.islice(source, state, None)
+        if not isinstance(rows, Iterable):
+            what = f"source({state}) returned {shown(rows)}"
+            raise ConfigError(f"{what}; give an iterable of the rows from there on")
+        return iter(rows)
 
     def _encoded(self, entries: Sequence[_Entry]) -> Iterator[list[Piece]]:
         """The documents of each row that are not empty; TextError when a bad one is reached."""
@@ -265,6 +272,8 @@ class StreamDataset(TokenStreamDataset):
         **sample_options: Any,
     ) -> None:
         options = SampleOptions(**sample_options)
+        if not isinstance(fingerprint, Mapping | None):
+            raise ConfigError(f"fingerprint is {shown(fingerprint)}; give a dict of plain values")
         packer = {"packing": packing, "rows_per_sample": rows_per_sample}
         packer |= {"shuffle_buffer": shuffle_buffer, "seed": seed, "rows": dict(fingerprint or {})}
         super().__init__(RowStream(source, encoder, options, packer), options)

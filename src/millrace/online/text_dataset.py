@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checks import check_choice, check_int
+from millrace.checks import check_choice, check_int, shown
 from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
@@ -22,6 +22,13 @@ from millrace.samples.stored import StoredTokens
 from millrace.store import IndexedDataset
 
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
+
+
+def _plan_of(order: str | PlanOf | None, options: Any) -> PlanOf | None:
+    """The plan of an order, which may be a name."""
+    if order is None and options is not None:
+        raise ConfigError(f"order_options are {shown(options)}: give order, too")
+    return _PLANS[check_choice("order", order, (*_PLANS,))] if isinstance(order, str) else order
 
 
 def _tokenized_part(
@@ -98,8 +105,7 @@ class TextDataset(TokenDataset):
     ) -> None:
         encoder, options = check_encoder("encoder", encoder), SampleOptions(**sample_options)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
-        if isinstance(order, str):
-            order = _PLANS[check_choice("order", order, (*_PLANS,))]
+        order = _plan_of(order, order_options)
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
         is_online = cache is None and order is None
@@ -149,8 +155,11 @@ class TextDataset(TokenDataset):
 
     @property
     def report(self) -> Counter[str]:
-        """Counts of the rows: with token files those of their job.
+        """Counts of the rows: with token files those of their job, and of the documents here cut.
 
         On the fly, of the rows that this process has tokenised, some of them ahead of their use.
         """
-        return Counter(self.source.report if self._job_report is None else self._job_report)
+        if self._job_report is None:
+            return Counter(self.source.report)
+        cut = self.source.cut_counts() if isinstance(self.source, StoredDocuments) else {}
+        return Counter({**self._job_report, **cut})

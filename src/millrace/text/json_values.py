@@ -63,7 +63,8 @@ def text_at(record: Any, key: str) -> Text:
     if value is _MISSING:
         keys = ", ".join(list(record)[:10]) or "none"
         raise BadDocumentError(
-            f'there is no key "{key}"; its keys are: {keys}. Name the text\'s key with --json-keys'
+            f'there is no key "{key}"; its keys are: {keys}. Name the text\'s key: --json-keys, or '
+            "key of TextRows"
         )
     return _check_text(value, key)
 
@@ -84,7 +85,7 @@ def _check_text(value: Any, key: str) -> Text:
     if not isinstance(value, list):
         raise BadDocumentError(
             f'the value of "{key}" is a {_type_name(value)}, not a string or a list of strings. '
-            "Name the text's key with --json-keys"
+            "Name the text's key: --json-keys, or key of TextRows"
         )
     for item in value:
         if not isinstance(item, str):

@@ -134,6 +134,8 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
             writer.add(part, documents, columns)
         finalize_together(list(writer.builders.values()))
     record["rejects"] = [lines.count, texts.count]
+    for name in {"rows", "bad rows"} & record["report"].keys():
+        record["report"][name] += lines.count  # which the encoder has not met
     return record, [*writer.files, *lines.files, *texts.files]
 
 
@@ -197,8 +199,8 @@ class Rejects(contextlib.ExitStack):
             unit = place.format.unit
             raise TextError(
                 f"{place.source}, {unit} {first_line_of(place) + line}: {reason}. Or go on "
-                f"without such {unit}s: --on-error skip, or quarantine, which keeps their "
-                "bytes"
+                f'without such {unit}s: --on-error skip (on_error="skip"), or quarantine, which '
+                "keeps their bytes"
             )
         if not self._files:
             for ending in (".rejects.jsonl", ".rejects.bin"):
