@@ -161,7 +161,7 @@ def test_killed_jobs_write_what_local_ones_do(
     subprocess.run([*command, f"{tmp_path}/local/out"], check=True)
     seconds, target = time.monotonic() - start, f"{bucket.prefix}/v1"
     command += [f"{tmp_path}/work/out", "--upload-to", f"{target}/out"]
-    for _ in range(10):
+    for _ in range(4 if megabytes == 4 else 10):
         job = subprocess.Popen(command)
         time.sleep(np.random.uniform(0, 1.5 * seconds))
         job.kill()

@@ -233,7 +233,7 @@ def test_only_columns_that_are_read_must_be_plain(tmp_path: Path) -> None:
         TextDataset(rows, Marked(), **form | {"cache": tmp_path / "other"})
     chat[1]["content"] = date(2020, 1, 1)  # type: ignore[assignment]
     for cache in (None, tmp_path):
-        with pytest.raises(TextError, match=r"row 0 of the list: messages\[1\] is .*date"):
+        with pytest.raises(TextError, match=r"row 0 of the list: messages\[1\] has .*date"):
             TextDataset(rows, encoder, **form | {"cache": cache})[0]
 
 
