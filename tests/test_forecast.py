@@ -148,8 +148,8 @@ def test_a_change(
     ("changes", "message"),
     [
         ({"weight": 0}, "source code: the weight is 0: leave it out"),
-        ({"weight": ".nan"}, "source code: the weight is nan; it must be positive and finite"),
-        ({"code": -1}, "phase 1: the weight of code is -1; it must be positive and finite"),
+        ({"weight": ".nan"}, "source code: the weight must be between 0 and 1e+300, not nan"),
+        ({"code": -1}, "phase 1: the weight of code must be between 0 and 1e+300"),
         ({"until": 90}, "phase 1 starts at sample 100, and ends before 90"),
         ({"until": 122}, "phase 2, from sample 122, has another sequence length, and must start"),
         ({"length": 101}, "phase 2, source code has 200 tokens; samples of 101 tokens need 202"),
