@@ -345,6 +345,9 @@ def test_bad_builders_raise_alike(
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_other_errors_are_alike(prefix: Path, tmp_path: Path) -> None:
+    # Theirs opens by multi-storage-client, if that is installed, and meets no error before the end.
+    with pytest.raises(FileNotFoundError):
+        SIDES[0].IndexedDatasetBuilder(str(tmp_path / "no" / "x.bin"))
     (tmp_path / "bad.bin").write_bytes(b"1234")
     (tmp_path / "bad.idx").write_bytes(b"no index of any kind, but long enough to look at")
     at = {id(side): side.IndexedDataset(str(prefix)) for side in SIDES}
@@ -360,7 +363,6 @@ def test_other_errors_are_alike(prefix: Path, tmp_path: Path) -> None:
         lambda side: side.DType.dtype_from_code(9),
         lambda side: side.DType.code_from_dtype(np.complex64),
         lambda side: side.DType.size("a" if side is SIDES[0] else str),
-        lambda side: side.IndexedDatasetBuilder(str(tmp_path / "no" / "x.bin")),
         lambda side: merge_of_another_dtype(side, tmp_path, prefix),
         lambda side: side.get_blend_from_list(["a", "x", "0.5", "y"]),
         lambda side: side.get_blend_from_list([]),
