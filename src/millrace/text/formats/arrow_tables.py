@@ -332,9 +332,11 @@ def _values(column: Any) -> list[Any]:
     Python's types do not have, such as nanoseconds, as Arrow's text."""
     _check_offsets(getattr(column, "storage", column))
     column = _plain(column)
-    with contextlib.suppress(ValueError, OverflowError, KeyError):  # the last of time zones
-        return list(map(_as_text, column.to_pylist()))
     import pyarrow as pa
+
+    if "[ns" not in str(column.type) or pa.types.is_map(column.type):
+        with contextlib.suppress(ValueError, OverflowError, KeyError):  # the last of time zones
+            return list(map(_as_text, column.to_pylist()))
     from pyarrow import compute
 
     is_valid = compute.is_valid(column).to_pylist()
@@ -348,6 +350,8 @@ def _values(column: Any) -> list[Any]:
         sizes = compute.list_value_length(column).to_pylist()
         return [None if size is None else [*itertools.islice(values, size)] for size in sizes]
     if pa.types.is_temporal(column.type):
+        with contextlib.suppress(ValueError, OverflowError, KeyError):
+            return column.cast(_micro(column.type)).to_pylist()  # type: ignore[no-any-return]
         texts = column.cast(_naive(column.type)).cast(pa.string()).to_pylist()
         return list(map(_as_time, column, texts))  # of one row as of many
     column = column.cast(pa.large_binary())
@@ -357,8 +361,20 @@ def _values(column: Any) -> list[Any]:
 
 def _as_time(time: Any, text: str | None) -> Any:
     with contextlib.suppress(ValueError, OverflowError, KeyError):
-        return time.as_py()
+        return time.cast(_micro(time.type)).as_py()
     return text
+
+
+def _micro(type_: Any) -> Any:
+    """The type in microseconds, as Python has them, of a time in nanoseconds, which pyarrow makes
+    a value of pandas where that is installed."""
+    import pyarrow as pa
+
+    if getattr(type_, "unit", "") != "ns":
+        return type_
+    if pa.types.is_timestamp(type_):
+        return pa.timestamp("us", type_.tz)
+    return pa.duration("us") if pa.types.is_duration(type_) else pa.time64("us")
 
 
 def _naive(type_: Any) -> Any:
