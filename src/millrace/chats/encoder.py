@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from millrace.chats.conversations import COLUMNS, conversation_of, parse_arguments, texts_in
+from millrace.chats.conversations import COLUMNS, conversation_of, texts_in
 from millrace.chats.markers import any_of
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
 from millrace.chats.proof import Document, Rules
 from millrace.chats.stand_ins import prove_chat
-from millrace.chats.templates import ChatML, find_template
+from millrace.chats.templates import find_template
 from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
 from millrace.checks import shown
 from millrace.encoding.row_encoders import EncodedRows
@@ -138,8 +138,6 @@ class ChatEncoder:
         """
         try:
             chat = conversation_of(row)
-            if isinstance(self.rules.template, ChatML):
-                parse_arguments(chat.messages)
             for number, message in enumerate(chat.messages):
                 self._check_texts(f"message {number}", message)
             self._check_texts("the tools", chat.tools)
