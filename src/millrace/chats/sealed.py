@@ -92,12 +92,11 @@ _FILTERS = "d default first last list map reject rejectattr select selectattr st
 
 
 def guarded(template: Any, source: str) -> Any:
-    """A compiled template, made for sealed texts."""
-    environment = template.environment.overlay(finalize=written)
-    environment.concat = _concat
+    """A compiled template, made anew for sealed texts, which changes its environment."""
+    environment = template.environment
+    environment.finalize, environment.concat = written, _concat
     filters = {**dict.fromkeys(environment.filters, _refuse), "trim": _trim}
     filters |= {name: environment.filters[name] for name in _FILTERS}
     environment.filters = {**filters, "length": _length, "count": _length}
-    tests = {"string": lambda value: isinstance(value, (str, SealedText))}
-    environment.tests = {**environment.tests, **tests}
+    environment.tests["string"] = lambda value: isinstance(value, (str, SealedText))
     return environment.from_string(source)
