@@ -169,6 +169,27 @@ def test_a_prompt_is_not_trained_on(tokenizer: Tokenizer, template: str, turns: 
         encoder.documents({**row, "completion": CHAT[:1]})
 
 
+def test_encoders_that_cannot_be_made(tokenizer: Tokenizer) -> None:
+    path = tokenizer.path
+    added = Tokenizer(path, add_special_tokens=True)
+    plain = Tokenizer(path, special_tokens_in_text=False)
+    function = Tokenizer.from_function(len, vocabulary_size=9, version="1")
+    for wrong in (function, added, plain, "gpt2"):
+        with pytest.raises(ConfigError, match=r"tokenizer is|tokens end|special_tokens_in_text"):
+            ChatEncoder(wrong)  # type: ignore[arg-type]
+    for options, message in (
+        ({"turns": "some"}, "turns must be one of all, last, weight"),
+        ({"mask_routes": 3}, "mask_routes must be between 1 and 2"),
+        ({"date": "today"}, "give a day"),
+        ({"template_arguments": [1]}, "give a dictionary"),
+        ({"template_arguments": {"a": object()}}, "give a dictionary, such as"),
+        ({"reasoning": 1}, "reasoning must be True or False"),
+        ({"stop": "never"}, "cannot be proven.* no stop token"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ChatEncoder(tokenizer, PLAIN, **options)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
