@@ -182,7 +182,7 @@ def test_encoders_that_cannot_be_made(tokenizer: Tokenizer) -> None:
         ({"mask_routes": 3}, "mask_routes must be between 1 and 2"),
         ({"date": "today"}, "give a day"),
         ({"template_arguments": [1]}, "give a dictionary"),
-        ({"template_arguments": {"a": object()}}, "give a dictionary, such as"),
+        ({"template_arguments": {"a": object()}}, "template_arguments.a is <obj"),
         ({"reasoning": 1}, "reasoning must be True or False"),
         ({"stop": "never"}, "cannot be proven.* no stop token"),
     ):
