@@ -142,13 +142,10 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
     ]
     for options, texts in cases:
         assert trained_text(ChatEncoder(bytes_, **options), messages) == texts, options
-    call["function"]["arguments"] = '{"a":"b", "none": null}'
+    call["function"]["arguments"] = '{"a": "b"}'
     assert trained_text(ChatEncoder(bytes_), messages) == cases[0][1]
-    for arguments, message in (("[1]", r"are '\[1\]'; give an object"), ("{", "not JSON; repair")):
-        call["function"]["arguments"] = arguments
-        with pytest.raises(TextError, match=f"the arguments of f in message 1.*{message}"):
-            trained_text(ChatEncoder(bytes_), messages)
     call["function"]["arguments"] = ""
+    assert f"{{}}}}\n</tool_call>{stop}" in trained_text(ChatEncoder(bytes_), messages)[0]
     messages[1]["weight"] = 0
     assert trained_text(ChatEncoder(bytes_, turns="weight"), messages) == [f"y{stop}"]
     for turns, length in (("all", 4), ("last", 2)):
@@ -170,6 +167,27 @@ def test_a_prompt_is_not_trained_on(tokenizer: Tokenizer, template: str, turns: 
     assert document.turns == whole.turns[-1:]
     with pytest.raises(TextError, match="have the weight 0, or are the prompt's"):
         encoder.documents({**row, "completion": CHAT[:1]})
+
+
+def test_encoders_that_cannot_be_made(tokenizer: Tokenizer) -> None:
+    path = tokenizer.path
+    added = Tokenizer(path, add_special_tokens=True)
+    plain = Tokenizer(path, special_tokens_in_text=False)
+    function = Tokenizer.from_function(len, vocabulary_size=9, version="1")
+    for wrong in (function, added, plain, "gpt2"):
+        with pytest.raises(ConfigError, match=r"tokenizer is|tokens end|special_tokens_in_text"):
+            ChatEncoder(wrong)  # type: ignore[arg-type]
+    for options, message in (
+        ({"turns": "some"}, "turns must be one of all, last, weight"),
+        ({"mask_routes": 3}, "mask_routes must be between 1 and 2"),
+        ({"date": "today"}, "give a day"),
+        ({"template_arguments": [1]}, "give a dictionary"),
+        ({"template_arguments": {"a": object()}}, "template_arguments.a is <obj"),
+        ({"reasoning": 1}, "reasoning must be True or False"),
+        ({"stop": "never"}, "cannot be proven.* no stop token"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ChatEncoder(tokenizer, PLAIN, **options)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +297,12 @@ m.content | escape; m.content[:1] + m.content[1:]; m.content + (m.content == 'a'
 m.content + (m.content.strip('a') == '') | string
 m.content + ([m.content] | string == '[\\'a\\']') | string
 m.content + (m.content.split('/') | length) | string; m.content + ('a' | trim(m.content))
-m.content + ('a' | replace('a', m.content) | length) | string"""
+m.content + ('a' | replace('a', m.content) | length) | string; m.content[m.content]
+m.content + (m.content is lower) | string; m.content + (m.content | int) | string
+m.content + m.content.count('a') | string
+m.content + (m.content is sequence and m.content is iterable and m.content is string) | string
+m.content + (m.content is mapping or m.content is number or m.content is callable) | string
+m.content + (m.content.count is defined or m.content.x is defined) | string"""
 SETUP = "{% macro said(x) %}{% set y %}{{ x }}{% endset %}{{ y == 'a' }}{% endmacro %}"
 ODD_WORDS = ["a", " a", "b\n", "904170001", "<think>x", "[|user|]", "count", "a/<b", "long " * 9]
 

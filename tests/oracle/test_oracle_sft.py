@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,13 +152,6 @@ def test_what_is_lost_is_reported() -> None:
     ends = SimpleNamespace(pad=1, eod=1, vocab_size=9, unique_identifiers={})
     with pytest.warns(UserWarning, match="is masked wherever it occurs"):
         dataset_of(rows, ends, sequence_length=60)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_give_the_same_samples(method: str, lines: Any) -> None:
-    dataset = dataset_of(lines, Recorded("0.19 nemotron-nano-v2"), sequence_length=90)
-    with multiprocessing.get_context(method).Pool(1) as pool:
-        assert pool.apply(cases.samples_of, [dataset]) == cases.samples_of(dataset)
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:

@@ -2,15 +2,11 @@
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
-from types import NoneType
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
-from millrace.checks import shown
-from millrace.errors import TextError
+from millrace.checks import plain_json, shown
+from millrace.errors import ConfigError, TextError
 
 Message = dict[str, Any]
 Weight = bool | Literal["prompt"] | None
@@ -24,10 +20,12 @@ ROLES = {
 }
 """The roles that messages may name, and what templates call them."""
 
-FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-"""The columns that make a conversation: the first form of which a row has all."""
+FORMS = (
+    ("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output", "input")
+)  # fmt: skip
+"""The columns that make a conversation: the first form of which a row has the first two."""
 
-COLUMNS = (*itertools.chain(*FORMS), "input", "system", "tools")
+COLUMNS = (*itertools.chain(*FORMS), "system", "tools")
 """All columns that are read."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -68,20 +66,22 @@ def conversation_of(row: Any) -> Conversation:
     if there == ["messages"] and _is_plain(row["messages"]):
         messages = row["messages"]
         return Conversation(messages, None, [None] * len(messages))
-    form = next((one for one in FORMS if {*there} >= {*one}), None)
+    form = next((one for one in FORMS if {*there} >= {*one[:2]}), None)
     if form is None:
-        forms = ", or ".join(" and ".join(one) for one in FORMS)
+        forms = ", or ".join(" and ".join(one[:2]) for one in FORMS)
         names = shown(sorted(map(str, row)))
         raise TextError(f"the row has the columns {names}; it needs {forms}: rename them")
-    others = {name: _plain(row.get(name), name) for name in ("system", "tools")}
+    read = {*there} & {*form, "system", "tools"}
+    columns = {name: _plain(row[name], name) for name in COLUMNS if name in read}
     if form[0] == "instruction":
-        texts = [_text_of(name, _plain(row.get(name), name)) for name in ("instruction", "input")]
-        row = {**row, "instruction": "\n\n".join(filter(None, texts))}
-    own = {"role": "system", "content": others["system"]}
-    pairs = [*([("system", own)] if others["system"] else []), *_messages_of(form, row)]
+        texts = [_text_of(name, columns.get(name)) for name in ("instruction", "input")]
+        columns["instruction"] = "\n\n".join(filter(None, texts))
+    pairs = [*_messages_of(form, columns)]
+    if system := columns.get("system"):
+        pairs.insert(0, ("system", {"role": "system", "content": system}))
     messages = [_message(place, one) for place, one in pairs]
     weights = [_weight_of(place, one) for (place, _), one in zip(pairs, messages, strict=True)]
-    if others["system"] and [one["role"] for one in messages[:2]] == ["system", "system"]:
+    if system and [one["role"] for one in messages[:2]] == ["system", "system"]:
         first, second = (one["content"] for one in messages[:2])
         if first != second:
             what = f"system is {shown(first)}, but {pairs[1][0]} is {shown(second)}"
@@ -89,7 +89,7 @@ def conversation_of(row: Any) -> Conversation:
         del messages[0], weights[0]
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
-    return Conversation(messages, _tools_of(others["tools"]), weights)
+    return Conversation(messages, _tools_of(columns.get("tools")), weights)
 
 
 def _is_plain(messages: Any) -> bool:
@@ -108,23 +108,14 @@ def _is_plain(messages: Any) -> bool:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value in the types of JSON, also from NumPy's; TextError for another.
+    """A value in the types of JSON; TextError for another.
 
     Arrow gives each object all keys of the file: a None stands for an absent one, at every depth.
     """
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = value.tolist()
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(one, place) for one in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {str(key): _plain(one, place) for key, one in value.items() if one is not None}
-    if isinstance(value, float) and not math.isfinite(value):
-        raise TextError(f"{place} has {value}, which JSON cannot hold: leave it out")
-    if type(value) in (NoneType, bool, int, float):
-        return value
-    raise TextError(f"{place} has {shown(value)}; give texts, numbers, lists, or objects by text")
+    try:
+        return plain_json(value, place, keeps_none=False)
+    except ConfigError as error:
+        raise TextError(str(error)) from None
 
 
 def texts_in(value: Any) -> list[str]:
@@ -141,15 +132,14 @@ def texts_in(value: Any) -> list[str]:
     return texts
 
 
-def _messages_of(form: tuple[str, ...], row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _messages_of(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The messages of a row as they stand there, with their places for errors."""
     for name, role in zip(form, ("user", "assistant"), strict=False):
-        value = row[name]
-        if len(form) == 2 and isinstance(value, str):
-            yield name, {"role": role, "content": str(value)}
-        elif isinstance(value, (list, tuple, np.ndarray)):
-            for number, one in enumerate(value):
-                yield (place := f"{name}[{number}]"), _plain(one, place)
+        value = columns[name]
+        if len(form) > 1 and isinstance(value, str):
+            yield name, {"role": role, "content": value}
+        elif isinstance(value, list):
+            yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
         else:
             raise TextError(f"{name} is {shown(value)}; give a list of messages")
 
@@ -197,30 +187,13 @@ def _text_of(place: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _parsed(text: str, place: str) -> Any:
-    """What a text of JSON says."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        raise TextError(f"{place}: {shown(text)} is not JSON; repair it") from None
-    return _plain(value, place)
-
-
-def parse_arguments(messages: list[Message]) -> None:
-    """Makes objects of the arguments of tool calls that are texts of JSON, as OpenAI's are."""
-    for number, message in enumerate(messages):
-        for call in message.get("tool_calls", ()):
-            function = call.get("function", call)
-            if isinstance(text := function.get("arguments"), str):
-                place = f"the arguments of {function['name']} in message {number}"
-                function["arguments"] = _parsed(text or "{}", place)
-                if not isinstance(function["arguments"], dict):
-                    raise TextError(f"{place} are {shown(text)}; give an object")
-
-
 def _tools_of(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value.strip():  # tables hold them so, as their schemas differ
-        value = _parsed(value, "tools")
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise TextError(f"tools: {shown(value)} is not JSON; repair it") from None
+        value = _plain(value, "tools")
     if value and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
         raise TextError(f"tools are {shown(value)}; give a list of objects")
     return value or None

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from millrace.chats.conversations import COLUMNS, conversation_of, parse_arguments, texts_in
+from millrace.chats.conversations import COLUMNS, conversation_of, texts_in
 from millrace.chats.markers import any_of
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
-from millrace.chats.proof import Document, Rules
+from millrace.chats.proof import Document, Rules, Span
 from millrace.chats.stand_ins import prove_chat
-from millrace.chats.templates import ChatML, find_template
+from millrace.chats.templates import find_template
 from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
 from millrace.checks import shown
 from millrace.encoding.row_encoders import EncodedRows
@@ -138,8 +138,6 @@ class ChatEncoder:
         """
         try:
             chat = conversation_of(row)
-            if isinstance(self.rules.template, ChatML):
-                parse_arguments(chat.messages)
             for number, message in enumerate(chat.messages):
                 self._check_texts(f"message {number}", message)
             self._check_texts("the tools", chat.tools)
@@ -200,30 +198,25 @@ class _Masks:
     problems that they show, by document."""
 
     def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
-        self.tokens = borders.encode([one.text for one in documents])
-        spans: list[tuple[int, int]] = []
-        stops: list[tuple[int, int]] = []  # the last byte, and the document
-        for number, base in enumerate(self.tokens.bases.tolist()):
-            pairs = [*documents[number].spans]
-            count = len(pairs)
-            pairs += [turn.stop for turn in documents[number].turns if turn.stop[0] < turn.stop[1]]
-            if not documents[number].text.isascii():
-                array = np.array(pairs, np.int64).reshape(-1, 2)
-                pairs = byte_places(documents[number].text, array).tolist()
-            spans += [(base + start, base + end) for start, end in pairs[:count]]
-            stops += [(base + end - 1, number) for _, end in pairs[count:]]
-        array = np.array(spans, np.int64).reshape(-1, 2)
-        places = self.tokens.starts, self.tokens.ends
-        self.trained, self.is_across = trained_tokens(*places, array)
-        ends, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
-        empty = np.flatnonzero(sums[ends] == sums[ends - self.tokens.lengths]).tolist()
+        texts = [one.text for one in documents]
+        self.tokens = starts, ends, *_ = borders.encode(texts)
+        spans: list[Span] = []
+        stops: list[tuple[int, int]] = []  # the end of a stop token, and its document
+        before = 0
+        for number, one in enumerate(documents):
+            spans += [(before + start, before + end) for start, end in one.spans]
+            own = [turn.stop for turn in one.turns]
+            stops += [(before + end, number) for start, end in own if start < end]
+            before += len(one.text) + 1
+        text = "\0".join(texts)
+        edges = np.array(spans, np.int64).reshape(-1, 2)
+        self.trained, self.is_across = trained_tokens(starts, ends, byte_places(text, edges))
+        lasts, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
+        empty = np.flatnonzero(sums[lasts] == sums[lasts - self.tokens.lengths]).tolist()
         self.problems = dict.fromkeys(empty, "it has no target: no token of its turns is whole")
-        last, numbers = np.array(stops, np.int64).reshape(-1, 2).T
-        tokens = np.searchsorted(self.tokens.ends, last, "right")
+        places, numbers = np.array(stops, np.int64).reshape(-1, 2).T
+        tokens = np.searchsorted(ends, byte_places(text, places) - 1, "right")
         for place in np.flatnonzero(~self.trained[tokens]).tolist():
-            number, token = int(numbers[place]), int(tokens[place])
-            base = self.tokens.bases[number]
-            part = slice(self.tokens.starts[token] - base, self.tokens.ends[token] - base)
-            text = documents[number].text.encode()[part].decode(errors="replace")
-            what = f"a stop token is part of the token {shown(text)}, which holds other text, too"
-            self.problems[number] = what
+            part = text.encode()[starts[tokens[place]] : ends[tokens[place]]]
+            what = f"a stop token is part of the token {shown(part.decode(errors='replace'))}"
+            self.problems[int(numbers[place])] = f"{what}, which holds other text, too"

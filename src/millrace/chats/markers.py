@@ -51,7 +51,7 @@ class Marker:
         self._nonce = next(nonce for nonce in nonces if nonce not in text)
         self._text = text
         self._owners: list[tuple[int, str]] = []  # message and kind of each piece
-        self._with_literals: list[tuple[int, str]] = []  # messages, and their contents
+        self._with_literals: set[int] = set()  # messages
         self._literals = re.compile(f"({any_of(literals)})")
 
     def marked(self, messages: Sequence[Message]) -> list[Message]:
@@ -59,26 +59,25 @@ class Marker:
         return [self._marked_message(number, one) for number, one in enumerate(messages)]
 
     def find(self, marked_text: str) -> tuple[dict[int, Shown], dict[int, set[str]]]:
-        """What the text shows of each message at its first place; and by message, the kinds of the
-        pieces that it leaves out, none for a message in several places. TextError if the marked
-        text says other things."""
+        """What the text shows of each message at its first place; and the kinds of the pieces that
+        it leaves out, by message: none for one in several places, or of which it may leave out a
+        literal. TextError if the marked text says other things."""
         split = re.split(f"{self._nonce}([0-9]{{{_DIGITS}}})", marked_text)
         texts, marks = split[::2], [int(number) for number in split[1::2]]
         if "".join(texts) != self._text:
             raise TextError("route markers: the template changes with what the messages say")
         places = [*itertools.accumulate(map(len, texts[:-1]))]
-        pieces: list[tuple[int, Piece]] = []
-        for at, (first, second) in enumerate(itertools.pairwise(marks)):
+        runs: list[tuple[int, list[Piece]]] = []  # messages, and their pieces that are side by side
+        for (first, start), (second, end) in itertools.pairwise(zip(marks, places, strict=True)):
             if first % 2 == 0 and second == first + 1:
                 message, kind = self._owners[first // 2]
-                pieces.append((message, Piece(kind, places[at], places[at + 1])))
+                if not runs or runs[-1][0] != message:
+                    runs.append((message, []))
+                runs[-1][1].append(Piece(kind, start, end))
         shown: dict[int, Shown] = {}
-        lost: dict[int, set[str]] = {}
-        before = number = 0
-        for message, run in itertools.groupby(pieces, lambda one: one[0]):
-            own = [piece for _, piece in run]
-            number += len(own)
-            after = pieces[number][1].start if number < len(pieces) else None
+        lost: dict[int, set[str]] = {message: set() for message in self._with_literals}
+        before, starts = 0, [pieces[0].start for _, pieces in runs]
+        for (message, own), after in zip(runs, [*starts[1:], None], strict=False):
             if message in shown:  # a tool's name in its answer, or a content behind the answer
                 lost.setdefault(message, set())
             shown.setdefault(message, Shown(own, before, own[0].start, own[-1].end, after))
@@ -87,10 +86,6 @@ class Marker:
         for number, (message, kind) in enumerate(self._owners):
             if not {2 * number, 2 * number + 1} <= present:
                 lost.setdefault(message, set()).add(kind)
-        for message, content in self._with_literals:
-            there = shown.get(message)
-            if there is None or content not in self._text[there.before : there.after]:
-                lost.setdefault(message, set())
         return shown, lost
 
     def _wrap(self, message: int, kind: str, text: str) -> str:
@@ -106,7 +101,7 @@ class Marker:
     def _wrap_content(self, message: int, text: str) -> str:
         parts = self._literals.split(text)
         if len(parts) > 1:
-            self._with_literals.append((message, text.strip()))
+            self._with_literals.add(message)
         last_thought = max((at for at, one in enumerate(parts) if one == "</think>"), default=-1)
         for place in range(0, len(parts), 2):
             kind = THOUGHT if place < last_thought else CONTENT

@@ -15,11 +15,7 @@ CONTENT, THOUGHT, CALL = "content", "reasoning", "tool calls"
 
 
 def _check_arguments(name: str, value: Any) -> dict[str, Any]:
-    """Values by name, also as JSON, which the command line gives."""
-    try:
-        values = plain_json(json.loads(value) if isinstance(value, str) else value or {})
-    except ValueError:
-        values = None
+    values = plain_json({} if value is None else value, name)
     if not isinstance(values, dict):
         example = '{"enable_thinking": false}'
         raise ConfigError(f"{name} is {shown(value)}; give a dictionary, such as {example}")
@@ -47,7 +43,7 @@ class ChatOptions:
         flags="--chat-template", metavar="FILE", group="chats", identity="never")
     template_arguments: Any = option(
         'values that the template reads: {"enable_thinking": false}', None, check=_check_arguments,
-        metavar="JSON", group="chats")
+        parse=json.loads, metavar="JSON", group="chats")
     date: Any = option(
         "day that the template takes for today's, if it reads the clock", None, check=_check_date,
         metavar="YYYY-MM-DD", group="chats")

@@ -12,6 +12,7 @@ import bisect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from millrace.chats.conversations import Conversation
@@ -58,24 +59,17 @@ class _RewrittenError(Exception):
     """A turn whose context is another one in the whole chat."""
 
 
-def prove(
-    chat: Conversation, rules: Rules, texts: dict[tuple[int, bool], str] | None = None
-) -> list[Document]:
+def prove(chat: Conversation, rules: Rules) -> list[Document]:
     """The documents of a conversation: one, or more where a template rewrites its history.
-
-    `texts` gets what is rendered of the first messages, with a generation prompt or without.
 
     Raises:
         TextError: A chat that the template refuses, a mask that is not proven, or no target.
     """
     pending, template = _turns_to_train(chat, rules.options.turns), rules.template
-    texts = {} if texts is None else texts
 
+    @cache
     def text_of(length: int, has_prompt: bool) -> str:
-        if (length, has_prompt) not in texts:
-            text = template.render(chat.messages[:length], chat.tools, has_prompt)
-            texts[length, has_prompt] = text
-        return texts[length, has_prompt]
+        return template.render(chat.messages[:length], chat.tools, has_prompt)
 
     documents: list[Document] = []
     length = len(chat.messages)
@@ -187,10 +181,13 @@ class _Proof:
     def _rendered(self, message: int, length: int, has_prompt: bool = False) -> str | None:
         """The text of the first messages; None if the template refuses them, which is noted."""
         try:
-            return self.text_of(length, has_prompt)
+            text = self.text_of(length, has_prompt)
         except TextError:
             self.without_prompt.append(message)
             return None
+        if self.rules.template.is_sealed and not self.text.startswith(text):
+            raise TextError("where texts part may depend on the words")
+        return text
 
     def _start(self, message: int, shown: Shown) -> int:
         """Where the generation prompt ends, or where the text says something else than it."""

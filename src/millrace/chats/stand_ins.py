@@ -1,56 +1,62 @@
 """Chats that differ in their words alone are proven once: for a stand-in, which has numbers there.
 
-All that its proof rendered is rendered again with sealed texts in place of the numbers. A template
-that writes the same without reading them writes it for all words, so the mask is the stand-in's.
+Its proof renders the numbers as sealed texts. A template that writes them without reading them
+writes the same for all words, so the mask is the stand-in's.
 """
 
-import bisect
 import itertools
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from millrace.chats.conversations import Conversation, Weight
 from millrace.chats.proof import Document, Rules, Span, Turn, prove
-from millrace.chats.sealed import SealedText
 from millrace.chats.templates import JinjaTemplate
 from millrace.errors import TextError
 
 _NUMBERS = [f"90417{number:04d}" for number in range(40)]
 """For the words of each message: longer chats are rarely of one shape."""
 _NUMBER = re.compile("90417([0-9]{4})")
-_WIDTH = len(_NUMBERS[0])
 
 _Shape = tuple[tuple[str, str, Weight], ...]
 """The role, the content with a number for its words, and the weight of each message."""
 
 
 class _StandIn(NamedTuple):
-    parts: list[str]  # of its text: every other one is a number
-    order: list[int]  # these numbers
-    ranks: dict[int, int]  # how many numbers are before a place in the text
+    """A document of a stand-in, cut at its numbers and spans; its turns count the parts."""
+
+    parts: list[str]
+    numbers: list[tuple[int, int]]  # their parts, and their messages
     document: Document
 
 
 def prove_chat(chat: Conversation, rules: Rules) -> list[Document]:
-    """As `prove`, whose proof of a stand-in serves all chats of one shape if it has one document,
-    with which all that it rendered begins, and if the template does not read the words."""
+    """As `prove`, whose proof of a stand-in serves all chats of one shape, if all that it rendered
+    is the beginning of the whole, and if the template does not read the words."""
     shape, words = _shape_of(chat, rules)
-    stand_in = _stand_in(shape, rules) if shape else None
-    if stand_in is None:
+    stand_ins = _stand_ins(shape, rules) if shape else None
+    if stand_ins is None:
         return prove(chat, rules)
-    parts, order, ranks, document = stand_in
-    parts = [*parts]
-    parts[1::2] = here = [words[number] for number in order]
-    sums = [*itertools.accumulate([len(one) - _WIDTH for one in here], initial=0)]
+    documents = []
+    for parts, numbers, document in stand_ins:
+        parts = [*parts]
+        for place, message in numbers:
+            parts[place] = words[message]
+        places = [*itertools.accumulate(map(len, parts), initial=0)]
+        documents.append(_moved(document, "".join(parts), places))
+    return documents
+
+
+def _moved(document: Document, text: str, places: Mapping[int, int] | Sequence[int]) -> Document:
+    """The document with another text, in which its turns are at other places."""
 
     def moved(span: Span) -> Span:
-        start, end = span
-        return start + sums[ranks[start]], end + sums[ranks[end]]
+        return places[span[0]], places[span[1]]
 
     turns = [Turn([*map(moved, spans)], moved(stop)) for spans, stop in document.turns]
-    return [Document("".join(parts), turns, document.routes)]
+    return Document(text, turns, document.routes)
 
 
 def _shape_of(chat: Conversation, rules: Rules) -> tuple[_Shape, list[str]]:
@@ -72,33 +78,23 @@ def _shape_of(chat: Conversation, rules: Rules) -> tuple[_Shape, list[str]]:
 
 
 @lru_cache(1024)
-def _stand_in(shape: _Shape, rules: Rules) -> _StandIn | None:
-    """The stand-in of a shape; None if its proof tells nothing of others."""
-    template, weights = rules.template, [weight for *_, weight in shape]
+def _stand_ins(shape: _Shape, rules: Rules) -> list[_StandIn] | None:
+    """The documents of a shape; None if its proof tells nothing of others."""
+    if isinstance(rules.template, JinjaTemplate):  # ours reads no text
+        rules = replace(rules, template=replace(rules.template, is_sealed=True))
     messages = [{"role": role, "content": content} for role, content, _ in shape]
-    sealed = [
-        {**one, "content": SealedText.alone(one["content"], template.literals)}
-        if _NUMBER.search(one["content"])
-        else one
-        for one in messages
-    ]
-    texts: dict[tuple[int, bool], str] = {}
-    if isinstance(template, JinjaTemplate):  # ours reads no text
-        template = replace(template, is_sealed=True)
     try:
-        text = template.render(sealed, None)
-        document, *others = prove(Conversation(messages, None, weights), rules, texts)
-        for (length, has_prompt), one in texts.items():
-            is_alike = one == template.render(sealed[:length], None, has_prompt)
-            if not (is_alike and text.startswith(one)):
-                return None
+        documents = prove(Conversation(messages, None, [weight for *_, weight in shape]), rules)
     except TextError:
         return None
-    if others or document.text != text or "prompt" not in document.routes:
-        return None
-    parts, starts = _NUMBER.split(text), [match.start() for match in _NUMBER.finditer(text)]
+    return None if any("prompt" not in one.routes for one in documents) else [*map(_cut, documents)]
+
+
+def _cut(document: Document) -> _StandIn:
     spans = [*document.spans, *(turn.stop for turn in document.turns)]
-    ranks = {place: bisect.bisect_left(starts, place) for place in itertools.chain(*spans)}
-    if any(rank and place < starts[rank - 1] + _WIDTH for place, rank in ranks.items()):
-        return None  # it is within a number
-    return _StandIn(parts, [*map(int, parts[1::2])], ranks, document)
+    numbers = [match.span() for match in _NUMBER.finditer(document.text)]
+    cuts = sorted({0, len(document.text), *itertools.chain(*spans, *numbers)})
+    parts = [document.text[start:end] for start, end in itertools.pairwise(cuts)]
+    matches = [(place, _NUMBER.fullmatch(one)) for place, one in enumerate(parts)]
+    held = [(place, int(match[1])) for place, match in matches if match]
+    return _StandIn(parts, held, _moved(document, "", {cut: n for n, cut in enumerate(cuts)}))

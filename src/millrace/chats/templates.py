@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.chats.conversations import Message
 from millrace.chats.options import ChatOptions
-from millrace.chats.sealed import guarded
+from millrace.chats.sealed import SealedText, guarded
 from millrace.checks import shown
 from millrace.deferred import cached_property
 from millrace.encoding.hugging_face import read_object, texts_in
@@ -80,28 +80,26 @@ class JinjaTemplate:
     ) -> str:
         """The text of some messages, with the generation prompt if `has_prompt`; TextError for
         messages that the template refuses. Where its generation tags are goes to `tags`."""
+        if self.is_sealed:
+            messages = [_sealed(one, self.literals) for one in messages]
         if self.has_parts:
             messages = [
                 {**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages
             ]
         try:
             template = _compiled(self.source, self.is_sealed)
-            if template is None:
-                raise TextError("it cannot be sealed")
-            values = {**template.globals, "documents": None, **self.arguments}
-            values |= {"messages": messages, "tools": tools, "add_generation_prompt": has_prompt}
+            values = {"documents": None, **self.arguments, "messages": messages, "tools": tools}
+            values["add_generation_prompt"] = has_prompt
             if self.date is not None:
                 values["strftime_now"] = datetime.datetime.fromisoformat(self.date).strftime
-            # What `template.render` does, which copies the values twice more.
-            rendered = template.root_render_func(template.new_context(values, shared=True))
+            # Blocks of tags come as they are.
+            rendered = map(template.environment.finalize or str, template.generate(values))
             if tags is None:
                 return "".join(rendered)
             blocks: list[str] = []
             with template.environment.activate_tracker(blocks, tags):
                 for block in rendered:
                     blocks.append(block)
-                    if len(blocks) > 99:  # transformers joins all of them at each tag
-                        blocks[:] = ["".join(blocks)]
             return "".join(blocks)
         except (*MUST_PASS, ConfigError):
             raise
@@ -136,11 +134,14 @@ def _compiled(source: str, is_sealed: bool) -> Any:
                 f"chat templates need transformers and jinja2 ({error}): pip install "
                 "'millrace[chats]', or give template=\"chatml\""
             ) from None
-        template = guarded(template, source) if is_sealed else template
-        if template is not None:
-            template.globals = {**template.globals}  # a chain of maps, copied at each rendering
-        templates[source, is_sealed] = template
+        templates[source, is_sealed] = guarded(template, source) if is_sealed else template
     return templates[source, is_sealed]
+
+
+def _sealed(message: Message, literals: frozenset[str]) -> Message:
+    """The message with its content sealed; one of white space stays, as it is not replaced."""
+    text = message["content"]
+    return {**message, "content": SealedText(text, literals)} if text.strip() else message
 
 
 class ChatML:
@@ -153,7 +154,7 @@ class ChatML:
 
     name = "ChatML"
     arguments: Mapping[str, Any] = {}
-    has_tags = False
+    has_tags = is_sealed = False
     literals: frozenset[str] = frozenset()
 
     def render(
@@ -175,8 +176,11 @@ def _chatml_body(message: Message) -> str:
     body = f"<think>\n{thought}\n</think>\n\n{body}" if thought else body
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
-        call = {"name": function["name"], "arguments": function.get("arguments", {})}
-        body += f"\n<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+        arguments = function.get("arguments") or {}
+        if not isinstance(arguments, str):  # OpenAI's are texts of JSON
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        name = json.dumps(function["name"], ensure_ascii=False)
+        body += f'\n<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
     return body
 
 

@@ -25,13 +25,12 @@ _NFC = {"type": "NFC"}  # changes no text that is in this form already
 
 
 class EncodedTexts(NamedTuple):
-    """Tokens of some texts that stand one after the other."""
+    """Tokens of some texts, which stand one after the other, apart by a byte."""
 
-    ids: NDArray[Any]  # [n] of all texts
-    lengths: Ints  # [texts] number of tokens of each
     starts: Ints  # [n] where a token begins in all texts, in bytes of UTF-8
     ends: Ints  # [n] where it ends
-    bases: Ints  # [texts] where each text begins
+    ids: NDArray[Any]  # [n] of all texts
+    lengths: Ints  # [texts] number of tokens of each
 
 
 class BorderEncoder:
@@ -51,7 +50,7 @@ class BorderEncoder:
     def encode(self, texts: list[str]) -> EncodedTexts:
         """The tokens of some texts, in one call of the encoder."""
         counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-        bases, totals = starts_and_ends(np.array(counts, np.int64) + 1)  # apart by a byte
+        bases, totals = starts_and_ends(np.array(counts, np.int64) + 1)
         if self._sizes is None:
             others, encodings = [*range(len(texts))], self._reference(texts)
             ids, lengths = flat_ids([one.ids for one in encodings])
@@ -74,7 +73,7 @@ class BorderEncoder:
             ends[firsts[number] : lasts[number]] = bases[number] + np.maximum.accumulate(places)
         starts = np.append(0, ends)[:-1]
         starts[firsts[lengths > 0]] = bases[lengths > 0]
-        return EncodedTexts(ids, lengths, starts, ends, bases)
+        return EncodedTexts(starts, ends, ids, lengths)
 
     def _reference(self, texts: list[str]) -> Any:
         """The reference library's encodings of some texts, which have offsets."""

@@ -8,13 +8,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from millrace.cache import arrays
-from millrace.checks import shown
+from millrace.checks import plain_json
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import RowEncoder, TextRows, encode_rows
 from millrace.engine import Progress
@@ -158,9 +158,7 @@ def _write_lines(rows: Rows, encoder: RowEncoder, path: str, on_error: str) -> N
             for number, row in zip(numbers.tolist(), rows.read(numbers), strict=True):
                 try:
                     try:
-                        line = json.dumps(
-                            _plain_row(row, encoder), default=_standard, skipkeys=True
-                        )
+                        line = json.dumps(plain_json(_read_row(row, encoder), "the row"))
                     except (TypeError, ValueError, RecursionError):
                         problems = encode_rows(encoder, [dict(row)]).problems  # type: ignore
                         if not problems:
@@ -180,24 +178,17 @@ def _write_lines(rows: Rows, encoder: RowEncoder, path: str, on_error: str) -> N
                 file.write(line.encode() + b"\n")
 
 
-def _standard(value: Any) -> Any:
-    """What JSON can hold of a value of NumPy, or a mapping."""
-    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, bytes):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"it has {shown(value)}")
-
-
-def _plain_row(row: Any, encoder: RowEncoder) -> dict[str, Any]:
+def _read_row(row: Any, encoder: RowEncoder) -> dict[str, Any]:
     """What an encoder reads of a row; BadDocumentError for a bad row."""
     if isinstance(row, BadDocumentError):
         raise row
     if isinstance(encoder, TextRows):  # JSON would make lists of tuples, which are bad texts
         return {encoder.key: text_at(row, encoder.key)}
-    columns = getattr(encoder, "columns", row)
+    columns = getattr(encoder, "columns", None)
+    if columns is None:
+        return dict(row)
     # The names of others stay, for messages.
-    return {name: value if name in columns else None for name, value in row.items()}
+    return {str(name): value if name in columns else None for name, value in row.items()}
 
 
 def _name_rows(rows: Rows, path: str) -> None:
