@@ -1,5 +1,6 @@
 """Whatever takes a prefix reads `s3://` prefixes: the results are those of the local files."""
 
+import itertools
 import pickle
 import re
 import subprocess
@@ -24,7 +25,7 @@ from millrace.run import DatasetConfig, InstantConfig, build_datasets
 from millrace.shards import Shards
 from millrace.store import RawTokens
 from millrace.tokenizing import tokenize
-from tests.buckets.conftest import Bucket, on_each_server
+from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import write_sequences
@@ -66,23 +67,6 @@ def test_a_dataset_is_that_of_the_files(tmp_path: Path, bucket: Bucket, proxy: P
     assert proxy.count("GET") == 0  # the index is on the node
 
 
-@on_each_server
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_loader_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy, threads: int) -> None:
-    write_pair(tmp_path)
-    proxy.latency = 0.002
-    proxy.add_fault("503", "GET", 0.05)
-    proxy.add_fault("cut", "GET", 0.02)
-    prefixes = tmp_path / "data", f"{bucket.upload(tmp_path)}/data"
-    local, remote = (
-        batches_of(
-            millrace.GPTDataset(IndexedDataset(prefix), sequence_length=32, seed=1), threads=threads
-        )
-        for prefix in prefixes
-    )
-    assert remote == local
-
-
 def test_an_instant_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
     """Also from one sequence length to the next, which the samples of a step do not mix."""
     write_pair(tmp_path)
@@ -114,12 +98,12 @@ def test_an_instant_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy
     assert proxy.count("GET .*bin") > 99  # of 200 samples
 
 
-SEEDS = [1, 2, 4, 5]  # no mirror, a small one, and large ones
-SEEDS += [pytest.param(seed, marks=pytest.mark.long) for seed in {*range(200)} - {*SEEDS}]
+CASES: list[Any] = [*itertools.product(["s3", "gs", "az", "file"], [1, 2, 4])]  # all three mirrors
+SERVERS = ["s3", "gs", "az", "ceph"]
+CASES += [pytest.param(SERVERS[seed % 4], seed, marks=pytest.mark.long) for seed in range(200)]
 
 
-@pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("bucket", "seed"), CASES, indirect=["bucket"])
 def test_random_cases_under_faults(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

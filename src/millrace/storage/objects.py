@@ -11,13 +11,14 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from millrace.checks import check_float, check_int, check_path
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
+from millrace.forks import Renewed
 from millrace.names import BIN, IDX, INFO
 from millrace.storage import (
     BUCKET_SCHEMES,
@@ -28,11 +29,10 @@ from millrace.storage import (
     gather_range,
     read_file,
 )
-from millrace.storage.ahead import Ahead
 from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
 from millrace.storage.mirror import Copy, Mirror, copy_of, sums_in
 from millrace.storage.msc import ProfileStore
-from millrace.storage.transfers import Transfers, closing
+from millrace.storage.transfers import Ahead, closing
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ _FORK = (
 )
 
 
-class ObjectStorage:
+class ObjectStorage(Renewed):
     """Objects in buckets, as `SCHEME://BUCKET/KEY`; see docs/buckets.md.
 
     Args:
@@ -75,6 +75,7 @@ class ObjectStorage:
     """
 
     has_renames = False
+    _renewed = ("pool", "_stores")
 
     def __init__(
         self,
@@ -98,27 +99,27 @@ class ObjectStorage:
         if mirror is not None:
             self.mirror = Mirror(check_path("mirror", mirror), check_int("limit", limit, 0))
         self.requests = check_int("requests", requests, 1)
-        self.transfers = Transfers(self.requests)
-        self._stores: dict[tuple[str, int], Any] = {}
         self._buckets: set[str] = set()  # that are known to exist
+        self.renew()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stores": {}}
+    def after_fork(self) -> None:
+        self.pool = ThreadPoolExecutor(self.requests, "millrace-requests")  # threads start at need
+        # A fork keeps clients: their end would wait for threads that the child lacks.
+        self._stores: dict[tuple[str, int], Any] = vars(self).get("_stores", {})
 
     def stat(self, path: str) -> Identity:
         return identity_of(self.ask(path, lambda store, key: store.head(key)))
 
-    def open(self, path: str, access: Access) -> StoredFile:
-        """Opens an object; an index is mapped from a copy where a map is asked for."""
-        return self.open_as(path, access, self.stat(path))
-
-    def open_as(
-        self, path: str, access: Access, identity: Identity, is_mirrored: bool = True
+    def open(
+        self, path: str, access: Access, identity: Identity | None = None, is_mirrored: bool = True
     ) -> StoredFile:
-        """Opens an object that is known, without a request: reading it shows a change."""
+        """Opens an object, without a request if its identity is known: reading shows a change.
+
+        An index is mapped from a copy where a map is asked for.
+        """
+        identity = identity or self.stat(path)
         if access == "mmap" and path.endswith(IDX):
-            file = ObjectFile(self, path, identity)
-            return copied_file(self._folder, path, file)
+            return copied_file(self._folder, path, ObjectFile(self, path, identity))
         return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
 
     def copied(self, paths: Sequence[str]) -> str:
@@ -138,7 +139,7 @@ class ObjectStorage:
         folders = {path.rpartition("/")[0] + "/" for path in paths}
         listings = map(self._listing, sorted(folders))
         identities = {path: Identity(*one) for objects in listings for path, one in objects.items()}
-        return PinnedObjects(self, identities, frozenset(folders), is_mirrored=False)
+        return PinnedObjects(self, identities, frozenset(folders))
 
     def _listing(self, folder: str) -> dict[str, Any]:
         """The objects of a folder; processes of a node that start together share a listing."""
@@ -318,8 +319,7 @@ class PinnedObjects:
     base: ObjectStorage
     identities: Mapping[str, Identity]
     folders: frozenset[str] = frozenset()
-    is_mirrored: bool = True  # not where samples of all files are read for a plan
-    has_renames: bool = False
+    has_renames: ClassVar[bool] = False
 
     def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
         return replace(self, identities={**self.identities, **identities})
@@ -331,7 +331,8 @@ class PinnedObjects:
         return identity or self.base.stat(path)
 
     def open(self, path: str, access: Access) -> StoredFile:
-        return self.base.open_as(path, access, self.stat(path), self.is_mirrored)
+        # Samples of all listed files are read for a plan: they are no start of a mirror.
+        return self.base.open(path, access, self.stat(path), is_mirrored=not self.folders)
 
     def list(self, prefix: str) -> Iterator[str]:
         return self.base.list(prefix)
@@ -359,7 +360,7 @@ class ObjectFile(Ahead):
             here.set_result(data)
             return here
         _note_use()
-        return self._storage.transfers.pool.submit(self._fetch_or_fill, start, stop)
+        return self._storage.pool.submit(self._fetch_or_fill, start, stop)
 
     def _fetch_or_fill(self, start: int, stop: int) -> Any:
         data = None

@@ -152,13 +152,10 @@ def _open_unchanged(
 
 def listed_storages(prefixes: Sequence[str], storage: Storage | None) -> list[Storage | None]:
     """The storage of each pair; buckets know all of their files by one listing of each folder."""
-    places: list[Any] = [storage_of(prefix, storage) for prefix in prefixes]
-    listed: dict[int, Any] = {}
-    for place in places:
-        if hasattr(place, "listed") and id(place) not in listed:
-            its = [one for one, other in zip(prefixes, places, strict=True) if other is place]
-            listed[id(place)] = place.listed(its)
-    return [listed.get(id(place), storage) for place in places]
+    places: dict[str, Any] = {prefix: storage_of(prefix, storage) for prefix in prefixes}
+    remote = [prefix for prefix, place in places.items() if hasattr(place, "listed")]
+    listed = places[remote[0]].listed(remote) if remote else None  # they have one storage
+    return [listed if hasattr(places[prefix], "listed") else storage for prefix in prefixes]
 
 
 def _pinned(record: TokenFileRecord, storage: Any) -> Any:
