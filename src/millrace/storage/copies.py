@@ -44,13 +44,19 @@ def own_folder(folder: str | None) -> str:
     return place
 
 
+def fetch_index(folder: str | None, path: str, file: StoredFile) -> str:
+    """The path of an index and its checksum on the node, to which it is brought."""
+    name = blake2b(repr((path, file.identity)).encode()).hexdigest()
+    copy = os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
+    fetch(copy, file, with_sum=True)
+    return copy
+
+
 def copied_file(folder: str | None, path: str, file: StoredFile) -> CopiedFile:
     """A whole object, in memory where the folder cannot be written or has no room for it."""
-    name = blake2b(repr((path, file.identity)).encode()).hexdigest()
     with contextlib.suppress(OSError):
-        copy = os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
         for _ in range(2):
-            fetch(copy, file, with_sum=True)
+            copy = fetch_index(folder, path, file)
             data, expected = np.split(MappedFile(copy).bytes, [file.size])
             if checksum([data]) == expected.tobytes().hex():
                 return CopiedFile(data, file.identity)

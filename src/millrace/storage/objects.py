@@ -29,7 +29,7 @@ from millrace.storage import (
     gather_range,
     read_file,
 )
-from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
+from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
 from millrace.storage.mirror import Copy, Mirror, copy_of, sums_in
 from millrace.storage.msc import ProfileStore
 from millrace.storage.transfers import Ahead, closing
@@ -121,6 +121,11 @@ class ObjectStorage(Renewed):
         if access == "mmap" and path.endswith(IDX):
             return copied_file(self._folder, path, ObjectFile(self, path, identity))
         return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
+
+    def fetch_index(self, path: str, identity: Identity) -> None:
+        """Brings an index to this node, if there is room."""
+        with contextlib.suppress(OSError):
+            fetch_index(self._folder, path, ObjectFile(self, path, identity))
 
     def copied(self, paths: Sequence[str]) -> str:
         """A folder of the node with copies of objects, which keep their names."""

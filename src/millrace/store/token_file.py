@@ -119,8 +119,8 @@ class TokenFile:
     def fetch_index(self) -> None:
         """Brings the index of a pair in a bucket to this node, if it is not there."""
         if self.record.versions is not None:
-            storage = _pinned(self.record, storage_of(self.prefix, self.storage))
-            storage.open(self.prefix + IDX, "mmap")
+            storage: Any = storage_of(self.prefix, self.storage)
+            storage.fetch_index(self.prefix + IDX, self.record.identities[1])
 
     def close(self) -> None:
         """Closes the file until its next use."""
