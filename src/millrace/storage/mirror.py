@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import glob
-import json
 import logging
 import os
 import resource
@@ -29,6 +28,7 @@ from millrace.storage.copies import own_folder
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
 FIRST = 64  # pieces that a process reads exactly: the first batch does not wait for blocks
 _THERE, _ROOM = b"\1", b"\2"
+_AHEAD = 8  # blocks that are asked for where an order reads on
 _SPARE = 256  # descriptors that are left for requests, locks of blocks and other files
 _EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
@@ -104,6 +104,7 @@ class Copy:
             os.ftruncate(self._file, self._size + -(-self._size // BLOCK))
             os.utime(self._file)
         self._sums: list[str] | None = None
+        self._last, self._end = -2, 0  # block that was read last; end of those asked for ahead
 
     def __reduce__(self) -> Any:
         return copy_of, self._arguments
@@ -118,6 +119,15 @@ class Copy:
             return None
         data = os.pread(self._file, stop - start, start)  # a map that is cut short is a bus error
         return np.frombuffer(data, np.uint8) if len(data) == stop - start else None
+
+    def next_blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The blocks that come next where bytes [start, stop) read on, each of them once."""
+        block, last, self._last = start // BLOCK, self._last, stop // BLOCK
+        if block in (last, last + 1) and not self._mirror.is_full and self._mirror.num_first <= 0:
+            end = min(self._last + _AHEAD, -(-self._size // BLOCK))
+            first, self._end = max(self._last + 1, self._end), max(end, self._end)
+            for place in range(first * BLOCK, end * BLOCK, BLOCK):
+                yield place, min(place + BLOCK, self._size)
 
     def fill(
         self,
@@ -197,17 +207,6 @@ def copy_of(mirror: Mirror, path: str, identity: Identity) -> Copy | None:
     except OSError as error:
         mirror.stop(error)
         return None
-
-
-def sums_in(sidecar: bytes, size: int) -> list[str]:
-    """The checksums of a `.bin` by its sidecar; none if they are not those of blocks."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        sums = json.loads(sidecar)["checksums"]
-        blocks = sums["bin"]["blocks"]
-        kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
-        if kind == ("xxh3_64", BLOCK, size) and len(blocks) == -(-size // BLOCK):
-            return list(blocks)
-    return []
 
 
 def _file_system_of(folder: str) -> str:

@@ -6,13 +6,14 @@ of each reply are compared. So all bytes that are read are those of one object, 
 
 import contextlib
 import functools
+import json
 import os
 import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from millrace.checks import check_float, check_int, check_path
@@ -30,7 +31,7 @@ from millrace.storage import (
     read_file,
 )
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
-from millrace.storage.mirror import Copy, Mirror, copy_of, sums_in
+from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 from millrace.storage.msc import ProfileStore
 from millrace.storage.transfers import Ahead, closing
 
@@ -326,9 +327,6 @@ class PinnedObjects:
     folders: frozenset[str] = frozenset()
     has_renames: ClassVar[bool] = False
 
-    def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
-        return replace(self, identities={**self.identities, **identities})
-
     def stat(self, path: str) -> Identity:
         identity = self.identities.get(path)
         if identity is None and path.rpartition("/")[0] + "/" in self.folders:
@@ -360,10 +358,13 @@ class ObjectFile(Ahead):
         return gather_range(self, byte_offset, byte_offset + num_bytes)
 
     def start(self, start: int, stop: int) -> "Future[Any]":
-        if self._copy is not None and (data := self._copy.read(start, stop)) is not None:
-            here: Future[Any] = Future()
-            here.set_result(data)
-            return here
+        if self._copy is not None:
+            for block in self._copy.next_blocks(start, stop):
+                self._storage.pool.submit(self._copy.fill, *block, self._fetch, self._sums)
+            if (data := self._copy.read(start, stop)) is not None:
+                here: Future[Any] = Future()
+                here.set_result(data)
+                return here
         _note_use()
         return self._storage.pool.submit(self._fetch_or_fill, start, stop)
 
@@ -374,11 +375,14 @@ class ObjectFile(Ahead):
         return self._fetch(start, stop) if data is None else data
 
     def _sums(self) -> list[str]:
-        """The checksums of the blocks of a `.bin`, if it has a sidecar."""
-        sidecar = self._path.removesuffix(BIN) + INFO
-        with contextlib.suppress(FileNotFoundError):
+        """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             if self._path.endswith(BIN):
-                return sums_in(read_file(self._storage, sidecar), self.size)
+                sidecar = read_file(self._storage, self._path.removesuffix(BIN) + INFO)
+                sums = json.loads(sidecar)["checksums"]
+                kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
+                if kind == ("xxh3_64", BLOCK, self.size):
+                    return list(sums["bin"]["blocks"])
         return []
 
     def _fetch(self, start: int, stop: int, is_right: Callable[[Any], bool] | None = None) -> Any:

@@ -170,6 +170,6 @@ def _identities(prefix: str, storage: Storage) -> tuple[Identity, Identity]:
         data, index = storage.stat(prefix + BIN), storage.stat(prefix + IDX)
     except FileNotFoundError:
         return _MISSING, _MISSING  # missing, or published halfway: opening it tells
-    if getattr(storage, "pinned", None) is None:
+    if getattr(storage, "has_renames", True):
         return data._replace(version=None), index._replace(version=None)
     return data, index
