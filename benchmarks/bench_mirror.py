@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from bucket_work import servers, serving, write
+from bucket_work import servers, serving, write, write_sequences
 from common import HIGHER, LOWER, Report, Row, alternate, finish, number_of_runs, parser
 
 LENGTH, BATCH, RATE = 4096, 32, 100e6
@@ -20,21 +20,24 @@ NOTES = [
     "a second that all connections share. Each side is a new process with nothing on the node; "
     "seconds and samples from after its imports, in batches of 32, shuffled.",
     "MosaicML Streaming 0.13.0: `MDSWriter` with its default shards of 67 MB, `StreamingDataset` "
-    "and a torch DataLoader without workers. Ours: a token file, `GPTDataset`, "
-    "`ObjectStorage(mirror=...)` and `Loader`.",
+    "and a torch DataLoader without workers. Ours: `ObjectStorage(mirror=...)` and `Loader`, over "
+    "a `ShardedDataset` of a shuffle's shards, and over a `GPTDataset` of one token file.",
     "The link: our samples a second, start included, beside those of 100 MB.",
 ]
 
 OURS = """
 import json, sys, time
 import obstore.store
-from millrace import GPTDataset, IndexedDataset, Loader
+from millrace import GPTDataset, IndexedDataset, Loader, ShardedDataset
 from millrace.storage.objects import ObjectStorage
-folder, length, batch = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+folder, length, batch, place = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 begin = time.perf_counter()
 storage = ObjectStorage(folder=f"{folder}/copies", mirror=f"{folder}/mirror", limit=1 << 40)
-dataset = IndexedDataset("s3://train/d0", storage=storage)
-dataset = GPTDataset(dataset, sequence_length=length, seed=1, add_extra_token=False)
+if place == "shards":
+    dataset = ShardedDataset("s3://train/shards", storage=storage)
+else:
+    dataset = IndexedDataset("s3://train/d0", storage=storage)
+    dataset = GPTDataset(dataset, sequence_length=length, seed=1, add_extra_token=False)
 seen = first = 0
 with Loader(dataset, micro_batch_size=batch, drop_last=False, threads=2) as loader:
     for one in loader:
@@ -77,6 +80,8 @@ def main() -> None:
         data = folder / "data"
         data.mkdir()
         write(data / "d0", [100 * LENGTH] * (num_samples // 100))
+        tokens = np.fromfile(data / "d0.bin", np.uint16).reshape(-1, LENGTH)
+        write_sequences(data / "shards", tokens, num_shards=max(num_samples // 6_000, 1))
         command = [options.peer, "-c", WRITE, str(data / "d0.bin"), str(data / "mds"), str(LENGTH)]
         subprocess.run(command, check=True)
         with serving(data, 0.0, is_store=True, rate=RATE) as address:
@@ -87,25 +92,28 @@ def main() -> None:
                 "S3_ENDPOINT_URL": address,
             }
 
-            def epoch(python: str, script: str) -> tuple[float, float]:
+            def epoch(python: str, script: str, place: str = "") -> tuple[float, float]:
                 with tempfile.TemporaryDirectory(dir=folder) as node:
-                    command = [python, "-c", script, node, str(LENGTH), str(BATCH)]
+                    command = [python, "-c", script, node, str(LENGTH), str(BATCH), place]
                     out = subprocess.run(command, env=environment, check=True, capture_output=True)
                 first, rate = json.loads(out.stdout.splitlines()[-1])
                 return first, rate
 
             sides = {
-                "ours": lambda: epoch(sys.executable, OURS),
+                "shards": lambda: epoch(sys.executable, OURS, "shards"),
+                "random": lambda: epoch(sys.executable, OURS, "random"),
                 "Streaming": lambda: epoch(options.peer, PEER),
             }
             results = {side: np.array(each).T for side, each in alternate(runs, sides).items()}
-        firsts, rates = zip(results["ours"].tolist(), results["Streaming"].tolist(), strict=True)
+        streaming = results["Streaming"].tolist()
         link = [RATE / (2 * LENGTH)] * runs
-        report.rows += [
-            Row.compare("first batch", *firsts, "s", better=LOWER, bar=5),
-            Row.compare("epoch", *rates, "samples/s", better=HIGHER, bar=2),
-            Row.compare("the link", rates[0], link, "samples/s", better=HIGHER, bar=0.9),
-        ]
+        for place, order in (("shards", "the shards of a shuffle"), ("random", "a random order")):
+            firsts, rates = zip(results[place].tolist(), streaming, strict=True)
+            report.rows += [
+                Row.compare(f"{order}: first batch", *firsts, "s", better=LOWER, bar=5),
+                Row.compare(f"{order}: epoch", *rates, "samples/s", better=HIGHER, bar=2),
+                Row.compare(f"{order}: link", rates[0], link, "samples/s", better=HIGHER, bar=0.9),
+            ]
     finish(report, options)
 
 

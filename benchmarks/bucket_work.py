@@ -14,11 +14,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.buckets import servers  # noqa: E402
+from tests.shard_folders import write_sequences  # noqa: E402
 
 from millrace import IndexedDatasetBuilder  # noqa: E402
 
+__all__ = ["servers", "serving", "write", "write_sequences"]
+
 SERVER = """
-import sys, threading, time
+import json, sys, threading, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from tests.buckets.servers import Proxy, RangeServer, serving
@@ -48,11 +51,33 @@ class Link(Proxy):  # all connections share its rate
     def flush(self):
         self.files[threading.get_ident()].flush()
 
+class Listed(RangeServer):  # also lists its objects, and counts what it is asked for
+    counts = {"lists": 0, "indices": 0, "data": 0}
+
+    def do_GET(self):
+        if self.path == "/counts":
+            return self.answer(200, json.dumps(self.counts).encode())
+        is_list = "list-type" in self.path
+        kind = "lists" if is_list else "indices" if ".idx" in self.path else "data"
+        with lock:
+            self.counts[kind] += 1
+        if not is_list:
+            return super().do_GET()
+        time.sleep(self.latency)
+        entry = "<Contents><Key>{}</Key><LastModified>2015-10-21T07:28:00.000Z</LastModified>"
+        entry += "<ETag>&quot;{}&quot;</ETag><Size>{}</Size></Contents>"
+        entries = [entry.format(path[7:], hash(body), len(body)) for path, body in objects.items()]
+        text = "<ListBucketResult><IsTruncated>false</IsTruncated>{}</ListBucketResult>"
+        self.answer(200, text.format("".join(entries)).encode())
+
+    do_HEAD = do_GET
+
+lock = threading.Lock()
 if kind == "proxy":
     context = (Link if rate else Proxy)(place, latency).running()
 else:
     objects = {f"/train/{path.name}": path.read_bytes() for path in Path(place).glob("d*")}
-    context = serving(RangeServer.of(objects, latency=latency))
+    context = serving(Listed.of(objects, latency=latency))
 with context as address:
     print(address, flush=True)
     sys.stdin.read()

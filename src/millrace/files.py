@@ -285,10 +285,12 @@ def checksum(parts: Iterable[Any]) -> str:
     return str(digest.hexdigest())
 
 
-def sum_of(path: str, on_bytes: Callable[[int], Any] | None = None) -> tuple[int, str]:
-    """Size and XXH3-64 of a file; calls `on_bytes` with the size of each piece."""
+def sum_of(
+    path: str, on_bytes: Callable[[int], Any] | None = None, opened: Any = None
+) -> tuple[int, str]:
+    """Size and XXH3-64 of a file, perhaps opened; calls `on_bytes` with the size of each piece."""
     digest, size, buffer = xxh3(), 0, np.empty(_PIECE, np.uint8).data
-    with naming(path), open(path, "rb", buffering=0) as file:
+    with naming(path), opened or open(path, "rb", buffering=0) as file:
         with contextlib.suppress(OSError):  # a hint, which the kernel may refuse
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         while count := file.readinto(buffer):

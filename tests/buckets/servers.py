@@ -63,11 +63,13 @@ def store_of(address: str) -> Any:
 
 
 def free_ports(number: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in "x" * number
-        ]
-        return [one.getsockname()[1] for one in sockets]
+    """Ports below those of outgoing connections, which could take them before the server does."""
+    ports: set[int] = set()
+    while len(ports) < number:
+        place = "127.0.0.1", random.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(place):
+            ports.add(place[1])
+    return [*ports]
 
 
 @contextlib.contextmanager

@@ -21,43 +21,30 @@ from tests.buckets.servers import READER_KEYS, Proxy, RangeServer, options_for, 
 BYTES = np.random.default_rng(0).integers(0, 256, 20 << 20).astype(np.uint8)
 
 
-def random_pieces(random: Any, size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    offsets = random.integers(0, size, count)
-    return offsets, np.minimum(random.integers(0, 3000, count), size - offsets)
-
-
-def gathered(data: np.ndarray, offsets: np.ndarray, counts: np.ndarray) -> bytes:
-    return b"".join(
-        data[o : o + n].tobytes() for o, n in zip(offsets.tolist(), counts.tolist(), strict=True)
-    )
-
-
 @on_each_server
 def test_an_object_is_a_file(bucket: Bucket) -> None:
     path, storage = bucket.put("folder/a b%2F+é.bin", BYTES.tobytes()), bucket.storage()
     empty = bucket.put("folder/below/b.bin", b"")
     assert storage.open(empty, "file").read(0, 0).tobytes() == b""
-    file = pickle.loads(pickle.dumps(storage)).open(path, "file")
+    file: Any = pickle.loads(pickle.dumps(storage)).open(path, "file")
     assert file.identity == storage.stat(path)
     assert file.read(0, file.size).tobytes() == BYTES.tobytes()
+    random = np.random.default_rng(1)
+    for count in (0, 1, 3, 40):
+        pieces, others = (
+            (random.integers(0, 1 << 20, count), random.integers(0, 3000, count)) for _ in "ab"
+        )
+        parts = [BYTES[at : at + size].tobytes() for at, size in zip(*pieces, strict=True)]
+        for announced in ((), (pieces,), (others,), (pieces, pieces, others)):
+            for some in announced:
+                file.prefetch(*some)
+            for _ in range(2):
+                assert file.gather(*pieces).tobytes() == b"".join(parts)
     assert list(storage.list(f"{bucket.prefix}/folder/a")) == [path]
     assert list(storage.list(f"{bucket.prefix}/folder/")) == [path]
     assert list(storage.list(f"{bucket.prefix}/folder/b")) == []
     with pytest.raises(ValueError, match=r"the file has"):
         file.read(file.size - 1, 2)
-
-
-@on_each_server
-def test_pieces_are_those_of_the_file(bucket: Bucket) -> None:
-    file: Any = bucket.storage().open(bucket.put("a", BYTES[: 1 << 20].tobytes()), "file")
-    random = np.random.default_rng(1)
-    for count in (0, 1, 3, 40):
-        pieces, others = (random_pieces(random, file.size, count) for _ in range(2))
-        for announced in ((), (pieces,), (others,), (pieces, pieces, others)):
-            for some in announced:
-                file.prefetch(*some)
-            for _ in range(2):
-                assert file.gather(*pieces).tobytes() == gathered(BYTES, *pieces)
 
 
 def test_what_is_announced_is_asked_for_once(bucket: Bucket, proxy: Proxy) -> None:
@@ -124,7 +111,7 @@ def test_what_failed_ahead_is_asked_for_again(bucket: Bucket, proxy: Proxy) -> N
     file: Any = bucket.storage(time_limit=0.1).open(path, "file")
     proxy.add_fault("503", "GET")
     file.prefetch(*piece)
-    while not file._pieces[1, 3][0][0].body.done():
+    while not file._parts[1, 3][0].body.done():
         time.sleep(0.01)
     proxy.reset()
     assert file.gather(*piece).tobytes() == b"234"
@@ -147,7 +134,7 @@ def test_faults_end_in_time_or_are_not_seen(bucket: Bucket, proxy: Proxy, kind: 
     assert file.read(7, 4000).tobytes() == BYTES[7:4007].tobytes()
     assert proxy.count("GET") == 4
     storage = bucket.storage(stall_limit=0.2 if kind == "stall" else 10, time_limit=0.8)
-    file = storage.open_as(path, "file", file.identity)
+    file = storage.open(path, "file", file.identity)
     proxy.add_fault(kind, "GET")
     with pytest.raises(StorageError, match=rf"{FAULTS[kind]}.*requests in .*time_limit is 0.8 s"):
         file.read(7, 4000)

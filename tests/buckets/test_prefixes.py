@@ -1,5 +1,6 @@
 """Whatever takes a prefix reads `s3://` prefixes: the results are those of the local files."""
 
+import itertools
 import pickle
 import re
 import subprocess
@@ -24,7 +25,7 @@ from millrace.run import DatasetConfig, InstantConfig, build_datasets
 from millrace.shards import Shards
 from millrace.store import RawTokens
 from millrace.tokenizing import tokenize
-from tests.buckets.conftest import Bucket, on_each_server
+from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import write_sequences
@@ -66,36 +67,14 @@ def test_a_dataset_is_that_of_the_files(tmp_path: Path, bucket: Bucket, proxy: P
     assert proxy.count("GET") == 0  # the index is on the node
 
 
-@on_each_server
-@pytest.mark.parametrize("threads", [1, 3])
-def test_a_loader_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy, threads: int) -> None:
-    write_pair(tmp_path)
-    proxy.latency = 0.002
-    proxy.add_fault("503", "GET", 0.05)
-    proxy.add_fault("cut", "GET", 0.02)
-    prefixes = tmp_path / "data", f"{bucket.upload(tmp_path)}/data"
-    local, remote = (
-        batches_of(
-            millrace.GPTDataset(IndexedDataset(prefix), sequence_length=32, seed=1), threads=threads
-        )
-        for prefix in prefixes
-    )
-    assert remote == local
-
-
 def test_an_instant_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
     """Also from one sequence length to the next, which the samples of a step do not mix."""
     write_pair(tmp_path)
+    own: Any = {"sequence_length": 32, "seed": 1, "num_samples": (200, 0, 0)}
     phases = [{"until": 80}, {"sequence_length": 16}]
     local, remote = (
         build_datasets(
-            InstantConfig(
-                sources={"data": {"prefix": prefix, "weight": 1}},
-                sequence_length=32,
-                seed=1,
-                num_samples=(200, 0, 0),
-                phases=phases,
-            )
+            InstantConfig(sources={"data": {"prefix": prefix, "weight": 1}}, phases=phases, **own)
         ).train
         for prefix in (tmp_path / "data", f"{bucket.upload(tmp_path)}/data")
     )
@@ -114,12 +93,12 @@ def test_an_instant_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy
     assert proxy.count("GET .*bin") > 99  # of 200 samples
 
 
-SEEDS = [1, 2, 4, 5]  # no mirror, a small one, and large ones
-SEEDS += [pytest.param(seed, marks=pytest.mark.long) for seed in {*range(200)} - {*SEEDS}]
+CASES: list[Any] = [*itertools.product(["s3", "gs", "az", "file"], [1, 2, 4])]  # all three mirrors
+SERVERS = ["s3", "gs", "az"]
+CASES += [pytest.param(SERVERS[seed % 3], seed, marks=pytest.mark.long) for seed in range(200)]
 
 
-@pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("bucket", "seed"), CASES, indirect=["bucket"])
 def test_random_cases_under_faults(
     tmp_path: Path, bucket: Bucket, proxy: Proxy, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,19 +119,12 @@ def test_random_cases_under_faults(
         mirror = {**mirror, "mirror": tmp_path / "mirror"}
     storage = bucket.storage(stall_limit=2.0, time_limit=120.0, **mirror)
     length, threads, ahead = random.integers(1, 100), random.integers(1, 4), random.integers(1, 9)
-    local, remote = (
-        batches_of(
-            millrace.GPTDataset(
-                IndexedDataset(f"{folder}/data", storage=one),
-                sequence_length=int(length),
-                seed=seed,
-            ),
-            threads=int(threads),
-            prefetch=int(ahead),
-        )
-        for folder, one in zip(folders, (None, storage), strict=True)
-    )
-    assert remote == local
+    batches = []
+    for folder, one in zip(folders, (None, storage), strict=True):
+        pair = IndexedDataset(f"{folder}/data", storage=one)
+        dataset = millrace.GPTDataset(pair, sequence_length=int(length), seed=seed)
+        batches.append(batches_of(dataset, threads=int(threads), prefetch=int(ahead)))
+    assert batches[0] == batches[1]
 
 
 def test_shards_and_raw_tokens(
@@ -264,51 +236,42 @@ def test_a_start_without_a_herd(
         assert proxy.count("idx") == (0 if has_copies else 6)
 
 
+def write_texts(path: Path, texts: list[str]) -> None:
+    table = pa.table({"text": texts})
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(table, path, row_group_size=70)
+    elif path.suffix == ".csv":
+        pa.csv.write_csv(table, path)
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table, max_chunksize=70)
+    else:
+        write_jsonl(path, texts)
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "arrow"])
 def test_texts(tmp_path: Path, bucket: Bucket, tokenizer_file: Path, kind: str) -> None:
-    texts = make_texts(400)
+    (tmp_path / "in").mkdir()
     for number in range(2):
-        path = tmp_path / "in" / f"{number}.{kind}"
-        path.parent.mkdir(exist_ok=True)
-        table = pa.table({"text": texts[number::2]})
-        if kind == "parquet":
-            pa.parquet.write_table(table, path, row_group_size=70)
-        elif kind == "arrow":
-            with pa.ipc.new_file(path, table.schema) as file:
-                file.write_table(table, max_chunksize=70)
-        else:
-            write_jsonl(path, texts[number::2])
-    remote = bucket.upload(tmp_path)
-    places = [tmp_path / "in", f"{remote}/in", f"{remote}/in/*.{kind}"]
-    for number, place in enumerate(places):
-        tokenize(
-            [place],
-            tmp_path / f"out{number}",
-            tokenizer=Tokenizer(tokenizer_file),
-            workers=2,
-            chunk_size=4096,
-        )
+        write_texts(tmp_path / f"in/{number}.{kind}", make_texts(400)[number::2])
+    remote, options = bucket.upload(tmp_path), {"workers": 2, "chunk_size": 4096}
+    for number, place in enumerate([tmp_path / "in", f"{remote}/in", f"{remote}/in/*.{kind}"]):
+        tokenizer = Tokenizer(tokenizer_file)
+        tokenize([place], tmp_path / f"out{number}", tokenizer=tokenizer, **options)
     outputs = [next(tmp_path.glob(f"out{number}*.bin")).read_bytes() for number in range(3)]
     assert outputs[0] == outputs[1] == outputs[2] != b""
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
-def test_rows_by_number(tmp_path: Path, bucket: Bucket, proxy: Proxy, kind: str) -> None:
+def test_rows_by_number(tmp_path: Path, bucket: Bucket, kind: str) -> None:
     path, numbers = tmp_path / f"in.{kind}", np.random.default_rng(0).permutation(300)
-    table = pa.table({"text": make_texts(300)})
-    if kind == "parquet":
-        pa.parquet.write_table(table, path, row_group_size=70)
-    elif kind == "csv":
-        pa.csv.write_csv(table, path)
-    else:
-        write_jsonl(path, make_texts(300))
-    remote = f"{bucket.upload(tmp_path)}/in.{kind}"
-    expected = open_rows(path).rows(numbers)
+    write_texts(path, make_texts(300))
+    remote, expected = f"{bucket.upload(tmp_path)}/in.{kind}", open_rows(path).rows(numbers)
     for _ in range(2):
         opened = open_rows(remote, cache=tmp_path / "cache")
         assert pickle.loads(pickle.dumps(opened)).rows(numbers) == expected
-    bucket.put(f"in.{kind}", path.read_bytes()[::-1])
     if kind == "jsonl":
+        bucket.put(f"in.{kind}", path.read_bytes()[::-1])
         with pytest.raises(StorageError, match="changed"):
             opened.rows(numbers)
 
@@ -322,25 +285,22 @@ def test_the_budget_of_a_run(
             builder.add_document(np.zeros(1 << 16, np.uint16))
     prefix = f"{bucket.upload(tmp_path)}/data"
     arguments = ["bench", prefix, "--sequence-length=255", "--seconds=0.1", "--micro-batch-size=8"]
-    text = printed(capsys, *arguments, "--mirror=100M", "--get-price=1000")
-    found = re.search(r"the run +(\d[\d,]*) requests, .* price (\d[\d,]*)\.00", text)
-    assert found
+    bench = printed(capsys, *arguments, "--mirror=100M", "--get-price=1000")
     dataset = millrace.GPTDataset(IndexedDataset(prefix), sequence_length=255, seed=1234)
     proxy.reset()
     for start in range(0, len(dataset), 8):
         dataset.batch(np.arange(start, min(start + 8, len(dataset))))
-    expected = proxy.count("data.bin")
-    assert int(found[1].replace(",", "")) == pytest.approx(expected, rel=0.1)
-    assert found[1] == found[2]
-    assert re.search(r"mirrors +save 0\.\d% of the bytes", text)  # one epoch
+    expected = pytest.approx(proxy.count("data.bin"), rel=0.1)
     source = f"order: instant\nsources: {{a: {{prefix: {prefix}, weight: 1}}}}\n"
     counts = f"seq-length: 255\nglobal-batch-size: 8\nnum-samples: [{len(dataset)}, 0, 0]\n"
     (tmp_path / "run.yaml").write_text(source + counts)
-    found = re.search(
-        r"the run +(\d[\d,]*) requests", printed(capsys, "plan", f"{tmp_path}/run.yaml")
-    )
-    assert found
-    assert int(found[1].replace(",", "")) == pytest.approx(expected, rel=0.1)
+    plan = printed(capsys, "plan", f"{tmp_path}/run.yaml", "--get-price=1000")
+    for text in (bench, plan):
+        found = re.search(r"the run +(\d[\d,]*) requests, .* price (\d[\d,]*)\.00", text)
+        assert found
+        assert int(found[1].replace(",", "")) == expected
+        assert found[1] == found[2]
+    assert re.search(r"mirrors +save 0\.\d% of the bytes", bench)  # one epoch
 
 
 def test_masks_come_along(tmp_path: Path, bucket: Bucket) -> None:
@@ -364,20 +324,11 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
     remote = f"{bucket.upload(tmp_path)}/data"
     assert drop_in.IndexedDataset.exists(remote)
     assert not drop_in.IndexedDataset.exists(f"{remote}2")
-    folder = str(tmp_path / "copies")
-    samples = []
-    for prefix, options in (
-        (str(tmp_path / "data"), {}),
-        (remote, {"object_storage_cache_path": folder, "mmap_bin_files": False}),
-    ):
-        config = oracle.config_of(
-            None,
-            drop_in.GPTDatasetConfig,
-            random_seed=1,
-            sequence_length=8,
-            path_to_cache=str(tmp_path / "cache"),
-            **options,
-        )
+    folder, samples = str(tmp_path / "copies"), []
+    is_remote = {"object_storage_cache_path": folder, "mmap_bin_files": False}
+    own: Any = {"random_seed": 1, "sequence_length": 8, "path_to_cache": str(tmp_path / "cache")}
+    for prefix, options in ((str(tmp_path / "data"), {}), (remote, is_remote)):
+        config = oracle.config_of(None, drop_in.GPTDatasetConfig, **own, **options)
         low = drop_in.GPTDataset.build_low_level_dataset(prefix, config)
         indices = np.arange(60, dtype=np.int32)
         dataset = drop_in.GPTDataset(low, prefix, indices, 20, drop_in.Split.train, config)

@@ -1,5 +1,6 @@
 """Uploads: whole or not at all, also after kills."""
 
+import contextlib
 import json
 import os
 import signal
@@ -163,7 +164,8 @@ def test_killed_jobs_write_what_local_ones_do(
     command += [f"{tmp_path}/work/out", "--upload-to", f"{target}/out"]
     for _ in range(4 if megabytes == 4 else 10):
         job = subprocess.Popen(command)
-        time.sleep(np.random.uniform(0, 1.5 * seconds))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(np.random.uniform(0, 0.6 * seconds))
         job.kill()
         job.wait()
     subprocess.run(command, check=True)

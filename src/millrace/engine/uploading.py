@@ -150,38 +150,33 @@ class Upload:
         storage: ObjectStorage | None = None,
     ) -> None:
         self._run, self._target, self._last = run, target, last
-        self._storage, path = storage or by_environment(), target + CLAIM
+        self._storage, self._claim_path = storage or by_environment(), target + CLAIM
         # The journal's lock keeps others with this claim away, also if an upload that failed at its
         # start has left no journal.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         place = f"{boot} {os.uname().nodename} {os.path.dirname(run.folder)}"
         claim = self._claim = os.fsencode(run.once("claim", lambda: place))
-        if restart:
-            self._storage.ask(path, lambda store, key: store.put(key, claim))
-        elif not run.stored("target is new"):
-            _create(self._storage, path, claim)
+        if restart or not run.stored("target is new"):
+            _put(self._storage, self._claim_path, claim, "overwrite" if restart else "create")
         self._check_claim()
         run.once("target is new", self._check_target)
 
     def _check_claim(self) -> None:
         """Another upload may have taken the target over, and may have ended."""
-        path, is_ours = self._target + CLAIM, bool(self._run.stored("is up"))
+        is_ours = bool(self._run.stored("is up"))
         with contextlib.suppress(FileNotFoundError):
-            is_ours = is_ours or read_file(self._storage, path) == self._claim
+            is_ours = is_ours or read_file(self._storage, self._claim_path) == self._claim
         if not is_ours:
             raise ConfigError(
-                f"{path}: another upload to this target is at work, has died, or has ended. If it "
-                "has died, give restart=True (--restart)"
+                f"{self._claim_path}: another upload to this target is at work, has died, or has "
+                "ended. If it has died, give restart=True (--restart)"
             )
 
     def _check_target(self) -> bool:
-        for name in self._last:
-            if exists(self._storage, self._target + name):
-                self._release()
-                raise ConfigError(
-                    f"{self._target + name} is there already: give a new name, as readers may use "
-                    "it"
-                )
+        for path in [self._target + name for name in self._last]:
+            if exists(self._storage, path):
+                self._delete(self._claim_path)
+                raise ConfigError(f"{path} is there already: give a new name; readers may use it")
         return True
 
     def send(
@@ -212,7 +207,7 @@ class Upload:
                 self._remove_leftovers(name, names)
                 self._put_last(source + name, self._target + name)
             self._run.store("is up", True)
-        self._release()
+        self._delete(self._claim_path)
         if move:
             for name in self._last:
                 Path(source + name).unlink(missing_ok=True)
@@ -235,12 +230,10 @@ class Upload:
             put_file(source, target, self._storage)
             return
         data = Path(source).read_bytes()
+        is_new = _put(self._storage, target, data, "create")
         # It may be there: the reply to an earlier request was lost, or this process was killed.
-        if not _create(self._storage, target, data) and read_file(self._storage, target) != data:
+        if not is_new and read_file(self._storage, target) != data:
             raise ConfigError(f"{target} was written by another upload meanwhile: give a new name")
-
-    def _release(self) -> None:
-        self._delete(self._target + CLAIM)
 
     def _delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -280,12 +273,12 @@ def _names(start: str) -> list[str]:
     return [*sorted(files), f"/{SHUFFLE_METADATA}"]
 
 
-def _create(storage: ObjectStorage, path: str, data: bytes) -> bool:
-    """Puts an object that must be new; False if it is there."""
+def _put(storage: ObjectStorage, path: str, data: bytes, mode: str) -> bool:
+    """Puts an object; False if it is there although the mode is "create"."""
 
     def request(store: Any, key: str) -> bool:
         try:
-            store.put(key, data, mode="create")
+            store.put(key, data, mode=mode)
         except Exception as error:
             if type(error).__name__ == "AlreadyExistsError":  # of an optional package
                 return False

@@ -41,19 +41,16 @@ class BucketBudget:
     Attributes:
         requests_per_step, bytes_per_step: GETs, and bytes that they bring.
         bytes_over_used: Bytes that come over bytes that are used.
-        round_trip: Seconds of one sample alone.
         seconds_per_step: Seconds of a step's requests, 64 in flight, without reading ahead.
         requests_per_sample: GETs of a sample.
         accelerators_per_prefix: Number of accelerators that 5,500 GETs a second feed.
-        total_requests, total_bytes: Those of all training samples.
-        price: That of all of them.
+        total_requests, total_bytes, price: Those of all training samples.
         mirror_saving: Share of the bytes that the mirrors save; None without one.
     """
 
     requests_per_step: float
     bytes_per_step: float
     bytes_over_used: float
-    round_trip: float
     seconds_per_step: float
     requests_per_sample: float
     accelerators_per_prefix: int
@@ -69,7 +66,7 @@ def budget_of(
     """The budget of a dataset in steps of `block_size` samples; None if it is not in buckets."""
     if not dataset.is_remote:
         return None
-    fetched: list[int] = []
+    block_size, fetched = min(block_size, len(dataset)), list[int]()
 
     def count(start: int, stop: int) -> "Future[Any]":
         fetched.append(stop - start)
@@ -87,18 +84,17 @@ def budget_of(
     begins = time.perf_counter()
     dataset.tokens(starts[:1])
     round_trip = time.perf_counter() - begins
-    num_samples = num_steps * block_size
-    per_sample, bytes_per_sample = len(fetched) / num_samples, sum(fetched) / num_samples
-    total_requests = round(per_sample * len(dataset))
-    total_bytes = round(bytes_per_sample * len(dataset))
+    per_step, bytes_per_step = len(fetched) / num_steps, sum(fetched) / num_steps
+    all_steps = len(dataset) / block_size
+    total_requests = round(per_step * all_steps)
+    total_bytes = round(bytes_per_step * all_steps)
     return BucketBudget(
-        requests_per_step=per_sample * block_size,
-        bytes_per_step=bytes_per_sample * block_size,
+        requests_per_step=per_step,
+        bytes_per_step=bytes_per_step,
         bytes_over_used=sum(fetched) / max(used, 1),
-        round_trip=round_trip,
-        seconds_per_step=max(per_sample * block_size / _REQUESTS, 1) * round_trip,
-        requests_per_sample=per_sample,
-        accelerators_per_prefix=int(RATE_OF_PREFIX / (per_sample * tokens_per_second)),
+        seconds_per_step=max(per_step / _REQUESTS, 1) * round_trip,
+        requests_per_sample=per_step / block_size,
+        accelerators_per_prefix=int(RATE_OF_PREFIX / (per_step / block_size * tokens_per_second)),
         total_requests=total_requests,
         total_bytes=total_bytes,
         price=total_requests / 1e3 * own.get_price + total_bytes / 1e9 * own.gigabyte_price,

@@ -18,7 +18,7 @@ from millrace import _native
 from millrace.checks import check_path
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
-from millrace.files import blake2b, checksum, sum_of, xxh3
+from millrace.files import blake2b, checksum, sum_of
 from millrace.names import SHUFFLE_RESULT
 from millrace.ragged import Numbers
 from millrace.shards.metadata import (
@@ -49,7 +49,6 @@ from millrace.store.opened import JoinedFiles, OpenTokens
 from millrace.store.reader import IndexedDataset
 
 _FINGERPRINT_SEQUENCES = 256
-_PIECE = 1 << 20  # bytes that are hashed at a time
 _FINGERPRINT_BYTES = 4096  # of each of them, at most
 _SHARD_FILE = re.compile(r"shard_\d+\.(bin|idx)")
 
@@ -240,7 +239,9 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
         return
     with checks.errors_of(path):
         try:
-            size, digest = _sum_of(path, checks.count)
+            storage = storage_of(path)
+            stream = None if storage is LOCAL else SequentialStream(storage.open(path, "file"))
+            size, digest = sum_of(path, checks.count, stream)
         except FileNotFoundError:
             if not _SHARD_FILE.fullmatch(name):  # else `_check_shard` has named it
                 checks.add(f"{path} is missing, although {METADATA} has its checksum: restore it")
@@ -251,18 +252,6 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
                 f"{path} is damaged: its checksum is {digest}; when it was written it was "
                 f"{expected}. Restore it, or shuffle again"
             )
-
-
-def _sum_of(path: str, on_bytes: Callable[[int], Any]) -> tuple[int, str]:
-    """See `files.sum_of`."""
-    storage = storage_of(path)
-    if storage is LOCAL:
-        return sum_of(path, on_bytes)
-    stream, digest = SequentialStream(storage.open(path, "file")), xxh3()
-    while data := stream.read(_PIECE):
-        digest.update(data)
-        on_bytes(len(data))
-    return stream.tell(), str(digest.hexdigest())
 
 
 def _check_strays(folder: str, metadata: ShardsMetadata, report: Report) -> None:

@@ -180,7 +180,6 @@ class SequentialStream(FileStream):
     def __init__(self, reader: BinReader) -> None:
         super().__init__(reader)
         self._number, self._block = -1, np.empty(0, np.uint8)
-        self._end = 0  # of the blocks that were announced
 
     def readinto(self, buffer: Any) -> int:
         number, start = divmod(self._place, _STREAM_BLOCK)
@@ -193,14 +192,12 @@ class SequentialStream(FileStream):
         return len(data)
 
     def _read_block(self, number: int) -> Bytes:
-        first = self._end if self._end - _BLOCKS_AHEAD <= number <= self._end else number
-        self._end = number + _BLOCKS_AHEAD
-        starts = np.arange(first, self._end) * _STREAM_BLOCK
+        starts = np.arange(number, number + _BLOCKS_AHEAD) * _STREAM_BLOCK
         starts = starts[starts < self.reader.size]
+        counts = np.minimum(_STREAM_BLOCK, self.reader.size - starts)
         if hasattr(self.reader, "prefetch"):
-            self.reader.prefetch(starts, np.minimum(_STREAM_BLOCK, self.reader.size - starts))
-        start = min(number * _STREAM_BLOCK, self.reader.size)
-        return gather_range(self.reader, start, min(start + _STREAM_BLOCK, self.reader.size))
+            self.reader.prefetch(starts, counts)
+        return self.reader.gather(starts[:1], counts[:1])
 
 
 def bytes_in_memory(reader: BinReader) -> Bytes | None:

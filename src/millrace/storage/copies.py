@@ -44,13 +44,19 @@ def own_folder(folder: str | None) -> str:
     return place
 
 
+def fetch_index(folder: str | None, path: str, file: StoredFile) -> str:
+    """The path of an index and its checksum on the node, to which it is brought."""
+    name = blake2b(repr((path, file.identity)).encode()).hexdigest()
+    copy = os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
+    fetch(copy, file, with_sum=True)
+    return copy
+
+
 def copied_file(folder: str | None, path: str, file: StoredFile) -> CopiedFile:
     """A whole object, in memory where the folder cannot be written or has no room for it."""
-    name = blake2b(repr((path, file.identity)).encode()).hexdigest()
     with contextlib.suppress(OSError):
-        copy = os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
         for _ in range(2):
-            fetch(copy, file, with_sum=True)
+            copy = fetch_index(folder, path, file)
             data, expected = np.split(MappedFile(copy).bytes, [file.size])
             if checksum([data]) == expected.tobytes().hex():
                 return CopiedFile(data, file.identity)
@@ -61,45 +67,17 @@ def copied_file(folder: str | None, path: str, file: StoredFile) -> CopiedFile:
 def shared_value(folder: str | None, name: str, seconds: float, make: Callable[[], Any]) -> Any:
     """A plain value that processes of the node share, if one made it in the last seconds."""
 
-    def is_fresh() -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return abs(time.time() - os.stat(path).st_mtime) < seconds
-        return False
-
     def write() -> None:
         with atomic_file(path, durable=False) as out:
             out.write(json.dumps(make()).encode())
 
     with contextlib.suppress(OSError, json.JSONDecodeError):
         path = os.path.join(own_folder(folder), name + ".json")
-        make_once(path, is_fresh, write)
+        is_fresh = lambda status: abs(time.time() - status.st_mtime) < seconds  # noqa: E731
+        _make_once(path, is_fresh, write)
         with open(path, "rb") as file:
             return json.load(file)
     return make()
-
-
-def make_once(path: str, is_there: Callable[[], bool], make: Callable[[], None]) -> None:
-    """Makes a file, unless it is there or another process or thread makes it meanwhile.
-
-    Those who wait look for the file: if each of them took the lock, the last one would wait long.
-    """
-    while not is_there():
-        with contextlib.suppress(BlockingIOError), writers_lock(f"{path}.lock", path, limit=0):
-            if not is_there():
-                make()
-            return
-        for _ in range(10):
-            time.sleep(_PAUSE)
-            if is_there():
-                return
-
-
-def is_whole(copy: str, size: int) -> bool:
-    """Whether a copy is there, and of the right size."""
-    try:
-        return os.path.getsize(copy) == size
-    except FileNotFoundError:
-        return False
 
 
 def fetch(copy: str, file: StoredFile, *, with_sum: bool = False) -> None:
@@ -114,4 +92,28 @@ def fetch(copy: str, file: StoredFile, *, with_sum: bool = False) -> None:
                 out.write(piece)
             out.write(digest.digest() * with_sum)
 
-    make_once(copy, lambda: is_whole(copy, file.size + 8 * with_sum), write)
+    _make_once(copy, lambda status: status.st_size == file.size + 8 * with_sum, write)
+
+
+def _make_once(
+    path: str, is_right: Callable[[os.stat_result], bool], make: Callable[[], None]
+) -> None:
+    """Makes a file, unless it is there or another process or thread makes it meanwhile.
+
+    Those who wait look for the file: if each of them took the lock, the last one would wait long.
+    """
+
+    def is_there() -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return is_right(os.stat(path))
+        return False
+
+    while not is_there():
+        with contextlib.suppress(BlockingIOError), writers_lock(f"{path}.lock", path, limit=0):
+            if not is_there():
+                make()
+            return
+        for _ in range(10):
+            time.sleep(_PAUSE)
+            if is_there():
+                return

@@ -1,17 +1,16 @@
 """A partial mirror: sparse local copies of objects, in blocks that stay while a process uses them.
 
-A folder has two files for each object: `NAME.data`, sparse and of the object's size, and
-`NAME.blocks`, a byte for each block of 4 MiB: 2 if it has room, 1 if it is there. A process that
-has the object open holds a shared lock of `NAME.blocks`. The disk itself says how much is taken: a
-block's room is allocated, under the folder's lock, before the block is fetched. So a process that
-is killed leaves nothing that is counted wrongly: its block has room, and the next one fills it.
+A folder has a file for each object: its bytes, sparse, and then a byte for each block of 4 MiB: 2
+if it has room, 1 if it is there. So a file that is cut short has no blocks. A process that has the
+object open holds a shared lock of the file. The disk itself says how much is taken: a block's room
+is allocated, under the folder's lock, before the block is fetched. So a process that is killed
+leaves nothing that is counted wrongly: its block has room, and the next one fills it.
 """
 
 import contextlib
 import errno
 import fcntl
 import glob
-import json
 import logging
 import os
 import resource
@@ -20,20 +19,20 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from millrace import _native
+import numpy as np
+
 from millrace.files import blake2b, checksum, file_lock
 from millrace.storage import Bytes, Identity
-from millrace.storage.copies import is_whole, own_folder
+from millrace.storage.copies import own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
 FIRST = 64  # pieces that a process reads exactly: the first batch does not wait for blocks
-_DATA, _BLOCKS = ".data", ".blocks"
 _THERE, _ROOM = b"\1", b"\2"
-_SPARE = 128  # descriptors that are left for requests and other files
+_AHEAD = 8  # blocks that are asked for where an order reads on
+_SPARE = 256  # descriptors that are left for requests, locks of blocks and other files
 _EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
 _fetches = threading.Semaphore(16)  # of blocks of a process: those that are needed first
-_SET_LOCK = fcntl.F_OFD_SETLKW
 _log = logging.getLogger("millrace")
 
 
@@ -52,90 +51,83 @@ class Mirror:
         if (kind := _file_system_of(self.folder)) in _UNFIT or kind.startswith("fuse"):
             _log.warning("the mirror %s is on %s: a local disk is meant", self.folder, kind)
 
-    def make_room(self, copy: "Copy", block: int) -> bool:
-        """Allocates a block; False if the limit is reached, or the disk is full."""
-        start, size = block * BLOCK, min(BLOCK, copy.size - block * BLOCK)
+    def lock(self) -> contextlib.AbstractContextManager[bool]:
+        """Keeps other processes from making room and removing copies."""
+        return file_lock(os.path.join(self.folder, "mirror.lock"))
+
+    def make_room(self, file: int, start: int, size: int) -> bool:
+        """Allocates a block of a copy; False if the limit is reached, OSError on a full disk."""
         needed = size + _EXTENTS
-        with file_lock(os.path.join(self.folder, "mirror.lock")):
+        with self.lock():
             while self._num_bytes() + needed > self._limit:
                 if needed > self._limit or not self._remove_unused():
                     self.is_full = True
                     return False
-            try:
-                os.posix_fallocate(copy.data_file, start, size)
-            except OSError as error:
-                return self.stop(error)
+            os.posix_fallocate(file, start, size)
         return True
 
-    def stop(self, error: OSError) -> bool:
-        """Stops the growth, and says so once; returns False."""
+    def stop(self, error: OSError) -> None:
+        """Stops the growth, and says so once."""
         if not self.is_full:
             _log.warning("the mirror %s does not grow any more: %s", self.folder, error)
         self.is_full = True
-        return False
 
     def _paths(self) -> list[str]:
-        return glob.glob(f"{glob.escape(self.folder)}/*{_DATA}")
+        return glob.glob(f"{glob.escape(self.folder)}/*.data")
 
     def _num_bytes(self) -> int:
         return sum(os.stat(path).st_blocks * 512 for path in self._paths())
 
     def _remove_unused(self) -> bool:
         """Removes the object that no process has open, and whose last use is the longest ago."""
-        for path in sorted((path.removesuffix(_DATA) for path in self._paths()), key=_last_use):
-            file = os.open(path + _BLOCKS, os.O_RDWR | os.O_CREAT, 0o600)
-            try:
+        for path in sorted(self._paths(), key=os.path.getmtime):
+            with open(path, "rb") as file, contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path + _BLOCKS)  # first: without it the data are nothing
-                os.unlink(path + _DATA)
+                os.unlink(path)
                 return True
-            except BlockingIOError:
-                pass
-            finally:
-                os.close(file)
         return False
 
 
 class Copy:
-    """The local copy of one object.
-
-    Attributes:
-        size: Size of the object in bytes.
-        data_file: Descriptor of the data.
-    """
+    """The local copy of one object."""
 
     def __init__(self, mirror: Mirror, path: str, identity: Identity) -> None:
         self._arguments = mirror, path, identity
-        self._mirror, self.size = mirror, identity.size
-        name = blake2b(repr((path, identity)).encode()).hexdigest()
-        place = os.path.join(mirror.folder, name)
-        with file_lock(os.path.join(mirror.folder, "mirror.lock")):  # not while it is removed
-            if not is_whole(place + _DATA, self.size):  # removed by hand: its marks are wrong
-                for ending in (_BLOCKS, _DATA):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(place + ending)
-            self._block_file = os.open(place + _BLOCKS, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._block_file, fcntl.LOCK_SH)
-            self.data_file = os.open(place + _DATA, os.O_RDWR | os.O_CREAT, 0o600)
-            if self.data_file + _SPARE > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        self._mirror, self._size = mirror, identity.size
+        name = f"{blake2b(repr((path, identity)).encode()).hexdigest()}.data"
+        with mirror.lock():  # not while it is removed
+            place = os.path.join(mirror.folder, name)
+            self._file = os.open(place, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._file, fcntl.LOCK_SH)
+            if self._file + _SPARE > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
                 raise OSError(errno.EMFILE, "too few open files are allowed (ulimit -n)")
-            os.ftruncate(self._block_file, -(-self.size // BLOCK))
-            os.ftruncate(self.data_file, self.size)
-            os.utime(self._block_file)
-        self._data: Bytes = _native.map_file(self.data_file, self.size)
-        self._locks = [threading.Lock() for _ in range(64)]
+            os.ftruncate(self._file, self._size + -(-self._size // BLOCK))
+            os.utime(self._file)
         self._sums: list[str] | None = None
+        self._last, self._end = -2, 0  # block that was read last; end of those asked for ahead
 
     def __reduce__(self) -> Any:
         return copy_of, self._arguments
 
     def _marks(self, first: int, end: int) -> bytes:
-        return os.pread(self._block_file, end - first, first)
+        return os.pread(self._file, end - first, self._size + first)
 
     def read(self, start: int, stop: int) -> Bytes | None:
         """Bytes [start, stop), if all of them are there."""
         first, end = start // BLOCK, -(-stop // BLOCK)
-        return self._data[start:stop] if self._marks(first, end) == _THERE * (end - first) else None
+        if self._marks(first, end) != _THERE * (end - first):
+            return None
+        data = os.pread(self._file, stop - start, start)  # a map that is cut short is a bus error
+        return np.frombuffer(data, np.uint8) if len(data) == stop - start else None
+
+    def next_blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The blocks that come next where bytes [start, stop) read on, each of them once."""
+        block, last, self._last = start // BLOCK, self._last, stop // BLOCK
+        if block in (last, last + 1) and not self._mirror.is_full and self._mirror.num_first <= 0:
+            end = min(self._last + _AHEAD, -(-self._size // BLOCK))
+            first, self._end = max(self._last + 1, self._end), max(end, self._end)
+            for place in range(first * BLOCK, end * BLOCK, BLOCK):
+                yield place, min(place + BLOCK, self._size)
 
     def fill(
         self,
@@ -154,80 +146,67 @@ class Copy:
             return None
         if self._sums is None:
             self._sums = load_sums()
-        for block in range(start // BLOCK, -(-stop // BLOCK)):
-            if self._mirror.is_full and self._marks(block, block + 1) == b"\0":
-                return None
-            with self._locks[block % len(self._locks)], self._lock(block):
+        try:
+            for block in range(start // BLOCK, -(-stop // BLOCK)):
                 if not self._fill(block, fetch):
                     return None
+        except OSError as error:
+            self._mirror.stop(error)
+            return None
         return self.read(start, stop)
+
+    def _fill(self, block: int, fetch: Any) -> bool:
+        """Fetches a block that is not there; False if there is no room for it."""
+        start, size = block * BLOCK, min(BLOCK, self._size - block * BLOCK)
+        sums = self._sums[block : block + 1] if self._sums else []
+        if self._mirror.is_full and self._marks(block, block + 1) not in (_THERE, _ROOM):
+            return False
+        with self._lock(block):
+            mark = self._marks(block, block + 1)
+            if mark == _THERE:
+                return True
+            if mark != _ROOM and not self._mirror.make_room(self._file, start, size):
+                return False
+            self._write(_ROOM, self._size + block)
+            with _fetches:
+                is_right = lambda body: not sums or checksum([body]) == sums[0]  # noqa: E731
+                body = fetch(start, start + size, is_right)
+            self._write(body, start)
+            os.fdatasync(self._file)  # before the mark, also after a power cut
+            self._write(_THERE, self._size + block)
+        return True
 
     @contextlib.contextmanager
     def _lock(self, block: int) -> Iterator[None]:
-        """One process at a time fetches a block; the kernel frees the lock of a dead one.
+        """One thread of all processes fetches a block; the kernel frees the lock of a dead one.
 
         It is a lock of the open file: locks of processes would be refused where two of them wait
         for each other, though in other threads than those that go on.
         """
-        byte = os.SEEK_SET, block, 1, 0
-        fcntl.fcntl(self._block_file, _SET_LOCK, struct.pack("hhqqi", fcntl.F_WRLCK, *byte))
-        try:
+        byte = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, block, 1, 0)
+        with open(f"/proc/self/fd/{self._file}", "r+b") as file:
+            fcntl.fcntl(file, fcntl.F_OFD_SETLKW, byte)
             yield
-        finally:
-            fcntl.fcntl(self._block_file, _SET_LOCK, struct.pack("hhqqi", fcntl.F_UNLCK, *byte))
 
-    def _fill(self, block: int, fetch: Any) -> bool:
-        mark = self._marks(block, block + 1)
-        if mark == _THERE:
-            return True
-        if mark != _ROOM and not self._mirror.make_room(self, block):
-            return False
-        start, stop = block * BLOCK, min((block + 1) * BLOCK, self.size)
-        sums = self._sums[block : block + 1] if self._sums else []
-        try:
-            os.pwrite(self._block_file, _ROOM, block)
-            with _fetches:
-                body = fetch(start, stop, lambda body: not sums or checksum([body]) == sums[0])
-            os.pwrite(self.data_file, body, start)
-            os.fdatasync(self.data_file)  # before the mark, also after a power cut
-            os.pwrite(self._block_file, _THERE, block)
-        except OSError as error:
-            return self._mirror.stop(error)
-        return True
+    def _write(self, data: Any, place: int) -> None:
+        if os.pwrite(self._file, data, place) != len(data):
+            raise OSError(errno.ENOSPC, "a block was written in part")
 
     def __del__(
         self, close: Callable[[int], None] = os.close, touch: Callable[[int], None] = os.utime
     ) -> None:
-        for name in ("_block_file", "data_file"):
-            if name in vars(self):
-                touch(vars(self)[name])  # its last use
-                close(vars(self)[name])
+        if "_file" in vars(self):
+            touch(self._file)  # its last use
+            close(self._file)
 
 
 def copy_of(mirror: Mirror, path: str, identity: Identity) -> Copy | None:
-    """The local copy of an object; None if its files cannot be opened."""
+    """The local copy of an object; None if its file cannot be opened."""
     try:
         return Copy(mirror, path, identity)
     except OSError as error:
         mirror.stop(error)
         return None
-
-
-def sums_in(sidecar: bytes, size: int) -> list[str]:
-    """The checksums of a `.bin` by its sidecar; none if they are not those of blocks."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        sums = json.loads(sidecar)["checksums"]
-        blocks = sums["bin"]["blocks"]
-        kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
-        if kind == ("xxh3_64", BLOCK, size) and len(blocks) == -(-size // BLOCK):
-            return list(blocks)
-    return []
-
-
-def _last_use(path: str) -> float:
-    with contextlib.suppress(FileNotFoundError):
-        return os.stat(path + _BLOCKS).st_mtime
-    return 0.0
 
 
 def _file_system_of(folder: str) -> str:

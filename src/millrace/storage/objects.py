@@ -6,18 +6,20 @@ of each reply are compared. So all bytes that are read are those of one object, 
 
 import contextlib
 import functools
+import json
 import os
 import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
 
 from millrace.checks import check_float, check_int, check_path
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
+from millrace.forks import Renewed
 from millrace.names import BIN, IDX, INFO
 from millrace.storage import (
     BUCKET_SCHEMES,
@@ -28,11 +30,10 @@ from millrace.storage import (
     gather_range,
     read_file,
 )
-from millrace.storage.ahead import Ahead
-from millrace.storage.copies import copied_file, fetch, own_folder, shared_value
-from millrace.storage.mirror import Copy, Mirror, copy_of, sums_in
+from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
+from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 from millrace.storage.msc import ProfileStore
-from millrace.storage.transfers import Transfers, closing
+from millrace.storage.transfers import Ahead, closing
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ _FORK = (
 )
 
 
-class ObjectStorage:
+class ObjectStorage(Renewed):
     """Objects in buckets, as `SCHEME://BUCKET/KEY`; see docs/buckets.md.
 
     Args:
@@ -75,6 +76,7 @@ class ObjectStorage:
     """
 
     has_renames = False
+    _renewed = ("pool", "_stores")
 
     def __init__(
         self,
@@ -98,28 +100,33 @@ class ObjectStorage:
         if mirror is not None:
             self.mirror = Mirror(check_path("mirror", mirror), check_int("limit", limit, 0))
         self.requests = check_int("requests", requests, 1)
-        self.transfers = Transfers(self.requests)
-        self._stores: dict[tuple[str, int], Any] = {}
         self._buckets: set[str] = set()  # that are known to exist
+        self.renew()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stores": {}}
+    def after_fork(self) -> None:
+        self.pool = ThreadPoolExecutor(self.requests, "millrace-requests")  # threads start at need
+        # A fork keeps clients: their end would wait for threads that the child lacks.
+        self._stores: dict[tuple[str, int], Any] = vars(self).get("_stores", {})
 
     def stat(self, path: str) -> Identity:
         return identity_of(self.ask(path, lambda store, key: store.head(key)))
 
-    def open(self, path: str, access: Access) -> StoredFile:
-        """Opens an object; an index is mapped from a copy where a map is asked for."""
-        return self.open_as(path, access, self.stat(path))
-
-    def open_as(
-        self, path: str, access: Access, identity: Identity, is_mirrored: bool = True
+    def open(
+        self, path: str, access: Access, identity: Identity | None = None, is_mirrored: bool = True
     ) -> StoredFile:
-        """Opens an object that is known, without a request: reading it shows a change."""
+        """Opens an object, without a request if its identity is known: reading shows a change.
+
+        An index is mapped from a copy where a map is asked for.
+        """
+        identity = identity or self.stat(path)
         if access == "mmap" and path.endswith(IDX):
-            file = ObjectFile(self, path, identity)
-            return copied_file(self._folder, path, file)
+            return copied_file(self._folder, path, ObjectFile(self, path, identity))
         return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
+
+    def fetch_index(self, path: str, identity: Identity) -> None:
+        """Brings an index to this node, if there is room."""
+        with contextlib.suppress(OSError):
+            fetch_index(self._folder, path, ObjectFile(self, path, identity))
 
     def copied(self, paths: Sequence[str]) -> str:
         """A folder of the node with copies of objects, which keep their names."""
@@ -138,7 +145,7 @@ class ObjectStorage:
         folders = {path.rpartition("/")[0] + "/" for path in paths}
         listings = map(self._listing, sorted(folders))
         identities = {path: Identity(*one) for objects in listings for path, one in objects.items()}
-        return PinnedObjects(self, identities, frozenset(folders), is_mirrored=False)
+        return PinnedObjects(self, identities, frozenset(folders))
 
     def _listing(self, folder: str) -> dict[str, Any]:
         """The objects of a folder; processes of a node that start together share a listing."""
@@ -318,11 +325,7 @@ class PinnedObjects:
     base: ObjectStorage
     identities: Mapping[str, Identity]
     folders: frozenset[str] = frozenset()
-    is_mirrored: bool = True  # not where samples of all files are read for a plan
-    has_renames: bool = False
-
-    def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
-        return replace(self, identities={**self.identities, **identities})
+    has_renames: ClassVar[bool] = False
 
     def stat(self, path: str) -> Identity:
         identity = self.identities.get(path)
@@ -331,7 +334,8 @@ class PinnedObjects:
         return identity or self.base.stat(path)
 
     def open(self, path: str, access: Access) -> StoredFile:
-        return self.base.open_as(path, access, self.stat(path), self.is_mirrored)
+        # Samples of all listed files are read for a plan: they are no start of a mirror.
+        return self.base.open(path, access, self.stat(path), is_mirrored=not self.folders)
 
     def list(self, prefix: str) -> Iterator[str]:
         return self.base.list(prefix)
@@ -354,12 +358,15 @@ class ObjectFile(Ahead):
         return gather_range(self, byte_offset, byte_offset + num_bytes)
 
     def start(self, start: int, stop: int) -> "Future[Any]":
-        if self._copy is not None and (data := self._copy.read(start, stop)) is not None:
-            here: Future[Any] = Future()
-            here.set_result(data)
-            return here
+        if self._copy is not None:
+            for block in self._copy.next_blocks(start, stop):
+                self._storage.pool.submit(self._copy.fill, *block, self._fetch, self._sums)
+            if (data := self._copy.read(start, stop)) is not None:
+                here: Future[Any] = Future()
+                here.set_result(data)
+                return here
         _note_use()
-        return self._storage.transfers.pool.submit(self._fetch_or_fill, start, stop)
+        return self._storage.pool.submit(self._fetch_or_fill, start, stop)
 
     def _fetch_or_fill(self, start: int, stop: int) -> Any:
         data = None
@@ -368,11 +375,14 @@ class ObjectFile(Ahead):
         return self._fetch(start, stop) if data is None else data
 
     def _sums(self) -> list[str]:
-        """The checksums of the blocks of a `.bin`, if it has a sidecar."""
-        sidecar = self._path.removesuffix(BIN) + INFO
-        with contextlib.suppress(FileNotFoundError):
+        """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             if self._path.endswith(BIN):
-                return sums_in(read_file(self._storage, sidecar), self.size)
+                sidecar = read_file(self._storage, self._path.removesuffix(BIN) + INFO)
+                sums = json.loads(sidecar)["checksums"]
+                kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
+                if kind == ("xxh3_64", BLOCK, self.size):
+                    return list(sums["bin"]["blocks"])
         return []
 
     def _fetch(self, start: int, stop: int, is_right: Callable[[Any], bool] | None = None) -> Any:

@@ -1,8 +1,8 @@
-"""Requests side by side: threads, a limit of requests in flight, and neighbours in one request."""
+"""Requests side by side: pieces that are read ahead, and neighbours in one request."""
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,25 +10,17 @@ from numpy.typing import NDArray
 
 from millrace.forks import Renewed
 
-MOST_BYTES = 8 << 20  # of a request: a larger piece is several requests, side by side
+Bytes = NDArray[np.uint8]
+Numbers = NDArray[np.int64]
+Piece = tuple[int, int]  # offset, count
+
+_MOST_BYTES = 8 << 20  # of a request: a larger piece is several requests, side by side
 _LEAST_USE = 20  # a gap is read where it is at most 1/20 of what is used before it
+_MOST_AHEAD = 1 << 28  # bytes of a file: those that a seek has made useless are dropped
 
 closing = threading.Event()  # set when Python ends: requests are not tried again
 # Before the end of Python joins the threads of pools, which would wait for all retries.
 threading._register_atexit(closing.set)  # type: ignore[attr-defined]
-
-
-class Transfers(Renewed):
-    """Threads that make requests, at most `most` at a time; a forked child has none of them."""
-
-    _renewed = ("pool",)
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.renew()
-
-    def after_fork(self) -> None:
-        self.pool = ThreadPoolExecutor(self._most, "millrace-requests")  # threads start at need
 
 
 class Part(NamedTuple):
@@ -38,19 +30,72 @@ class Part(NamedTuple):
     place: int
     num_bytes: int
 
-    def result(self) -> NDArray[np.uint8]:
+    def result(self) -> Bytes:
         """Waits for the bytes, or raises what went wrong."""
         return np.frombuffer(self.body.result(), np.uint8, self.num_bytes, self.place)
 
 
+class Ahead(Renewed):
+    """A file whose pieces are asked for when they are announced, and kept until they are read."""
+
+    size: int
+    _renewed = ("_parts", "_lock")
+
+    def start(self, start: int, stop: int) -> "Future[Any]":
+        """Starts a request for bytes [start, stop)."""
+        raise NotImplementedError
+
+    def after_fork(self) -> None:
+        self._parts: dict[Piece, list[Part]] = {}
+        self._lock = threading.Lock()
+
+    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
+        """Asks for pieces without waiting, unless they are announced already."""
+        pieces = self._checked(byte_offsets, byte_counts)
+        with self._lock:
+            new = [piece for piece in dict.fromkeys(pieces) if piece not in self._parts]
+            self._parts.update(zip(new, start_pieces(self.start, new), strict=True))
+            num_bytes = sum(count for _, count in self._parts)
+            while num_bytes > _MOST_AHEAD:
+                oldest = next(iter(self._parts))
+                num_bytes -= oldest[1]
+                del self._parts[oldest]
+
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
+        """Pieces, one after the other, of which some may have been announced."""
+        pieces = self._checked(byte_offsets, byte_counts)
+        with self._lock:
+            parts = {piece: self._parts.pop(piece, None) for piece in dict.fromkeys(pieces)}
+        # What has failed is asked for again: the store may be well by now.
+        missing = [piece for piece, some in parts.items() if some is None or _has_failed(some)]
+        parts.update(zip(missing, start_pieces(self.start, missing), strict=True))
+        flat = [part.result() for piece in pieces for part in parts[piece] or ()]
+        return flat[0] if len(flat) == 1 else np.concatenate([np.empty(0, np.uint8), *flat])
+
+    def _checked(self, byte_offsets: Numbers, byte_counts: Numbers) -> list[Piece]:
+        is_outside = (byte_offsets < 0) | (byte_counts < 0)
+        is_outside |= byte_counts > self.size - byte_offsets
+        if is_outside.any():
+            place = int(is_outside.argmax())
+            raise ValueError(
+                f"a piece has {byte_counts[place]} bytes from byte {byte_offsets[place]} on; the "
+                f"file has {self.size}"
+            )
+        return list(zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True))
+
+
+def _has_failed(parts: list[Part]) -> bool:
+    return any(part.body.done() and part.body.exception() for part in parts)
+
+
 def start_pieces(
-    start: Callable[[int, int], "Future[Any]"], pieces: list[tuple[int, int]]
+    start: Callable[[int, int], "Future[Any]"], pieces: list[Piece]
 ) -> list[list[Part]]:
-    """Asks for pieces (offset, count) of a file; the parts of each, one after the other."""
+    """Asks for pieces of a file; the parts of each, one after the other."""
     chunks = [
-        (at, min(MOST_BYTES, offset + count - at), number)
+        (at, min(_MOST_BYTES, offset + count - at), number)
         for number, (offset, count) in enumerate(pieces)
-        for at in range(offset, offset + count, MOST_BYTES)
+        for at in range(offset, offset + count, _MOST_BYTES)
     ]
     parts: list[list[Part]] = [[] for _ in pieces]
     for group in _neighbours(sorted(chunks)):
@@ -68,7 +113,7 @@ def _neighbours(chunks: list[tuple[int, int, int]]) -> list[list[tuple[int, int,
     for chunk in chunks:
         offset, stop = chunk[0], chunk[0] + chunk[1]
         is_near = groups and (offset - end) * _LEAST_USE <= used
-        if is_near and max(stop, end) - start <= MOST_BYTES:
+        if is_near and max(stop, end) - start <= _MOST_BYTES:
             groups[-1].append(chunk)
             used += max(stop - max(offset, end), 0)
             end = max(stop, end)

@@ -119,8 +119,8 @@ class TokenFile:
     def fetch_index(self) -> None:
         """Brings the index of a pair in a bucket to this node, if it is not there."""
         if self.record.versions is not None:
-            storage = _pinned(self.record, storage_of(self.prefix, self.storage))
-            storage.open(self.prefix + IDX, "mmap")
+            storage: Any = storage_of(self.prefix, self.storage)
+            storage.fetch_index(self.prefix + IDX, self.record.identities[1])
 
     def close(self) -> None:
         """Closes the file until its next use."""
@@ -152,13 +152,10 @@ def _open_unchanged(
 
 def listed_storages(prefixes: Sequence[str], storage: Storage | None) -> list[Storage | None]:
     """The storage of each pair; buckets know all of their files by one listing of each folder."""
-    places: list[Any] = [storage_of(prefix, storage) for prefix in prefixes]
-    listed: dict[int, Any] = {}
-    for place in places:
-        if hasattr(place, "listed") and id(place) not in listed:
-            its = [one for one, other in zip(prefixes, places, strict=True) if other is place]
-            listed[id(place)] = place.listed(its)
-    return [listed.get(id(place), storage) for place in places]
+    places: dict[str, Any] = {prefix: storage_of(prefix, storage) for prefix in prefixes}
+    remote = [prefix for prefix, place in places.items() if hasattr(place, "listed")]
+    listed = places[remote[0]].listed(remote) if remote else None  # they have one storage
+    return [listed if hasattr(places[prefix], "listed") else storage for prefix in prefixes]
 
 
 def _pinned(record: TokenFileRecord, storage: Any) -> Any:
@@ -173,6 +170,6 @@ def _identities(prefix: str, storage: Storage) -> tuple[Identity, Identity]:
         data, index = storage.stat(prefix + BIN), storage.stat(prefix + IDX)
     except FileNotFoundError:
         return _MISSING, _MISSING  # missing, or published halfway: opening it tells
-    if getattr(storage, "pinned", None) is None:
+    if getattr(storage, "has_renames", True):
         return data._replace(version=None), index._replace(version=None)
     return data, index
