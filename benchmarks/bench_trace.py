@@ -82,7 +82,7 @@ def measure(run: Path, seed: int, num_documents: int) -> dict[str, float]:
 
     def fresh() -> Trace:
         trace = Trace.of(run)
-        trace._dataset.mixture  # noqa: B018
+        trace._dataset.order  # noqa: B018
         return trace
 
     document = int(random.integers(num_documents))

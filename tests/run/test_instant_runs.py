@@ -363,7 +363,7 @@ def test_a_batch_has_one_length(tmp_path: Path) -> None:
     train = train_of(make_run(tmp_path, phases=phases, skips=[(5, 11)]))
     assert train[13]["tokens"].size == 8
     assert train[14]["tokens"].size == 4
-    with pytest.raises(ConfigError, match=r"a phase starts at 20"):
+    with pytest.raises(ConfigError, match=r"of 8 and of 4 tokens, as a phase starts in it"):
         train.batch(np.arange(8, 16))
     Loader(train, micro_batch_size=7)
     for dataset in (train, TransformedDataset(train, [])):
@@ -405,7 +405,7 @@ def test_copies_draw_the_same(tmp_path: Path) -> None:
     with Loader(train, micro_batch_size=5, consumed_samples=30, threads=3) as loader:
         rows = np.concatenate([next(loader)["tokens"] for _ in range(6)])
     np.testing.assert_array_equal(rows, before)
-    train.mixture.after_fork()
+    train.order.after_fork()
     np.testing.assert_array_equal(train.batch(np.arange(30, 60))["tokens"], before)
 
 
@@ -413,21 +413,6 @@ def test_an_empty_batch_is_of_a_source_that_takes_part(tmp_path: Path) -> None:
     write_documents(tmp_path / "short", [np.arange(9)])
     sources = {**write_sources(tmp_path, {"web": 900}, web=1), "a": tmp_path / "short"}
     assert train_of(make_run(tmp_path, sources)).batch([])["tokens"].shape == (0, 8)
-
-
-def test_raw_tokens(tmp_path: Path) -> None:
-    sources = write_sources(tmp_path, {"web": 900, "code": 700}, web=1, code=1)
-    paired = train_of(make_run(tmp_path, sources)).batch(range(50))
-    sources["code"] |= {"prefix": tmp_path / "code.bin", "raw": True}
-    for access in ("mmap", "file"):
-        raw = train_of(make_run(tmp_path, sources, dtype="uint16", access=access))
-        np.testing.assert_array_equal(raw.batch(range(50))["tokens"], paired["tokens"])
-        with pytest.raises(ConfigError, match="has no index"):
-            next(Loader(raw, micro_batch_size=8, fields=("document_numbers",)))
-    with pytest.raises(ConfigError, match="source code has raw tokens: give their dtype"):
-        train_of(make_run(tmp_path, sources))
-    with pytest.raises(ConfigError, match="code has raw tokens: leave it or mix_window"):
-        make_run(tmp_path, sources, mix_window=2)
 
 
 def test_frozen_run(tmp_path: Path) -> None:

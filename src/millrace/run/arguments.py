@@ -209,6 +209,14 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
     return _dataset_config(arguments)
 
 
+def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], AnyConfig]:
+    """The arguments in a run's file, and the configuration that they make."""
+    values = read_arguments(path)
+    values.pop("tokenizer_identifiers", None)
+    unknown_arguments(values)
+    return values, config_from(values)
+
+
 def built_config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
     """The same for what needs a built order; ConfigError for the instant one."""
     config = config_from(arguments)

@@ -40,13 +40,12 @@ class InstantSource:
     """A source of a run in the instant order.
 
     Args:
-        prefix: Path prefix of its token file, without `.bin`; of raw tokens the whole path.
+        prefix: Path prefix of its token file, without `.bin`.
         weight: Weight in the first phase. None: it takes no part before a phase names it, or it has
             the weight that `alpha` gives.
         dtype: Dtype of its tokens; None: that of the configuration.
         part: Start and end of the share of its tokens to draw from, 0 to 1.
         max_epochs: Number of epochs after which it takes no part; None: no limit.
-        raw: Whether the file is one of raw tokens, without header and index.
 
     Raises:
         ConfigError: An option outside its limits.
@@ -57,7 +56,6 @@ class InstantSource:
     dtype: Any = None
     part: Bookends = (0.0, 1.0)
     max_epochs: int | None = None
-    raw: bool = False
 
     def __post_init__(self) -> None:
         part_range(0, self.part)
@@ -66,8 +64,9 @@ class InstantSource:
             weight=_if_given(partial(_weight, "the weight"), self.weight),
             dtype=_if_given(token_dtype, self.dtype),
             part=(float(self.part[0]), float(self.part[1])),
-            max_epochs=_if_given(partial(check_int, "max_epochs", least=1), self.max_epochs),
-            raw=check_bool("raw", self.raw),
+            max_epochs=_if_given(
+                partial(check_int, "max_epochs", least=1, most=MAX_INT64), self.max_epochs
+            ),
         )
         if self.weight == 0:
             raise ConfigError("the weight is 0: leave it out, to draw nothing until a phase does")
@@ -185,9 +184,6 @@ class InstantConfig(RunConfig):
         given = [name for name, one in self.sources.items() if one.weight is not None]
         if given and self.alpha is not None:
             raise ConfigError(f"source {given[0]} has a weight, and there is alpha: leave one out")
-        raw = [name for name, one in self.sources.items() if one.raw]
-        if raw and self.mix_window > 1:
-            raise ConfigError(f"source {raw[0]} has raw tokens: leave it or mix_window out")
         skips = Skips(self.skips)
         vars(self)["skips"] = skips.ranges
         phases = self.run_phases(dict.fromkeys(self.sources, 1))
@@ -213,7 +209,7 @@ class InstantConfig(RunConfig):
                 raise ConfigError(f"phase {number}: there is no source {name}: add it to sources")
             weights = {**weights, **change.weights} if number == 0 else change.weights
             length = change.sequence_length or length
-            phases.append(Phase(start=start, sequence_length=length, weights=weights))
+            phases.append(Phase(start, length, weights))
             if change.until is not None and change.until <= start:
                 raise ConfigError(
                     f"phase {number} starts at sample {start}, and ends before {change.until}: "
