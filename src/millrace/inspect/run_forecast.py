@@ -131,8 +131,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
     epochs, windows = np.zeros(shape), np.zeros((num_parts + 1, shape[1]), np.int64)
     edges = np.linspace(0, end, num_parts + 1).astype(np.int64)
     position = Position(*(np.full(shape[1], one) for one in UNDRAWN))
-    starts, caps = list[int](), list[tuple[str, int]]()
-    at_cap: Any = []
+    starts, caps, at_cap = list[int](), list[tuple[str, int]](), np.empty(0, np.int64)
     for stretch, stop in mixture.stretches(end):
         number, start, count_up_to = stretch.phase, stretch.start, stretch.drawn_up_to
         starts += [start] * (len(starts) == number)
@@ -150,7 +149,8 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         sizes, length, _ = mixture.cuts(here, number)
         is_over, position = new.epoch > old.epoch, ends
         is_cut = (old.window_length % length > 0) & (old.drawn < _size_of_epoch(sizes, old))
-        repeats[number, here] += in_epoch[here] * (is_over & is_cut)
+        cut = here[is_over & is_cut]
+        repeats[number, cut] += in_epoch[cut]
         in_epoch[here] = np.where(is_over, new.drawn, in_epoch[here] + counts[here] * length)
         size = _size_of_epoch(sizes, new)
         num_tokens[here], unseen[number:, here] = sizes, sizes - size

@@ -62,9 +62,7 @@ class TraceOptions:
     )
     line: str | None = option("line, or row, of a file", None, metavar="FILE:N")
     document: int | None = option("number of a document of --source", None, least=0)
-    held_out: str | None = option(
-        "JSONL, or text with FILE:N on each line", None, metavar="FILE"
-    )
+    held_out: str | None = option("JSONL, or text with FILE:N on each line", None, metavar="FILE")
     source: str | None = option("source of --document or --line", None, metavar="NAME")
     until: int | None = option("sample before which to look", None, least=0)
     rank: str | None = option("of a step: the samples of rank R of N", None, metavar="R/N")
@@ -154,6 +152,7 @@ def _plan(as_json: bool = False, **values: Any) -> str:
         return _change(old, config, batches, as_json)
     interval = check_int("save_interval", arguments.get("save_interval") or 0, 0)
     num_parts = 0 if own.picture is None else 64
+    del arguments  # as much as the configuration again
     one = inspect.forecast(config, batches=batches, save_interval=interval, num_parts=num_parts)
     budget, text = None, inspect.format_forecast(one)
     if any(SCHEME.match(prefix) for prefix in prefixes_of(config)):  # else nothing is built
