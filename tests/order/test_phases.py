@@ -1,20 +1,16 @@
 """The instant order, its mixture and its phases: equal to the slow model, and the laws of both."""
 
-import random
-from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from millrace import _native
-from millrace.errors import ConfigError
 from millrace.order.instant import InstantOrder, Position
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
-from millrace.order.phases import Phase, Phases, Source
-from millrace.run.skips import Skips
-from tests.order.instant_model import Model
+from millrace.order.phases import Phase, Phases
 
 NAMES = ["web", "code", "wiki", "épices", "a", "b/c"]
 Plan = list[tuple[int, int, dict[str, float]]]
@@ -25,80 +21,17 @@ def cases(short: int, most: int) -> Any:
     return pytest.mark.parametrize("seed", [*range(short), *long])
 
 
-def random_plan(rng: random.Random, names: list[str], lengths: list[int], start: int = 0) -> Plan:
-    plan = []
-    for length in lengths:
-        part = rng.sample(names, rng.randint(1, len(names)))
-        weights = {name: rng.choice([1, 2, 0.1, rng.random() ** 9 + 1e-9]) for name in part}
-        plan.append((start, length, weights))
-        start += rng.choice([1, 2, rng.randint(1, 60)])
-    return plan
+def source_of(size: int, cap: int | None = None) -> Any:
+    return SimpleNamespace(num_tokens=size, rough_tokens=size, max_epochs=cap, mix_window=1)
 
 
 def phases_of(sources: dict[str, Any], plan: Plan) -> Phases:
-    pairs = {
-        name: sizes if isinstance(sizes, tuple) else (sizes, None)
-        for name, sizes in sources.items()
-    }
+    """Sources are sizes, sizes with caps, or objects."""
+    kinds: Any = {int: source_of, tuple: lambda pair: source_of(*pair)}
     return Phases(
-        {name: Source(num_tokens=size, max_epochs=cap) for name, (size, cap) in pairs.items()},
-        [
-            Phase(start=start, sequence_length=n, weights=dict.fromkeys(sources, 0) | weights)
-            for start, n, weights in plan
-        ],
+        {name: kinds.get(type(one), lambda own: own)(one) for name, one in sources.items()},
+        [Phase(start, n, dict.fromkeys(sources, 0) | weights) for start, n, weights in plan],
     )
-
-
-@cases(150, 1000)
-def test_a_history_is_the_models_and_repeats_nothing(seed: int) -> None:
-    rng = random.Random(seed)
-    names = rng.sample(NAMES, rng.randint(1, len(NAMES)))
-    sizes = {name: rng.choice([rng.randint(24, 90), rng.randint(24, 900)]) for name in names}
-    capped = {name: (size, rng.randint(1, 9)) for name, size in sizes.items()}
-    sources = {name: rng.choice([sizes[name]] * 2 + [capped[name]]) for name in names}  # type: ignore[list-item]
-    lengths = [rng.choice([2, 3, 4, 4, 8, 8, 8, 12]) for _ in range(rng.randint(1, 6))]
-    if divides := rng.random() < 0.4:
-        lengths = sorted((rng.choice([8, 4, 2, 1]) for _ in lengths), reverse=True)
-    plan = random_plan(rng, names, lengths)
-    ends = sorted(rng.sample(range(150), 4))
-    skips = rng.choice([(), ((ends[2], ends[3]), (ends[0], ends[1]))])
-    model, mixture = Model(seed, sources, plan, skips), phases_of(sources, plan)
-    samples, tokens = [], dict[tuple[str, int], Counter[int]]()
-    for _ in range(plan[-1][0] + 60):
-        try:
-            samples.append(one := model.draw())
-        except ValueError:
-            with pytest.raises(ConfigError, match="have reached max_epochs"):
-                mixture.stretch_of(model.number)
-            break
-        position = model.positions()[one.source]
-        assert position is not None
-        of_epoch = tokens.setdefault((one.source, position.epoch), Counter())
-        of_epoch.update(range(one.start, one.start + one.length))
-    numbers = Skips(skips).samples(np.arange(len(samples)))
-    assert numbers.tolist() == [one.number for one in samples]
-    datasets, draws = mixture.draws(numbers)
-    for one, dataset, draw in zip(samples, datasets.tolist(), draws.tolist(), strict=True):
-        stretch, place = mixture.stretch_of(one.number), dataset % len(names)
-        name, position = mixture.names[place], mixture.position(dataset)
-        order = InstantOrder(sizes[name], name, seed, sequence_length=one.length, position=position)
-        assert (name, order.spans([draw]).offsets.tolist()) == (one.source, [one.start])
-        leaf = stretch.sources.tolist().index(place)
-        number = stretch.tree.find(leaf, draw - int(stretch.drawn[place]))
-        assert stretch.start + number == one.number
-    assert all(set(counts.values()) == {1} for counts in tokens.values())
-    assert not (divides and any(model.repeated().values()))
-    for (name, epoch), counts in tokens.items():
-        if divides and not skips and epoch < (model.positions()[name] or (0,))[0]:
-            assert any(len(counts) == (sizes[name] // n - 1) * n for n in lengths)
-    if samples:  # another future, with another source, changes nothing before
-        cut = rng.randint(0, samples[-1].number) + 1
-        future = random_plan(rng, [*names, "new"], [rng.choice([8, 4, 3])] * 2, cut)
-        other = phases_of({"new": 500, **sources}, [one for one in plan if one[0] < cut] + future)
-        past = numbers[numbers < cut]
-        found = [other.names[one % len(other.names)] for one in other.draws(past)[0].tolist()]
-        assert found == [one.source for one in samples[: len(past)]]
-        assert other.draws(past)[1].tolist() == draws[: len(past)].tolist()
 
 
 def random_weights(rng: np.random.Generator, size: int) -> list[float]:
@@ -258,30 +191,20 @@ def test_bad_orders_are_refused() -> None:
 def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
     """A stretch is added as a whole or not at all, and a forked child begins again."""
 
-    class Late(Source):
-        fails = 0
-
+    class Late(SimpleNamespace):
         @property
-        def num_tokens(self) -> int:  # type: ignore[override]
-            if type(self).fails > 0:
-                type(self).fails -= 1
-                raise OSError("away")
+        def num_tokens(self) -> int:
+            if fails:
+                raise fails.pop()
             return 500
 
     plan = [(0, 8, {"a": 1, "b": 2}), (100, 4, {"a": 1, "b": 1}), (200, 8, {"a": 1})]
     expected = phases_of({"a": 500, "b": (500, 2)}, plan).draws(np.arange(300))
-    late = Late.__new__(Late)
-    vars(late).update(max_epochs=None, mix_window=1)
-    phases = [
-        Phase(start=start, sequence_length=n, weights={"a": 0, "b": 0} | weights)
-        for start, n, weights in plan
-    ]
-    mixture = Phases({"a": late, "b": Source(num_tokens=500, max_epochs=2)}, phases)
-    for fails in (1, 2, 1, 1):
-        Late.fails = fails
-        for _ in range(fails):
-            with pytest.raises(OSError, match="away"):
-                mixture.draws(np.arange(300))
+    late, fails = Late(rough_tokens=500, max_epochs=None, mix_window=1), [OSError("away")] * 3
+    mixture = phases_of({"a": late, "b": (500, 2)}, plan)
+    for _ in range(3):
+        with pytest.raises(OSError, match="away"):
+            mixture.draws(np.arange(300))
     for drawn, ours in zip(mixture.draws(np.arange(300)), expected, strict=True):
         np.testing.assert_array_equal(drawn, ours)
     mixture.after_fork()

@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ from millrace.run import InstantConfig, config_from, read_arguments
 from millrace.run.skips import Skips
 from tests.conftest import write_documents
 from tests.order.instant_model import Model
+from tests.order.test_phases import cases
 
 NAMES = ["web", "code", "wiki", "épices"]
 STEP = 12  # samples of all ranks
@@ -122,10 +123,25 @@ class History:
         return Model(5, sizes, self.model, skips, mixes)  # type: ignore[arg-type]
 
     def expected(self, num: int) -> list[list[int]]:
-        model = self.make_model()
-        samples = (model.draw() for _ in range(num))
+        """The model's samples. A token comes once in an epoch, and an epoch is not left before its
+        end where each length divides the one before."""
+        model, drawn = self.make_model(), defaultdict[Any, list[int]](list)
         firsts = {name: 10_000 * number for number, name in enumerate(self.sizes)}
-        return [[token + firsts[one.source] for token in one.tokens] for one in samples]
+        samples = []
+        for _ in range(num):
+            one = model.draw()
+            drawn[one.source, model.sources[one.source].position.epoch] += one.tokens[:-1]
+            samples.append([token + firsts[one.source] for token in one.tokens])
+        assert all(len({*tokens}) == len(tokens) for tokens in drawn.values())
+        lengths = [length for _, length, _ in self.model]
+        if all(long % short == 0 for long, short in pairwise(lengths)):
+            assert not any(model.repeated().values())
+            for (name, epoch), tokens in drawn.items():
+                if not self.skips and (name, epoch + 1) in drawn:
+                    windows = [self.mix * length for length in lengths]
+                    sizes = [(self.sizes[name] // n - 1) * n for n in windows]
+                    assert len(tokens) in sizes
+        return samples
 
 
 def drawn(config: InstantConfig, states: Any, steps: int, ranks: int) -> tuple[list[Any], Any]:
@@ -147,7 +163,7 @@ def drawn(config: InstantConfig, states: Any, steps: int, ranks: int) -> tuple[l
     return samples, loaders[-1].state_dict()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@cases(60, 1000)
 def test_a_run_with_changes_is_the_models(seed: int, tmp_path: Path) -> None:
     """Extended, re-weighted and resumed by other ranks, three times."""
     rng, samples, states = random.Random(seed), [], None

@@ -8,9 +8,8 @@ import bisect
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,26 +24,6 @@ Numbers = NDArray[np.int64]
 Places = NDArray[np.intp]
 
 MAX_WEIGHT = 1e300  # so that the sum of a phase's weights is finite
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What a phase may draw from.
-
-    Attributes:
-        num_tokens: Number of tokens.
-        max_epochs: Number of epochs after which it takes no part; None: no limit.
-        mix_window: Number of samples in a window, in which documents are permuted.
-    """
-
-    num_tokens: int
-    max_epochs: int | None = None
-    mix_window: int = 1
-
-    @property
-    def rough_tokens(self) -> int:
-        """About `num_tokens`, where that takes time to find: it is asked for last."""
-        return self.num_tokens
 
 
 class Phase(NamedTuple):
@@ -105,7 +84,9 @@ class Phases(Renewed):
     memory does not depend on the number of phases.
 
     Args:
-        sources: The sources by their names; their order does not matter.
+        sources: The sources by their names, whose order does not matter. A source has `num_tokens`
+            (about as many are `rough_tokens`, where those take time to find), `max_epochs` (after
+            which it takes no part; None: no limit) and `mix_window` (samples in a window).
         phases: Phases by their starts; the first one starts at 0. `InstantConfig` checks them.
 
     Attributes:
@@ -115,7 +96,7 @@ class Phases(Renewed):
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
     """
 
-    def __init__(self, sources: Mapping[str, Source], phases: Sequence[Phase]) -> None:
+    def __init__(self, sources: Mapping[str, Any], phases: Sequence[Phase]) -> None:
         self.names = sorted(sources)
         self._sources, self._phases = [sources[name] for name in self.names], list(phases)
         self._ends = [*(phase.start for phase in phases[1:]), MAX_INT64]
@@ -189,19 +170,20 @@ class Phases(Renewed):
             size, zeros = len(self.names), np.broadcast_to(np.int64(0), len(self.names))
             begins = Position(*(np.broadcast_to(np.int64(one), size) for one in UNDRAWN))
             weights = self._changed_weights(np.zeros(size), 0)
-            return self._make_stretch(0, 0, 0, weights, begins, zeros, zeros)
-        phase, segment, weights, begins = last.phase, last.segment, last.weights, last.begins
+            none = np.empty(0, np.int32), MixtureTree([ONE])
+            return self._dealt(Stretch(0, 0, 0, 0, weights, begins, zeros, zeros, *none))
         drawn, debts, count = last.drawn_up_to(last.end), last.debts.copy(), last.end - last.start
         draws = drawn[last.sources] - last.drawn[last.sources]
         # The product may overflow, but not what is left of it.
         debts[last.sources] += last.tree.shares * count - ONE * draws
-        if last.end == self._ends[phase]:
-            phase += 1
-            weights = self._changed_weights(weights, phase)
-            if self.length_of(phase) != self.length_of(phase - 1):
-                segment += 1
-                begins, drawn = self.ends(last, last.end), np.zeros_like(drawn)
-        return self._make_stretch(last.end, phase, segment, weights, begins, drawn, debts)
+        new = last._replace(start=last.end, drawn=drawn, debts=debts)
+        if last.end == self._ends[last.phase]:
+            phase = last.phase + 1
+            new = new._replace(phase=phase, weights=self._changed_weights(last.weights, phase))
+            if self.length_of(phase) != self.length_of(last.phase):
+                begins, zeros = self.ends(last, last.end), np.zeros_like(drawn)
+                new = new._replace(segment=last.segment + 1, begins=begins, drawn=zeros)
+        return self._dealt(new)
 
     def _changed_weights(self, weights: NDArray[np.float64], number: int) -> NDArray[np.float64]:
         """The weights of a phase, from those before it."""
@@ -211,38 +193,28 @@ class Phases(Renewed):
         weights[[places[name] for name in changes]] = [*changes.values()]
         return weights
 
-    def _make_stretch(
-        self,
-        start: int,
-        phase: int,
-        segment: int,
-        weights: NDArray[np.float64],
-        begins: Position,
-        drawn: Numbers,
-        debts: Numbers,
-    ) -> Stretch:
-        sources = np.flatnonzero(weights)
+    def _dealt(self, new: Stretch) -> Stretch:
+        """A stretch with its end, its sources and their tree."""
+        sources, (start, end) = np.flatnonzero(new.weights), (new.start, self._ends[new.phase])
         capped = sources[self._caps[sources] < MAX_INT64]
-        lefts = self._draws_left(capped, phase, begins, drawn)
+        lefts = self._draws_left(new, capped)
         sources = np.setdiff1d(sources, capped[lefts == 0], assume_unique=True)
         if len(sources) == 0:
             raise ConfigError(
-                f"phase {phase}: all of its sources have reached max_epochs at sample {start}: "
+                f"phase {new.phase}: all of its sources have reached max_epochs at sample {start}: "
                 "raise max_epochs, add a source, or let the phase end there"
             )
-        tree = MixtureTree(whole_shares(weights[sources].tolist()), debts[sources])
-        end = self._ends[phase]
+        tree = MixtureTree(whole_shares(new.weights[sources].tolist()), new.debts[sources])
         if lefts.any():
             leaves = np.searchsorted(sources, capped[lefts > 0])
             end = start + tree.samples_until(leaves, lefts[lefts > 0], end - start - 1)
-        state = weights, begins, drawn, debts, sources.astype(np.int32)
-        return Stretch(start, end, phase, segment, *state, tree)
+        return new._replace(end=end, sources=sources.astype(np.int32), tree=tree)
 
-    def _draws_left(self, places: Places, phase: int, begins: Position, drawn: Numbers) -> Numbers:
+    def _draws_left(self, stretch: Stretch, places: Places) -> Numbers:
         """Draws that some sources have left until they reach their caps (C1)."""
-        sizes, length, mix_windows = cut = self.cuts(places, phase)
-        begin = Position(*(array[places] for array in begins)).before_draw(*cut)
-        position = begin.at(drawn[places], *cut)
+        sizes, length, mix_windows = cut = self.cuts(places, stretch.phase)
+        begin = Position(*(array[places] for array in stretch.begins)).before_draw(*cut)
+        position = begin.at(stretch.drawn[places], *cut)
         of_epoch = num_windows(sizes, mix_windows * length) * mix_windows
         # More epochs than that are more draws than a run can have.
         epochs = np.minimum(self._caps[places] - position.epoch - 1, (1 << 61) // of_epoch)

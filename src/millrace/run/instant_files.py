@@ -146,7 +146,7 @@ class SourceFile:
 
 @dataclass(eq=False)
 class SourceRange:
-    """The tokens of a source that a split draws from (`millrace.order.phases.Source`).
+    """The tokens of a source that a split draws from: see `Phases`.
 
     Attributes:
         file: The token file.

@@ -83,7 +83,7 @@ class PhasedDataset(BlendedDataset):
     @cached_property
     def order(self) -> Phases:
         """Which dataset, and which of its samples, each sample number of the run is."""
-        return Phases(self._ranges, self._phases)  # type: ignore[arg-type]
+        return Phases(self._ranges, self._phases)
 
     # ---- batches ----
 
@@ -225,7 +225,7 @@ class _HeldOutDataset(PhasedDataset):
                 f"no source has {2 * length} tokens in this split, which a sample of {length} "
                 "needs: give the split a larger share"
             )
-        return Phases(self._ranges, [phase._replace(weights=weights)])  # type: ignore[arg-type]
+        return Phases(self._ranges, [phase._replace(weights=weights)])
 
 
 class _OnDemand:
