@@ -292,17 +292,10 @@ def format_forecast(one: Forecast) -> str:
         places = np.argsort(-samples, kind="stable")[: np.count_nonzero(samples)].tolist()
         for place in places[:_MOST_ROWS]:
             part = int(samples[place])
-            rest = one.repeats[number, place], one.unseen[number, place]
-            numbers = [f"{value:,}" for value in (part, part * length)]
-            rows.append(
-                [
-                    printable(one.sources[place]),
-                    f"{part / count:.2%}",
-                    *numbers,
-                    f"{one.epochs[number, place]:.2f}",
-                    *(f"{value:,}" for value in rest),
-                ]
-            )
+            epochs = f"{one.epochs[number, place]:.2f}"
+            rest = (f"{array[number, place]:,}" for array in (one.repeats, one.unseen))
+            source, share = printable(one.sources[place]), f"{part / count:.2%}"
+            rows.append([source, share, f"{part:,}", f"{part * length:,}", epochs, *rest])
         lines += [f"  {line}" for line in text_table(rows)]
         if len(places) > _MOST_ROWS:
             lines.append(f"  and {len(places) - _MOST_ROWS:,} more sources: --json has them all")

@@ -4,11 +4,8 @@ Weights, sources and the sequence length may change from a sample on; what was d
 what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 """
 
-import bisect
 import itertools
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +13,6 @@ from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT64
 from millrace.errors import ConfigError
-from millrace.forks import Renewed
 from millrace.order.instant import UNDRAWN, Position, check_windows, num_windows
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
 
@@ -79,7 +75,7 @@ class Stretch(NamedTuple):
         return drawn
 
 
-class Phases(Renewed):
+class Phases:
     """The mixture of a run in phases. Stretches are computed as far as samples ask for them; their
     memory does not depend on the number of phases.
 
@@ -111,31 +107,25 @@ class Phases(Renewed):
             if not weights.any():
                 raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
             self._check_windows(np.flatnonzero(weights), number)
-        self.renew()
+        # Several threads may compute a stretch side by side: theirs are equal.
+        self._known: dict[int, int] = {}  # the phase of each stretch, by its start
+        self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for
         self.stretch_of(0)
 
-    _renewed = ("_lock", "_known", "_recent")
-
-    def after_fork(self) -> None:
-        """Begins again: the parent may have been between two stretches."""
-        self._lock = threading.RLock()
-        self._known: list[tuple[int, int]] = []  # starts of stretches, and their phases
-        self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_recent": ()}
 
     def stretch_of(self, sample_number: int) -> Stretch:
         """The stretch that a sample is in."""
         for stretch in self._recent:
             if stretch.start <= sample_number < stretch.end:
                 return stretch
-        with self._lock:
-            before = [one for one in self._recent if one.start <= sample_number]
-            last = before[0] if before else None
-            while last is None or sample_number >= last.end:
-                last = self._next(last)
-                self._recent = (last, *self._recent[:1])
-                if not self._known or last.start > self._known[-1][0]:
-                    self._known.append((last.start, last.phase))
-            return last
+        last = next((one for one in self._recent if one.start <= sample_number), None)
+        while last is None or sample_number >= last.end:
+            last = self._next(last)
+            self._recent = (last, *self._recent[:1])
+            self._known[last.start] = last.phase
+        return last
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """The datasets of some samples, and the samples' numbers in them.
@@ -279,7 +269,7 @@ class Phases(Renewed):
         if sample_number == 0:
             return []
         self.stretch_of(sample_number - 1)
-        return self._known[: bisect.bisect_left(self._known, sample_number, key=itemgetter(0))]
+        return sorted(pair for pair in self._known.items() if pair[0] < sample_number)
 
     def length_of(self, phase: int) -> int:
         return self._phases[phase].sequence_length
