@@ -93,8 +93,8 @@ def measure(run: Path, seed: int, num_documents: int) -> dict[str, float]:
     timed("sample to documents, as text", lambda: format_sample(trace.sample(sample)))
     trace = fresh()
     line = [f"web.jsonl:{document + 1}"]
-    found = timed("line to document", lambda: [*find_documents(trace, line, source=NAME)])
-    assert found[0][1] == document
+    documents = timed("line to document", lambda: [*find_documents(trace, line, source=NAME)])
+    assert documents[0][1] == document
     assert any(part.document == document for part in trace.sample(sample).parts)
     return times
 

@@ -97,6 +97,11 @@ def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = json.loads(capsys.readouterr().out)
     assert np.sum(one["samples"]) == 300
     assert one["caps"] == [["code", 120]]
+    options = ["--seconds", "0.01", "--step-time", "0.001", "--keep-cache"]
+    assert main(["bench", run, *options]) == 0
+    assert "300 samples of 8 tokens, 2 bytes a token" in capsys.readouterr().out
+    assert main(["index", run, "--cache", str(folder)]) == 1
+    assert "the order is instant, for which nothing is built" in capsys.readouterr().err
 
 
 def test_it_knows_the_built_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +150,7 @@ def test_a_change(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": ".nan"}, "source code: the weight must be between 0 and 1e+300, not nan"),
+        ({"weight": ".nan"}, "source code: weight must be between 0 and 1e+300, not nan"),
         ({"until": 122}, "phase 2, from sample 122, has another sequence length, and must start"),
         ({"more": "train-iters: 5"}, "train_samples is 300, train_iters 5: leave one out"),
         ({"more": "sources:\n  a: b"}, "it gives sources twice: leave one out"),

@@ -33,6 +33,11 @@ from millrace.store.opened import token_dtype
 T = TypeVar("T")
 
 _weight = partial(check_float, least=0, most=MAX_WEIGHT)
+_count = partial(check_int, least=1, most=MAX_INT64)
+
+
+def _dtype(_: str, value: Any) -> Any:
+    return token_dtype(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +66,9 @@ class InstantSource:
         part_range(0, self.part)
         vars(self).update(
             prefix=check_path("prefix", self.prefix),
-            weight=_if_given(partial(_weight, "the weight"), self.weight),
-            dtype=_if_given(token_dtype, self.dtype),
             part=(float(self.part[0]), float(self.part[1])),
-            max_epochs=_if_given(
-                partial(check_int, "max_epochs", least=1, most=MAX_INT64), self.max_epochs
-            ),
         )
+        _check_given(self, weight=_weight, dtype=_dtype, max_epochs=_count)
         if self.weight == 0:
             raise ConfigError("the weight is 0: leave it out, to draw nothing until a phase does")
 
@@ -93,16 +94,9 @@ class InstantPhase:
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping):
             raise ConfigError(f"weights must be numbers by name, not {shown(self.weights)}")
-        weights = {
-            name: _weight(f"the weight of {name}", one) for name, one in self.weights.items()
-        }
-        vars(self).update(
-            weights=weights,
-            until=_if_given(partial(check_int, "until", least=1, most=MAX_INT64), self.until),
-            sequence_length=_if_given(
-                partial(check_int, "sequence_length", least=1, most=MAX_INT32), self.sequence_length
-            ),
-        )
+        weights = self.weights.items()
+        vars(self)["weights"] = {one: _weight(f"the weight of {one}", w) for one, w in weights}
+        _check_given(self, until=_count, sequence_length=partial(_count, most=MAX_INT32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +168,9 @@ class InstantConfig(RunConfig):
             access=check_choice("access", self.access, get_args(Access)),
             any_tokenizer=check_bool("any_tokenizer", self.any_tokenizer),
             loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
-            dtype=_if_given(token_dtype, self.dtype),
-            alpha=_if_given(partial(check_float, "alpha", least=0, most=10), self.alpha),
             mix_window=check_int("mix_window", self.mix_window, 1, MAX_INT32),
         )
+        _check_given(self, dtype=_dtype, alpha=partial(check_float, least=0, most=10))
         self._check_sampler()
         if self.split is not None:
             split_ranges(0, self.split)
@@ -244,8 +237,11 @@ def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int],
             ) from None
 
 
-def _if_given(check: Callable[[Any], T], value: Any) -> T | None:
-    return None if value is None else check(value)
+def _check_given(one: Any, **checks: Callable[[str, Any], Any]) -> None:
+    """Checks the arguments of these names that are not None."""
+    for name, check in checks.items():
+        if (value := getattr(one, name)) is not None:
+            vars(one)[name] = check(name, value)
 
 
 def _checked_sources(sources: Any) -> dict[str, InstantSource]:
