@@ -66,7 +66,8 @@ class Stretch(NamedTuple):
         """See `Phases.draws`, for samples of this stretch."""
         leaves, own = self.tree.draws(sample_numbers - self.start)
         sources = self.sources[leaves]
-        return sources + np.int32(self.segment * len(self.weights)), own + self.drawn[sources]
+        own += self.drawn[sources]
+        return sources + self.segment * len(self.weights) if self.segment else sources, own
 
     def drawn_up_to(self, sample_number: int) -> Numbers:
         """Draws of each source before a sample, in this segment."""

@@ -107,17 +107,19 @@ class PhasedDataset(BlendedDataset):
             first = int(self.order.stretch_of(0).sources[0])
             return samples, [(first, self.datasets[first], samples, samples)]
         dataset_numbers, draws = super()._draws(samples)
-        return dataset_numbers % len(self.stores), draws
+        if len(self._views) > 1:
+            dataset_numbers = dataset_numbers % len(self.stores)
+        return dataset_numbers, draws
 
     def _options_of(self, draws: Any) -> SampleOptions:
-        segments = [number // len(self.stores) for number, *_ in draws]
-        if segments[0] < segments[-1]:
-            lengths = [view.sequence_length for view in self._views[segments[0] :]]
+        first, last = (draws[place][0] // len(self.stores) for place in (0, -1))
+        if first < last:
+            lengths = [view.sequence_length for view in self._views[first:]]
             raise ConfigError(
                 f"the batch has samples of {lengths[0]} and of {lengths[1]} tokens, as a phase "
                 "starts in it: start that phase with a batch of this loader"
             )
-        view: SampleOptions = self._views[segments[0]]
+        view: SampleOptions = self._views[first]
         return view
 
     def sources_of(self, numbers: Numbers) -> Sources:
