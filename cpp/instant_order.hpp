@@ -24,27 +24,23 @@ struct EpochPosition {
   std::int64_t drawn;
 };
 
+// It has no end. Nothing is read, so there is nothing to prefetch.
 class InstantOrder : public Order {
  public:
   // Samples of `sequence_length` tokens from `position` on, and one more token each if `extra_tokens`
   // is 1. Throws std::invalid_argument for a range without a window, and a position outside it.
   InstantOrder(const TokenRange& range, const EpochPosition& position, std::int64_t sequence_length,
-               std::int64_t extra_tokens, std::int64_t num_samples);
+               std::int64_t extra_tokens);
 
-  std::int64_t num_samples() const noexcept override { return num_samples_; }
+  std::int64_t num_samples() const noexcept override { return INT64_MAX; }
   void append_spans(std::int64_t sample_number, std::vector<Span>& spans) const override;
   void prefetch(int /* stage */, std::int64_t /* sample_number */) const noexcept override {}
 
  private:
-  // The first token of a window: the one at `place` in an epoch.
-  std::int64_t window_start(std::int64_t epoch, std::int64_t length, std::int64_t place) const;
-
   TokenRange range_;
   EpochPosition position_;
   std::int64_t sequence_length_;
   std::int64_t extra_tokens_;
-  std::int64_t num_samples_;
-  std::int64_t rest_;  // samples of the first epoch
 };
 
 }  // namespace millrace

@@ -15,25 +15,18 @@ constexpr int one_bits = 40;  // shares add up to 2^40
 constexpr std::int64_t one = std::int64_t{1} << one_bits;
 constexpr std::int64_t debt_limit = one << 20;
 
-struct Rest {
-  std::int64_t quotient;
-  std::int64_t remainder;
-};
-
-Rest divide(std::int64_t share, std::int64_t count, std::int64_t divisor) noexcept {
-  const Uint128 product = Uint128(static_cast<std::uint64_t>(share)) * static_cast<std::uint64_t>(count);
-  const auto by = static_cast<std::uint64_t>(divisor);
-  return {static_cast<std::int64_t>(product / by), static_cast<std::int64_t>(product % by)};
-}
-
-// L(t) of M4, of l * t / w: how many of the first t samples of a node its left child has.
-std::int64_t left_count(Rest rest, std::int64_t share, std::int64_t carry) noexcept {
-  const Uint128 scaled = Uint128(static_cast<std::uint64_t>(rest.remainder)) << one_bits;
-  const auto fraction = static_cast<std::int64_t>(scaled / static_cast<std::uint64_t>(share));
-  return rest.quotient + ((fraction + carry + one / 2) >> one_bits);
+Uint128 product(std::int64_t share, std::int64_t count) noexcept {
+  return Uint128(static_cast<std::uint64_t>(share)) * static_cast<std::uint64_t>(count);
 }
 
 }  // namespace
+
+std::int64_t MixtureTree::Node::left_count(std::int64_t count) const noexcept {
+  const Uint128 scaled = product(left_share, count);
+  const auto by = static_cast<std::uint64_t>(share);
+  const auto fraction = static_cast<std::int64_t>(((scaled % by) << one_bits) / by);
+  return static_cast<std::int64_t>(scaled / by) + ((fraction + carry + one / 2) >> one_bits);
+}
 
 MixtureTree::MixtureTree(Column<std::int64_t> shares, Column<std::int64_t> debts)
     : num_leaves_(static_cast<std::int64_t>(shares.size())) {
@@ -58,11 +51,11 @@ MixtureTree::MixtureTree(Column<std::int64_t> shares, Column<std::int64_t> debts
     // Three sixteenths: more is too much for a phase, less for the sum of many.
     const std::int64_t carry = std::clamp((3 * apart) >> 4, -one / 2, one / 2 - 1);
     // The mean of M3, rounded down: the right child's debt, and the left one's share of what is apart.
-    const Rest rest = divide(left_share, std::abs(apart), share);
-    const std::int64_t part = apart < 0 ? -rest.quotient - (rest.remainder > 0) : rest.quotient;
+    const Uint128 scaled = product(left_share, std::abs(apart)) + Uint128(apart < 0 ? share - 1 : 0);
+    const auto part = static_cast<std::int64_t>(scaled / static_cast<std::uint64_t>(share));
     const auto place = static_cast<std::int32_t>(shares.size() + nodes_.size());
     nodes_.push_back({left, right, share, left_share, carry});
-    heap.emplace(share, place, right_debt + part);
+    heap.emplace(share, place, right_debt + (apart < 0 ? -part : part));
   }
 }
 
@@ -72,17 +65,11 @@ void MixtureTree::draw(Column<std::int64_t> sample_numbers, std::span<std::int32
     std::int64_t number = checked(sample_numbers[i], INT64_MAX, "the sample number");
     std::int64_t place = 2 * num_leaves_ - 2;  // the root's, behind all leaves and other nodes
     while (place >= num_leaves_) {
-      const auto& [left, right, share, part, carry] =
-          nodes_[static_cast<std::size_t>(place - num_leaves_)];
-      Rest rest = divide(part, number, share);
-      const std::int64_t before = left_count(rest, share, carry);
-      rest.remainder += part;
-      if (rest.remainder >= share) {
-        rest = {rest.quotient + 1, rest.remainder - share};
-      }
-      const bool is_left = left_count(rest, share, carry) > before;
+      const Node& node = nodes_[static_cast<std::size_t>(place - num_leaves_)];
+      const std::int64_t before = node.left_count(number);
+      const bool is_left = node.left_count(number + 1) > before;
       number = is_left ? before : number - before;
-      place = is_left ? left : right;
+      place = is_left ? node.left : node.right;
     }
     leaves[i] = static_cast<std::int32_t>(place);
     numbers[i] = number;
@@ -93,11 +80,9 @@ void MixtureTree::count(std::int64_t number, std::span<std::int64_t> counts) con
   std::vector<std::int64_t> all(counts.size() + nodes_.size());
   all.back() = std::max(number, std::int64_t{0});
   for (std::size_t i = nodes_.size(); i-- > 0;) {
-    const auto& [left, right, share, part, carry] = nodes_[i];
-    const std::int64_t of_node = all[counts.size() + i];
-    const std::int64_t of_left = left_count(divide(part, of_node, share), share, carry);
-    all[static_cast<std::size_t>(left)] = of_left;
-    all[static_cast<std::size_t>(right)] = of_node - of_left;
+    const std::int64_t of_node = all[counts.size() + i], of_left = nodes_[i].left_count(of_node);
+    all[static_cast<std::size_t>(nodes_[i].left)] = of_left;
+    all[static_cast<std::size_t>(nodes_[i].right)] = of_node - of_left;
   }
   std::copy_n(all.begin(), counts.size(), counts.begin());
 }

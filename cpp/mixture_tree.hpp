@@ -34,6 +34,9 @@ class MixtureTree {
     std::int64_t share;
     std::int64_t left_share;
     std::int64_t carry;  // c of M4
+
+    // L(t) of M4: how many of the first t samples of the node its left child has.
+    std::int64_t left_count(std::int64_t count) const noexcept;
   };
 
   std::int64_t num_leaves_;

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -96,6 +97,11 @@ def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = json.loads(capsys.readouterr().out)
     assert np.sum(one["samples"]) == 300
     assert one["caps"] == [["code", 120]]
+    options = ["--seconds", "0.01", "--step-time", "0.001", "--keep-cache"]
+    assert main(["bench", run, *options]) == 0
+    assert "300 samples of 8 tokens, 2 bytes a token" in capsys.readouterr().out
+    assert main(["index", run, "--cache", str(folder)]) == 1
+    assert "the order is instant, for which nothing is built" in capsys.readouterr().err
 
 
 def test_it_knows_the_built_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,12 +113,13 @@ def test_it_knows_the_built_order(folder: Path, capsys: pytest.CaptureFixture[st
     assert "  750   6,000    6.67" in text
     assert "warning: more than 4 epochs of" in text
     assert "has the data of" in text
-    (folder / "longer.yaml").write_text(path.read_text().replace("1000", "3000"))
-    (folder / "same.yaml").write_text(path.read_text().replace("1000", "1001"))
-    assert main(["plan", str(folder / "longer.yaml"), "--diff", str(path)]) == 0
-    assert "position 0 is the first one that changes" in capsys.readouterr().out
-    assert main(["plan", str(folder / "same.yaml"), "--diff", str(path)]) == 0
-    assert "no sample changes" in capsys.readouterr().out
+    limit = re.search("with more than about ([0-9,]+) samples", text)
+    assert limit is not None
+    for growth, change in ((0.99, "no sample changes"), (1.02, "position 0 is the first one")):
+        num_samples = int(int(limit[1].replace(",", "")) * growth)
+        (folder / "longer.yaml").write_text(path.read_text().replace("1000", str(num_samples)))
+        assert main(["plan", str(folder / "longer.yaml"), "--diff", str(path)]) == 0
+        assert change in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -138,25 +145,15 @@ def test_a_change(
     assert text in capsys.readouterr().out
     assert main(["plan", "--diff", old, new, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["first_changed_sample"] == first
-    if first is not None:
-        consumed = ["--consumed-samples", str(first + 1)]
-        assert main(["plan", "--diff", old, new, *consumed]) == 1
-        assert f"sample {first} changes, and {first + 1} are consumed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"weight": 0}, "source code: the weight is 0: leave it out"),
-        ({"weight": ".nan"}, "source code: the weight must be between 0 and 1e+300, not nan"),
-        ({"code": -1}, "phase 1: the weight of code must be between 0 and 1e+300"),
-        ({"until": 90}, "phase 1 starts at sample 100, and ends before 90"),
+        ({"weight": ".nan"}, "source code: weight must be between 0 and 1e+300, not nan"),
         ({"until": 122}, "phase 2, from sample 122, has another sequence length, and must start"),
-        ({"length": 101}, "phase 2, source code has 200 tokens; samples of 101 tokens need 202"),
-        ({"skip": 45}, "skips[0] is [45, 44]; give [start, stop]"),
         ({"more": "train-iters: 5"}, "train_samples is 300, train_iters 5: leave one out"),
         ({"more": "sources:\n  a: b"}, "it gives sources twice: leave one out"),
-        ({"length": "8}\n  - {weights: {web: 0}"}, "phase 2 has no `until`, and is not the last"),
         ({"length": "8, weights: {web: 0}"}, "phase 2: all of its sources have reached max_epochs"),
         ({"code": "1, code: 2"}, "it gives code twice: leave one out"),
         ({"folder": "/nowhere"}, "source web: /nowhere/web.bin not found: give its path"),

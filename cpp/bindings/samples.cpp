@@ -90,12 +90,11 @@ void make_pack_order(PackOrder* self, const In<std::int32_t>& sequence_lengths,
 
 void make_instant_order(InstantOrder* self, std::tuple<std::int64_t, std::int64_t> tokens,
                         std::uint64_t key, std::tuple<std::int64_t, std::int64_t, std::int64_t> position,
-                        std::int64_t sequence_length, bool add_extra_token,
-                        std::int64_t num_samples) {
+                        std::int64_t sequence_length, bool add_extra_token) {
   const auto [first_token, num_tokens] = tokens;
   const auto [epoch, window_length, drawn] = position;
   new (self) InstantOrder({first_token, num_tokens, key}, {epoch, window_length, drawn},
-                          sequence_length, add_extra_token ? 1 : 0, num_samples);
+                          sequence_length, add_extra_token ? 1 : 0);
 }
 
 // One field of all spans.
@@ -444,7 +443,7 @@ void add_samples(nb::module_& module) {
            nb::keep_alive<1, 3>(), nb::keep_alive<1, 4>());
   nb::class_<InstantOrder, Order>(module, "InstantOrder")
       .def("__init__", &make_instant_order, "tokens"_a, "key"_a, "position"_a, "sequence_length"_a,
-           "add_extra_token"_a, "num_samples"_a);
+           "add_extra_token"_a);
   nb::class_<SequenceOrder, Order>(module, "SequenceOrder")
       .def(nb::init<std::int64_t, std::int64_t>(), "num_sequences"_a, "sequence_length"_a);
   module.def("spans", &py_spans, "order"_a, "sample_numbers"_array,

@@ -765,7 +765,7 @@ def test_spans_of_the_whole_file_are_cut_as_the_twin_cuts_them(data: st.DataObje
     tokens = np.arange(lengths.sum(), dtype=data.draw(st.sampled_from(["uint8", "int32"])))
     pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * tokens.itemsize
     arrays = tokens, pointers, lengths, tokens.nbytes
-    order = _native.InstantOrder((0, len(tokens)), 7, (0, 4, 0), 4, True, 10)
+    order = _native.InstantOrder((0, len(tokens)), 7, (0, 4, 0), 4, True)
     *whole, _ = _native.spans(order, np.arange(9))
     *columns, bounds = _native.spans(order, np.arange(9), _native.TokenSource(*arrays))
     twin = reference.TokenSource(*arrays)
@@ -779,7 +779,7 @@ def test_spans_of_the_whole_file_are_cut_as_the_twin_cuts_them(data: st.DataObje
 
 def test_a_damaged_index_cuts_nothing() -> None:
     tokens, lengths = np.arange(40), np.full(4, 10, np.int32)
-    order = _native.InstantOrder((0, 40), 7, (0, 4, 0), 4, True, 10)
+    order = _native.InstantOrder((0, 40), 7, (0, 4, 0), 4, True)
     numbers = np.arange(9)
     for place, pointer in ((0, 80), (2, -(2**63)), (2, 240), (3, 2**62), (1, 8)):
         pointers = np.arange(0, 320, 80)

@@ -1,22 +1,16 @@
 """The instant order, its mixture and its phases: equal to the slow model, and the laws of both."""
 
-import random
-from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from millrace import _native
-from millrace.checks import MAX_INT64
-from millrace.errors import ConfigError
 from millrace.order.instant import InstantOrder, Position
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
-from millrace.order.phases import Phase, Phases, Source
-from millrace.run.skips import Skips
-from tests.order.instant_model import Model
+from millrace.order.phases import Phase, Phases
 
 NAMES = ["web", "code", "wiki", "épices", "a", "b/c"]
 Plan = list[tuple[int, int, dict[str, float]]]
@@ -27,81 +21,17 @@ def cases(short: int, most: int) -> Any:
     return pytest.mark.parametrize("seed", [*range(short), *long])
 
 
-def random_plan(rng: random.Random, names: list[str], lengths: list[int], start: int = 0) -> Plan:
-    plan = []
-    for length in lengths:
-        part = rng.sample(names, rng.randint(1, len(names)))
-        weights = {name: rng.choice([1, 2, 0.1, rng.random() ** 9 + 1e-9]) for name in part}
-        plan.append((start, length, weights))
-        start += rng.choice([1, 2, rng.randint(1, 60)])
-    return plan
+def source_of(size: int, cap: int | None = None) -> Any:
+    return SimpleNamespace(num_tokens=size, rough_tokens=size, max_epochs=cap, mix_window=1)
 
 
 def phases_of(sources: dict[str, Any], plan: Plan) -> Phases:
-    pairs = {
-        name: sizes if isinstance(sizes, tuple) else (sizes, None)
-        for name, sizes in sources.items()
-    }
+    """Sources are sizes, sizes with caps, or objects."""
+    kinds: Any = {int: source_of, tuple: lambda pair: source_of(*pair)}
     return Phases(
-        {name: Source(num_tokens=size, max_epochs=cap) for name, (size, cap) in pairs.items()},
-        [
-            Phase(start=start, sequence_length=n, weights=dict.fromkeys(sources, 0) | weights)
-            for start, n, weights in plan
-        ],
+        {name: kinds.get(type(one), lambda own: own)(one) for name, one in sources.items()},
+        [Phase(start, n, dict.fromkeys(sources, 0) | weights) for start, n, weights in plan],
     )
-
-
-@cases(150, 1000)
-def test_a_history_is_the_models_and_repeats_nothing(seed: int) -> None:
-    rng = random.Random(seed)
-    names = rng.sample(NAMES, rng.randint(1, len(NAMES)))
-    sizes = {name: rng.choice([rng.randint(24, 90), rng.randint(24, 900)]) for name in names}
-    capped = {name: (size, rng.randint(1, 9)) for name, size in sizes.items()}
-    sources = {name: rng.choice([sizes[name]] * 2 + [capped[name]]) for name in names}  # type: ignore[list-item]
-    lengths = [rng.choice([2, 3, 4, 4, 8, 8, 8, 12]) for _ in range(rng.randint(1, 6))]
-    if divides := rng.random() < 0.4:
-        lengths = sorted((rng.choice([8, 4, 2, 1]) for _ in lengths), reverse=True)
-    plan = random_plan(rng, names, lengths)
-    ends = sorted(rng.sample(range(150), 4))
-    skips = rng.choice([(), ((ends[2], ends[3]), (ends[0], ends[1]))])
-    model, mixture = Model(seed, sources, plan, skips), phases_of(sources, plan)
-    samples, tokens = [], dict[tuple[str, int], Counter[int]]()
-    for _ in range(plan[-1][0] + 60):
-        try:
-            samples.append(one := model.draw())
-        except ValueError:
-            with pytest.raises(ConfigError, match="have reached max_epochs"):
-                mixture.stretch_of(model.number)
-            break
-        position = model.positions()[one.source]
-        assert position is not None
-        of_epoch = tokens.setdefault((one.source, position.epoch), Counter())
-        of_epoch.update(range(one.start, one.start + one.length))
-    numbers = Skips(skips).samples(np.arange(len(samples)))
-    assert numbers.tolist() == [one.number for one in samples]
-    places, draws = mixture.draws(numbers)
-    for one, place, draw in zip(samples, places.tolist(), draws.tolist(), strict=True):
-        stretch = mixture.stretch_of(one.number)
-        segment, name = mixture.segments[stretch.phase], mixture.names[place]
-        size, position = sizes[name], mixture.position(segment, place)
-        order = InstantOrder(size, name, seed, sequence_length=one.length, position=position)
-        assert (name, order.spans([draw]).offsets.tolist()) == (one.source, [one.start])
-        leaf = stretch.names.index(name)
-        number = stretch.tree.find(leaf, draw - int(stretch.drawn[leaf]))
-        assert stretch.start + number == one.number
-    assert all(set(counts.values()) == {1} for counts in tokens.values())
-    assert not (divides and any(model.repeated().values()))
-    for (name, epoch), counts in tokens.items():
-        if divides and not skips and epoch < (model.positions()[name] or (0,))[0]:
-            assert any(len(counts) == (sizes[name] // n - 1) * n for n in lengths)
-    if samples:  # another future, with another source, changes nothing before
-        cut = rng.randint(0, samples[-1].number) + 1
-        future = random_plan(rng, [*names, "new"], [rng.choice([8, 4, 3])] * 2, cut)
-        other = phases_of({"new": 500, **sources}, [one for one in plan if one[0] < cut] + future)
-        past = numbers[numbers < cut]
-        found = [other.names[place] for place in other.draws(past)[0].tolist()]
-        assert found == [one.source for one in samples[: len(past)]]
-        assert other.draws(past)[1].tolist() == draws[: len(past)].tolist()
 
 
 def random_weights(rng: np.random.Generator, size: int) -> list[float]:
@@ -204,32 +134,6 @@ def test_shares_hold_where_phases_are_against_them() -> None:
     assert worst_of(equal, 20, 1, names[:21])[1] == pytest.approx(limit, abs=1e-9)
 
 
-def test_examples_of_the_page() -> None:
-    both = {"a": 1.0, "b": 1.0}
-    model = Model(3, {"a": 8 * 21}, [(0, 8, {"a": 1}), (4, 2, {"a": 1}), (7, 4, {"a": 1})])
-    past = [(model.draw(), model.positions()["a"])[1] for _ in range(38)]
-    assert past[6:9] == [(0, 8, 38), (0, 8, 44), (0, 8, 48)]  # S7: 2 tokens are left out
-    assert past[36:] == [(0, 8, 160), (1, 4, 4)]
-    assert not model.repeated()["a"]
-    model = Model(3, {"a": 8 * 21}, [(0, 8, {"a": 1}), (4, 3, {"a": 1})])
-    assert [(model.draw(), model.positions()["a"])[1] for _ in range(5)][-1] == (1, 3, 3)
-    assert model.repeated()["a"] == 32
-    model = Model(1, {"a": (44, 1), "b": 1000}, [(0, 4, both), (10, 3, both), (20, 2, both)])
-    names = [model.draw().source for _ in range(60)]
-    assert set(names[10:20]) == {"b"}  # C1: 3 does not divide a's windows, but 2 does
-    assert names.count("a") == 5 + (40 - 20) // 2
-
-
-def test_batches_and_single_samples_are_the_same() -> None:
-    sources = {"a": 200, "b": 90, "c": 300}
-    plan = random_plan(random.Random(4), [*sources], [8] * 4)
-    all_sources, numbers = phases_of(sources, plan).draws(np.arange(150))
-    shuffled = {name: sources[name] for name in reversed(sources)}
-    for sample in (0, 5, 77, 149):
-        [source], [number] = phases_of(shuffled, plan).draws(np.array([sample]))
-        assert (source, number) == (all_sources[sample], numbers[sample])
-
-
 def test_the_kernel_of_trees_counts_as_it_draws() -> None:
     rng = np.random.default_rng(3)
     for size in (1, 2, 3, 60, 4096):
@@ -245,26 +149,6 @@ def test_the_kernel_of_trees_counts_as_it_draws() -> None:
     assert whole_shares([1e-300, 1e300]).tolist() == [1, ONE - 1]
 
 
-def test_windows_of_any_number_and_epoch() -> None:
-    """Each window once, and the last token is never left out by more than the page says."""
-    for num_tokens, length in ((2, 1), (16, 8), (17, 8), (1000, 8), (1000, 333), (5000, 1)):
-        orders = [
-            InstantOrder(num_tokens, n, s, sequence_length=length) for n in "aä" for s in (1, 2)
-        ]
-        per_epoch = (num_tokens - length) // length
-        epochs = []
-        for epoch in (0, 1, 2, 10**6):
-            for order in orders:
-                numbers = epoch * per_epoch + np.arange(per_epoch)
-                starts = order.spans(numbers).offsets
-                epochs.append(starts.tolist())
-                starts = np.sort(starts)
-                assert np.all(np.diff(starts) == length)
-                assert 0 <= starts[0] < length
-                assert starts[-1] + length < num_tokens
-        assert per_epoch < 100 or all(one != other for one, other in pairwise(epochs))
-
-
 def test_frozen_samples() -> None:
     order = InstantOrder(10**13, "web", 1234, sequence_length=4096, first_token=5)
     numbers = np.array([0, 1, 2, 10**9, 2**48, 2**60])
@@ -278,20 +162,17 @@ FROZEN_LATER = [788647, 789159, 735399, 766631, 767143]
 
 
 def test_bad_orders_are_refused() -> None:
-    for arguments in (
-        ((0, 15), 1, (0, 8, 0), 8),  # no window
-        ((-1, 100), 1, (0, 8, 0), 8),
-        ((0, 100), 1, (0, 12, 0), 8),
-        ((0, 100), 1, (0, 8, 4), 8),
-        ((0, 100), 1, (0, 8, 96), 8),
-        ((0, 100), 1, (-1, 8, 0), 8),
-        ((0, 100), 1, (0, 8, 0), 0),
+    for tokens, position, length in (
+        ((0, 15), (0, 8, 0), 8),  # no window
+        ((-1, 100), (0, 8, 0), 8),
+        ((0, 100), (0, 12, 0), 8),
+        ((0, 100), (0, 8, 4), 8),
+        ((0, 100), (0, 8, 96), 8),
+        ((0, 100), (-1, 8, 0), 8),
+        ((0, 100), (0, 8, 0), 0),
     ):
-        with pytest.raises(ValueError, match="tokens"):
-            _native.InstantOrder(*arguments, True, 10)
-    order = InstantOrder(100, "a", 1, sequence_length=8, num_samples=3)
-    with pytest.raises(ValueError, match="sample number is 3"):
-        order.spans([3])
+        with pytest.raises(ValueError, match="no sample of"):
+            _native.InstantOrder(tokens, 1, position, length, True)
     for shares, debts, message in (
         ([ONE, 0], [0, 0], "a share - 1 is -1"),
         ([ONE, 1], [0, 0], "a share - 1 is 0, outside"),
@@ -302,64 +183,27 @@ def test_bad_orders_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             MixtureTree(shares, debts)
-    with pytest.raises(ValueError, match="sample number is -1"):
-        MixtureTree([ONE]).draws(np.array([-1]))
-
-
-@pytest.mark.parametrize(
-    ("phases", "message"),
-    [
-        ([(0, 8, {})], "phase 0 has no source"),
-        ([(0, 8, {"a": 0})], "phase 0 has no source"),
-        ([(0, 51, {"a": 1})], "phase 0, source a has 100 tokens; samples of 51 tokens need 102"),
-    ],
-)
-def test_bad_phases_are_named(phases: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        phases_of({"a": 100, "b": 100}, phases)
-
-
-def test_a_past_does_not_depend_on_the_future() -> None:
-    sources = {"a": 1000, "b": (500, 2), "c": 2000}
-    plan = [(0, 8, {"a": 1, "b": 2}), (100, 8, {"a": 1, "c": 1})]
-    others = [*plan[:1], (100, 4, {"c": 1, "b": 1}), (150, 8, {"a": 1})]
-    one, other = phases_of(sources, plan), phases_of(sources, others)
-    for drawn, ours in zip(one.draws(np.arange(100)), other.draws(np.arange(100)), strict=True):
-        np.testing.assert_array_equal(drawn, ours)
-    assert one.past(0) == []
-    assert one.past(MAX_INT64) == [(0, 0), (100, 1)]
-    assert one.drawn_before(1) == {"b"}
-    assert one.drawn_before(101) == {"a", "b"}
+    for draws in (MixtureTree([ONE]).draws, InstantOrder(100, "a", 1, sequence_length=8).spans):
+        with pytest.raises(ValueError, match="sample number is -1"):
+            draws(np.array([-1]))
 
 
 def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
-    """A stretch is added as a whole or not at all, and a forked child begins again."""
+    """A stretch is added as a whole or not at all, and what failed is tried again."""
 
-    class Late(Source):
-        fails = 0
-
+    class Late(SimpleNamespace):
         @property
-        def num_tokens(self) -> int:  # type: ignore[override]
-            if type(self).fails > 0:
-                type(self).fails -= 1
-                raise OSError("away")
+        def num_tokens(self) -> int:
+            if fails:
+                raise fails.pop()
             return 500
 
     plan = [(0, 8, {"a": 1, "b": 2}), (100, 4, {"a": 1, "b": 1}), (200, 8, {"a": 1})]
     expected = phases_of({"a": 500, "b": (500, 2)}, plan).draws(np.arange(300))
-    late = Late.__new__(Late)
-    vars(late).update(max_epochs=None, mix_window=1)
-    phases = [
-        Phase(start=start, sequence_length=n, weights={"a": 0, "b": 0} | weights)
-        for start, n, weights in plan
-    ]
-    mixture = Phases({"a": late, "b": Source(num_tokens=500, max_epochs=2)}, phases)
-    for fails in (1, 2, 1, 1):
-        Late.fails = fails
-        for _ in range(fails):
-            with pytest.raises(OSError, match="away"):
-                mixture.draws(np.arange(300))
+    late, fails = Late(rough_tokens=500, max_epochs=None, mix_window=1), [OSError("away")] * 3
+    mixture = phases_of({"a": late, "b": (500, 2)}, plan)
+    for _ in range(3):
+        with pytest.raises(OSError, match="away"):
+            mixture.draws(np.arange(300))
     for drawn, ours in zip(mixture.draws(np.arange(300)), expected, strict=True):
         np.testing.assert_array_equal(drawn, ours)
-    mixture.after_fork()
-    np.testing.assert_array_equal(mixture.draws(np.arange(300))[1], expected[1])

@@ -126,7 +126,7 @@ def test_the_verb(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
         f"{{order: instant, seq-length: 16, global-batch-size: 4, num-samples: [90, 0, 0], "
         f"skips: [[2, 6]], sources: {{{sources}}}}}"
     )
-    Path("lines.txt").write_text("d5\nb.jsonl:8\n")
+    Path("lines.txt").write_text("a.jsonl:6\nb.jsonl:8\n")
 
     def trace(*options: str) -> str:
         capsys.readouterr()
@@ -146,9 +146,9 @@ def test_the_verb(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     assert "no document of the run comes from a.jsonl:41" in trace("--line", "a.jsonl:41")
     report = trace("--held-out", "lines.txt")
     assert report.startswith("1 ")
-    assert "3 documents of the run come from the list" in report
+    assert "2 documents of the run come from the list" in report
     assert "Equal text elsewhere is not found" in report
-    assert trace("--held-out", "a.jsonl", "--step", "0").startswith("0 80 documents")
+    assert trace("--held-out", "a.jsonl", "--step", "0").startswith("0 40 documents")
     assert "there is no source c" in trace("--source", "c", "--document", "0")
     assert "the sample must be between 0 and 93" in trace("--sample", "94")
     Path("a_text_document.origins.parquet").unlink()

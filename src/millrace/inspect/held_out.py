@@ -1,6 +1,5 @@
 """Documents of a run by the lines of files that they came from, and whether they were drawn."""
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -8,18 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checks import MAX_INT64
 from millrace.errors import ConfigError
 from millrace.inspect.trace import NO_ORIGINS, Trace, Visit, format_origin
-from millrace.provenance.origins import import_pyarrow
 
 _LINE = re.compile("(.+):([0-9]{1,18})", re.DOTALL)  # FILE:N
 
 
 def find_documents(
-    trace: Trace, lines: Iterable[str], ids: Iterable[str] = (), source: str | None = None
+    trace: Trace, lines: Iterable[str], source: str | None = None
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """The documents that came from some lines, or have some ids.
+    """The documents that came from some lines.
 
     Files are the same if one path ends with the other: origins have paths as they were given to
     `millrace tokenize`.
@@ -27,7 +24,6 @@ def find_documents(
     Args:
         trace: The trace of the run.
         lines: FILE:N for each line, or row.
-        ids: The ids.
         source: Name of the source to look in; None: all of them.
 
     Yields:
@@ -36,28 +32,21 @@ def find_documents(
     Raises:
         ConfigError: A source without origins, or a line that is not FILE:N.
     """
-    import_pyarrow()
-    import pyarrow as pa
-    import pyarrow.compute
-
-    files, own_ids = defaultdict[int, list[str]](list), {*ids}
+    files = defaultdict[int, list[str]](list)
     for line in lines:
         if (parts := _LINE.fullmatch(line)) is None:
             raise ConfigError(f"a line is {line}: give FILE:N, such as web.jsonl:17")
         files[int(parts[2])].append(parts[1])
-    wanted, wanted_ids = np.array([*files], np.int64), pa.array([*own_ids], pa.string())
-    bounds = (0, MAX_INT64) if own_ids else (min(files), max(files))
+    numbers = np.array([*files], np.int64)
     places = range(len(trace.names)) if source is None else trace.sources(source)
-    for name, number in {trace.names[one]: one for one in places}.items():  # parts of a file: once
-        file = getattr(trace.store(number), "origins_file", None)
+    for name, place in {trace.names[one]: one for one in places}.items():  # parts of a file: once
+        file = getattr(trace.store(place), "origins_file", None)
         if file is None:
             raise ConfigError(f"{name}: {NO_ORIGINS}. To look elsewhere, name a source")
-        for first, table in file.groups_with(*bounds):
-            has_id = pa.compute.is_in(table.column("id"), wanted_ids).to_numpy()
-            rows = np.flatnonzero(np.isin(table.column("line"), wanted) | has_id)
+        for first, table in file.groups_with(min(files, default=0), max(files, default=0)):
+            rows = np.flatnonzero(np.isin(table.column("line"), numbers))
             for row, origin in zip(rows.tolist(), table.take(rows).to_pylist(), strict=True):
-                paths = files.get(origin["line"], ())
-                if origin["id"] in own_ids or any(_is_same(origin["source"], p) for p in paths):
+                if any(_is_same(origin["source"], path) for path in files[origin["line"]]):
                     yield name, first + row, origin
 
 
@@ -68,14 +57,13 @@ def _is_same(*paths: str) -> bool:
 
 
 def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[str, Any]:
-    """Looks for what a list holds out in all that a run draws before a sample.
+    """Looks for the lines that a list holds out in all that a run draws before a sample.
 
     Documents are known by where they came from: equal text elsewhere is not found.
 
     Args:
         trace: The trace of the run.
-        path: The list: JSONL, whose lines are held out by their place and their "id"; or an id, or
-            FILE:N, on each line.
+        path: The list: JSONL, whose own lines are held out, or text with FILE:N on each line.
         until: The sample number; None: the end of the run.
 
     Returns:
@@ -86,23 +74,16 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
         ConfigError: A source without origins, or a list that is empty, or cannot be read: nothing
             can be proved.
     """
-    lines, ids, number = list[str](), set[str](), 0
     try:
         with open(path, encoding="utf-8") as file:
-            for number, entry in enumerate(map(str.strip, file), 1):
-                line, id_ = entry, entry or None
-                if entry.startswith("{"):
-                    line, id_ = f"{path}:{number}", json.loads(entry).get("id")
-                if _LINE.fullmatch(line):
-                    lines.append(line)
-                if id_ is not None:
-                    ids.add(id_ if isinstance(id_, str) else json.dumps(id_))
-    except ValueError as error:
-        raise ConfigError(f"{path}, line {number}: neither JSON nor plain text ({error})") from None
-    if not lines and not ids:
+            entries = [*enumerate(map(str.strip, file), 1)]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
+    lines = [f"{path}:{n}" if text.startswith("{") else text for n, text in entries if text]
+    if not lines:
         raise ConfigError(f"{path} is empty, so that it holds nothing out: give another list")
     documents: dict[str, dict[Any, Any]] = defaultdict(dict)
-    for source, document, origin in find_documents(trace, lines, ids):
+    for source, document, origin in find_documents(trace, lines):
         documents[source][document] = origin
     seen: dict[Any, Visit] = {}
     for source, origins in documents.items():

@@ -1,24 +1,24 @@
 """What the training of a run will draw, computed before it begins; and what an edit changes."""
 
 import bisect
-import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
 from millrace.checks import differences, place_of, printable, shown, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import bands_picture
-from millrace.order.blends import normalize
+from millrace.order import GPTPlan, normalize, plan_gpt
 from millrace.order.instant import UNDRAWN, Position, num_windows
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.phased_dataset import PhasedDataset, instant_datasets
-from millrace.run.plan import plan_run
+from millrace.run.plan import SplitPlan, plan_run
 from millrace.run.skips import Skips
 from millrace.sampling import BatchSizeSchedule
 from millrace.shuffling.permutations import Parts
@@ -123,85 +123,64 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
     train = _train_of(config)
     if config.num_samples[0] is None or len(train) == 0:
         raise ConfigError("the run has no end: give train_samples, train_iters or num_samples")
-    skips, mixture = Skips(config.skips), train.mixture
+    skips, mixture = Skips(config.skips), train.order
     end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
-    account, shape = _Account(mixture), (len(mixture.segments), len(mixture.names))
+    shape = max(len(config.phases), 1), len(mixture.names)
     samples, repeats, unseen = np.zeros((3, *shape), np.int64)
+    total, in_epoch, num_tokens = np.zeros((3, shape[1]), np.int64)
     epochs, windows = np.zeros(shape), np.zeros((num_parts + 1, shape[1]), np.int64)
     edges = np.linspace(0, end, num_parts + 1).astype(np.int64)
-    starts: list[int] = []
-    caps: list[tuple[str, int]] = []
-    at_cap: Any = []
-    by_phase = itertools.groupby(mixture.stretches(end), lambda pair: pair[0].phase)
-    for number, pairs in by_phase:
-        draws, skipped = np.zeros((2, shape[1]), np.int64)
-        for stretch, stop in pairs:
-            start, stop, here = stretch.start, min(stop, end), stretch.sources
-            starts += [start] * (len(starts) == number)
-            at_cap, before = np.setdiff1d(np.flatnonzero(stretch.state.weights), here), at_cap
-            places = np.setdiff1d(at_cap, before).tolist()
-            caps += [(mixture.names[place], start) for place in places]
-            for edge in np.flatnonzero((edges > start) & (edges <= stop)).tolist():
-                windows[edge] = account.draws + draws
-                windows[edge, here] += stretch.tree.counts(edges[edge] - start)
-            for first, behind in np.clip(skips.ranges, start, stop).tolist():
-                counts = map(stretch.tree.counts, (behind - start, first - start))
-                skipped[here] += np.subtract(*counts)
-            draws[here] += stretch.tree.counts(stop - start)
-        samples[number] = draws - skipped
-        epochs[number], repeats[number], unseen[number] = account.add(number, draws)
-    count = len(starts)
+    position = Position(*(np.full(shape[1], one) for one in UNDRAWN))
+    starts, caps, at_cap = list[int](), list[tuple[str, int]](), np.empty(0, np.int64)
+    for stretch, stop in mixture.stretches(end):
+        number, start, count_up_to = stretch.phase, stretch.start, stretch.drawn_up_to
+        starts += [start] * (len(starts) == number)
+        at_cap, before = np.setdiff1d(np.flatnonzero(stretch.weights), stretch.sources), at_cap
+        caps += [(mixture.names[one], start) for one in np.setdiff1d(at_cap, before).tolist()]
+        for edge in np.flatnonzero((edges > start) & (edges <= stop)).tolist():
+            windows[edge] = total + count_up_to(edges[edge]) - stretch.drawn
+        counts = count_up_to(stop) - stretch.drawn
+        total += counts
+        samples[number] += counts
+        for first, behind in np.clip(skips.ranges, start, stop).tolist():
+            samples[number] -= count_up_to(behind) - count_up_to(first)
+        here, ends = np.flatnonzero(counts), mixture.ends(stretch, stop)
+        old, new = (Position(*(array[here] for array in one)) for one in (position, ends))
+        sizes, length, _ = mixture.cuts(here, number)
+        is_over, position = new.epoch > old.epoch, ends
+        is_cut = (old.window_length % length > 0) & (old.drawn < _size_of_epoch(sizes, old))
+        cut = here[is_over & is_cut]
+        repeats[number, cut] += in_epoch[cut]
+        in_epoch[here] = np.where(is_over, new.drawn, in_epoch[here] + counts[here] * length)
+        size = _size_of_epoch(sizes, new)
+        num_tokens[here], unseen[number:, here] = sizes, sizes - size
+        epochs[number:, here] = new.epoch + new.drawn / size
+    num_phases = len(starts)
     return {
         "sources": mixture.names,
         "starts": [*starts, end],
         "positions": [*map(skips.position, starts), len(train)],
-        "sequence_lengths": [mixture.length_of(number) for number in range(count)],
-        "num_tokens": account.num_tokens,
-        "samples": samples[:count],
-        "epochs": epochs[:count],
-        "repeats": repeats[:count],
-        "unseen": unseen[:count],
+        "sequence_lengths": [mixture.length_of(number) for number in range(num_phases)],
+        "num_tokens": num_tokens,
+        "samples": samples[:num_phases],
+        "epochs": epochs[:num_phases],
+        "repeats": repeats[:num_phases],
+        "unseen": unseen[:num_phases],
         "caps": caps,
         "windows": np.diff(windows, axis=0),
         "warnings": [*_copies(config, train)],
     }
 
 
-class _Account:
-    """What has been drawn of each source, phase by phase."""
-
-    def __init__(self, mixture: Any) -> None:
-        self._mixture, size = mixture, len(mixture.names)
-        self._position = Position(*(np.full(size, one) for one in UNDRAWN))
-        self.num_tokens, self.draws, self._in_epoch, self._unseen = np.zeros((4, size), np.int64)
-        self._epochs = np.zeros(size)
-
-    def add(self, phase: int, draws: Any) -> tuple[Any, Any, Any]:
-        """Epochs, repeats and unseen tokens of a phase, in which so many samples are drawn."""
-        repeats, here = np.zeros_like(draws), np.flatnonzero(draws)
-        sizes, length, _ = place = self._mixture.sizes_of(here, phase)
-        before = Position(*(array[here] for array in self._position))
-        begin = before.before_draw(*place)
-        after = begin.after(draws[here], *place)
-        is_cut = before.drawn < num_windows(sizes, before.window_length) * before.window_length
-        is_cut &= (before.window_length % length > 0) & (begin.epoch > before.epoch)
-        repeats[here] = self._in_epoch[here] * is_cut
-        in_epoch = self._in_epoch[here] + draws[here] * length
-        self._in_epoch[here] = np.where(after.epoch > before.epoch, after.drawn, in_epoch)
-        for array, values in zip(self._position, after, strict=True):
-            array[here] = values
-        size = num_windows(sizes, after.window_length) * after.window_length
-        self.num_tokens[here], self._unseen[here] = sizes, sizes - size
-        self._epochs[here] = after.epoch + after.drawn / size
-        self.draws += draws
-        return self._epochs, repeats, self._unseen
+def _size_of_epoch(num_tokens: Any, position: Position) -> Any:
+    return num_windows(num_tokens, position.window_length) * position.window_length
 
 
 def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:
     """Tells of sources with the same tokens; of files, those of one size alone are opened."""
     sizes = Counter(file.num_tokens for file in train.stores)
     known: dict[str, list[tuple[str, Any]]] = {}
-    for name, file in zip(train.mixture.names, train.stores, strict=True):
+    for name, file in zip(train.order.names, train.stores, strict=True):
         if sizes[file.num_tokens] > 1:
             part, others = config.sources[name].part, known.setdefault(file.store.fingerprint, [])
             yield from (
@@ -234,8 +213,33 @@ def _of_built(config: DatasetConfig) -> dict[str, Any]:
         **dict.fromkeys(("repeats", "unseen"), np.zeros_like(samples)),
         "caps": [],
         "windows": samples,
-        "warnings": [*copies_in(plan)],
+        "warnings": [*copies_in(plan), *_limits(config, split)],
     }
+
+
+def _limits(config: DatasetConfig, split: SplitPlan) -> Iterator[str]:
+    """Tells from which number of samples on Megatron-LM's order would be another one."""
+    if config.num_samples[0] is None or config.order is not None:
+        return
+    growths = []
+    for dataset in split.datasets:
+        count, plan = max(dataset.inputs.num_samples or 0, 1), cast(GPTPlan, dataset.order)
+        same = partial(
+            plan_gpt,
+            plan.num_tokens_per_epoch,
+            sequence_length=plan.sequence_length,
+            add_extra_token=plan.add_extra_token,
+            drop_last_partial_sequence=dataset.inputs.drop_last_partial_sequence,
+        )
+        counts = range(count, plan.num_samples + 1)
+        more = bisect.bisect_left(counts, True, key=lambda count: same(num_samples=count) != plan)
+        growths.append(((count + more - 1) / count, dataset.file.prefix))
+    growth, prefix = min(growths)
+    yield (
+        f"with more than about {int(config.num_samples[0] * growth):,} samples the run would have "
+        f"another order from its first sample on, as {prefix} would be shuffled anew: "
+        "`order: instant` keeps the past of an extended run"
+    )
 
 
 def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[str]]:
@@ -288,17 +292,10 @@ def format_forecast(one: Forecast) -> str:
         places = np.argsort(-samples, kind="stable")[: np.count_nonzero(samples)].tolist()
         for place in places[:_MOST_ROWS]:
             part = int(samples[place])
-            rest = one.repeats[number, place], one.unseen[number, place]
-            numbers = [f"{value:,}" for value in (part, part * length)]
-            rows.append(
-                [
-                    printable(one.sources[place]),
-                    f"{part / count:.2%}",
-                    *numbers,
-                    f"{one.epochs[number, place]:.2f}",
-                    *(f"{value:,}" for value in rest),
-                ]
-            )
+            epochs = f"{one.epochs[number, place]:.2f}"
+            rest = (f"{array[number, place]:,}" for array in (one.repeats, one.unseen))
+            source, share = printable(one.sources[place]), f"{part / count:.2%}"
+            rows.append([source, share, f"{part:,}", f"{part * length:,}", epochs, *rest])
         lines += [f"  {line}" for line in text_table(rows)]
         if len(places) > _MOST_ROWS:
             lines.append(f"  and {len(places) - _MOST_ROWS:,} more sources: --json has them all")

@@ -18,13 +18,13 @@ from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, MillraceError
 from millrace.order import SPLITS
 from millrace.provenance import read_tokenizer
-from millrace.run.arguments import config_from, read_arguments, schedule_from, unknown_arguments
+from millrace.run.arguments import read_run, schedule_from
 from millrace.run.build import build_datasets
 from millrace.run.phased_dataset import PhasedDataset
 from millrace.run.skips import Skips
 from millrace.samples import BlendedDataset, TransformedDataset
 from millrace.sampling import BatchSizeSchedule, GlobalBatchSampler
-from millrace.store import IndexedDataset, RawTokens
+from millrace.store import IndexedDataset
 
 _CHUNK_SIZE = 1 << 16  # samples that are looked at together
 NO_ORIGINS = "no PREFIX.origins.parquet, which `millrace tokenize` writes, tells file and line"
@@ -36,8 +36,8 @@ class TracedPart:
 
     Attributes:
         source: Name of the source; in Megatron-LM's order the prefix of the token file.
-        document, sequence: Numbers in the token file; None: raw tokens have none.
-        start, stop: Range of the tokens in the document, or among the raw tokens.
+        document, sequence: Numbers in the token file.
+        start, stop: Range of the tokens in the document.
         origin: The document's `Origin`, by name; None: the token file has no origins.
         tokens: The tokens.
         trained: Whether each token is trained on: as a label, with a loss.
@@ -45,8 +45,8 @@ class TracedPart:
     """
 
     source: str
-    document: int | None
-    sequence: int | None
+    document: int
+    sequence: int
     start: int
     stop: int
     origin: dict[str, Any] | None
@@ -118,7 +118,7 @@ class Trace:
         self._tokenizer, self._skips, self._num_positions = tokenizer, Skips([]), len(dataset)
         if isinstance(dataset, PhasedDataset):
             dataset, self._skips = dataset.unskipped()
-            self.names = dataset.mixture.names
+            self.names = dataset.order.names
         else:
             self.names = [one.prefix for one in dataset.stores]
         self._dataset = dataset
@@ -135,10 +135,8 @@ class Trace:
             split: "train", "valid" or "test"; "valid:1" is the second of several validation sets.
             tokenizer: See `Trace`.
         """
-        values = read_arguments(run)
-        values.pop("tokenizer_identifiers", None)
-        unknown_arguments(values)
-        config, schedule = config_from(values), schedule_from(values)
+        values, config = read_run(run)
+        schedule = schedule_from(values)
         name, _, place = split.partition(":")
         dataset = getattr(build_datasets(config), check_choice("the split", name, SPLITS))
         if isinstance(dataset, list):
@@ -159,28 +157,25 @@ class Trace:
         batch = self._dataset.tokens([number])
         mask = self._dataset.batch([number])["loss_mask"][0]
         all_trained = np.append(False, mask > 0)[: len(batch.tokens)]
-        none = np.zeros(len(batch.part_starts), np.int64)
-        sources = none if batch.part_source is None else batch.part_source
-        sequences = none if batch.part_sequence is None else batch.part_sequence
-        places = np.stack((sources, sequences, batch.part_offset), axis=1).tolist()
-        decoders = {source: self._decoder(source) for source in {*sources.tolist()}}
+        zeros = np.zeros(len(batch.part_offset), np.int64)
+        columns: Any = batch.part_source, batch.part_sequence, batch.part_offset
+        columns = [(zeros if one is None else one).tolist() for one in columns]
+        decoders = {source: self._decoder(source) for source in {*columns[0]}}
         parts, bounds = [], pairwise([*batch.part_starts.tolist(), len(batch.tokens)])
-        for (source, sequence, offset), bound in zip(places, bounds, strict=True):
+        for source, sequence, offset, bound in zip(*columns, bounds, strict=True):
             tokens, trained = batch.tokens[slice(*bound)], all_trained[slice(*bound)]
-            store, document, origin = self.store(source), None, None
-            if not isinstance(store, RawTokens):
-                document = int(store.documents_of(np.array([sequence]))[0])
-                origin = self.origin(source, document)
-                if isinstance(store, IndexedDataset):
-                    first, _ = store.check_documents(document, document + 1)
-                    offset += _first_token(store, sequence) - _first_token(store, first)
+            store = self.store(source)
+            document = int(store.documents_of(np.array([sequence]))[0])
+            if isinstance(store, IndexedDataset):
+                first, _ = store.check_documents(document, document + 1)
+                offset += _first_token(store, sequence) - _first_token(store, first)
             part = TracedPart(
                 source=self.names[source],
                 document=document,
-                sequence=None if document is None else sequence,
+                sequence=sequence,
                 start=offset,
                 stop=offset + len(tokens),
-                origin=origin,
+                origin=self.origin(source, document),
                 tokens=tokens.tolist(),
                 trained=trained.tolist(),
                 texts=_texts(decoders[source], tokens, trained),
@@ -274,26 +269,25 @@ class Trace:
         """
         stop = self.num_samples if until is None else check_int("until", until, 0)
         stop = min(stop, self.num_samples)
-        wanted = np.unique(check_ints("documents", np.atleast_1d(documents)))
-        for number in self.sources(source):
-            store = self.store(number)
-            store.documents_of(wanted[:0])  # an error for raw tokens, which have none
+        numbers = np.unique(check_ints("documents", np.atleast_1d(documents)))
+        for place in self.sources(source):
+            store = self.store(place)
             count = store.num_documents if isinstance(store, IndexedDataset) else len(store)
-            for document in wanted.tolist():
+            for document in numbers.tolist():
                 check_int(f"the document of {source}", document, 0, count - 1)
-            for samples in filter(len, self._candidates(number, wanted, stop)):
+            for samples in filter(len, self._candidates(place, numbers, stop)):
                 sequences, _, _, bounds = self._dataset.spans(samples)
                 owners = store.documents_of(sequences)
-                here = np.flatnonzero(np.isin(owners, wanted))
-                drawn = np.repeat(samples, np.diff(bounds))[here].tolist()
-                for sample, document in sorted({*zip(drawn, owners[here].tolist(), strict=True)}):
-                    yield self._visit(sample, source=self.names[number], document=document)
+                here = np.flatnonzero(np.isin(owners, numbers))
+                holders = np.repeat(samples, np.diff(bounds))[here].tolist()
+                for sample, document in sorted({*zip(holders, owners[here].tolist(), strict=True)}):
+                    yield self._visit(sample, source=self.names[place], document=document)
 
-    def _candidates(self, source: int, wanted: NDArray[np.int64], stop: int) -> Iterator[Any]:
+    def _candidates(self, source: int, documents: NDArray[np.int64], stop: int) -> Iterator[Any]:
         """Samples before `stop`, of which some hold tokens of documents: ascending arrays."""
         store, dataset = self.store(source), self._dataset
         if isinstance(dataset, PhasedDataset):
-            for document in wanted.tolist():
+            for document in documents.tolist():
                 start, end = store.check_documents(document, document + 1)
                 tokens = _first_token(store, start), _first_token(store, end)
                 if tokens[0] < tokens[1]:
@@ -324,8 +318,8 @@ def format_sample(visit: Visit) -> str:
     trained = [one for part in visit.parts for one in part.trained]
     lines = [f"{visit}: {len(trained):,} tokens, {sum(trained):,} of them trained on"]
     for part in visit.parts:
-        document = "" if part.document is None else f" document {part.document},"
-        lines.append(f"{printable(part.source)}:{document} tokens {part.start:,} to {part.stop:,}")
+        place = f"document {part.document}, tokens {part.start:,} to {part.stop:,}"
+        lines.append(f"{printable(part.source)}: {place}")
         lines.append(f"  {format_origin(part.origin)}")
         marked = (f"⟦{text}⟧" if one else text for one, text in part.texts or ())
         texts = [*marked] or [f"{part.tokens} (--tokenizer FILE decodes it)"]

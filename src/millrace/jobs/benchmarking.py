@@ -150,7 +150,7 @@ def run_of(source: str, sequence_length: int | None = None, seed: int | None = N
                 f"{source} gives the sequence length and the seed: leave out --sequence-length and "
                 "--seed"
             )
-        return read_run(source)[1]
+        return arguments.read_run(source)[1]
     if sequence_length is None:
         raise ConfigError(
             f"{source} is taken as the path prefix of a token file, as it does not end with .yaml, "
@@ -164,14 +164,6 @@ def run_of(source: str, sequence_length: int | None = None, seed: int | None = N
         split="1,0,0",
         loss_ranges="ignore",  # nothing is trained
     )
-
-
-def read_run(path: str) -> tuple[dict[str, Any], AnyConfig]:
-    """The arguments in a run's file, and the configuration that they make."""
-    values = arguments.read_arguments(path)
-    values.pop("tokenizer_identifiers", None)
-    arguments.unknown_arguments(values)
-    return values, arguments.config_from(values)
 
 
 def prefixes_of(config: DatasetConfig | InstantConfig) -> list[str]:

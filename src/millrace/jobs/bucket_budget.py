@@ -11,7 +11,6 @@ import numpy as np
 
 from millrace.feed import BlendedDataset
 from millrace.option_class import option, parse_size
-from millrace.run.phased_dataset import PhasedDataset
 from millrace.samples.stored import StoredTokens
 from millrace.storage.transfers import start_pieces
 
@@ -104,10 +103,8 @@ def budget_of(
 
 def _sources(dataset: Any, numbers: Any) -> Iterator[tuple[StoredTokens, Any]]:
     """The stored tokens of samples, and the samples' numbers in them."""
-    if isinstance(dataset, PhasedDataset):
-        yield from _sources(*dataset.located(numbers))
-    elif isinstance(dataset, BlendedDataset):
-        which, inside = dataset.order.draws(numbers)
+    if isinstance(dataset, BlendedDataset):
+        which, inside = dataset.order.draws(dataset.run_numbers(numbers))
         for number in np.unique(which).tolist():
             yield from _sources(dataset.datasets[number], np.asarray(inside)[which == number])
     elif isinstance(dataset.source, StoredTokens):

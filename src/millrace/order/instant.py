@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import MAX_INT64, check_bool, check_int, check_ints
+from millrace.checks import MAX_INT64, check_ints
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
-from millrace.order.spans import RULES_VERSION, CoreOrder, Spans
+from millrace.order.spans import CoreOrder, Spans
 from millrace.order.splits import Range
 
 Pieces = NDArray[np.int64]
@@ -27,7 +27,7 @@ def num_windows(num_tokens: Any, length: Any) -> Any:
     return (num_tokens - length) // length
 
 
-def check_windows(what: str, num_tokens: int, length: int, mix_window: int = 1) -> None:
+def check_windows(what: str, num_tokens: int, length: int, mix_window: int) -> None:
     """Raises ConfigError for too few tokens for a window of so many samples (S8)."""
     if num_windows(num_tokens, mix_window * length) < 1:
         mixed = "" if mix_window == 1 else f", {mix_window} in a window,"
@@ -46,15 +46,15 @@ def source_key(seed: int, name: str) -> int:
 class Position(NamedTuple):
     """Where a source is: behind the first `drawn` tokens of the windows of an epoch (S5).
 
-    The three may be arrays, of many sources, like the other arguments of the methods but the
-    sequence length.
+    The three may be arrays, of many sources, like the arguments of the methods but the sequence
+    length.
     """
 
     epoch: Any
     window_length: Any
     drawn: Any
 
-    def before_draw(self, num_tokens: Any, sequence_length: int, mix_window: Any = 1) -> "Position":
+    def before_draw(self, num_tokens: Any, sequence_length: int, mix_window: Any) -> "Position":
         """The position at which the next sample of that length is drawn (S6)."""
         length = self.window_length
         drawn = -(-self.drawn // sequence_length) * sequence_length
@@ -70,18 +70,23 @@ class Position(NamedTuple):
         size = num_windows(num_tokens, self.window_length) * self.window_length
         return (size - self.drawn) // sequence_length
 
-    def after(
-        self, draws: Any, num_tokens: Any, sequence_length: int, mix_window: Any = 1
-    ) -> "Position":
-        """The position some draws later, for a position before a draw."""
-        later = draws - self.samples_left(num_tokens, sequence_length)
+    def at(self, draw: Any, num_tokens: Any, sequence_length: int, mix_window: Any) -> "Position":
+        """The position before a later draw of that length, for the position before draw 0."""
+        later = draw - self.samples_left(num_tokens, sequence_length)
         length = mix_window * sequence_length
-        epochs, rest = divmod(later - 1, num_windows(num_tokens, length) * mix_window)
+        epochs, rest = divmod(later, num_windows(num_tokens, length) * mix_window)
         return _chosen(
-            later <= 0,
-            self._replace(drawn=self.drawn + draws * sequence_length),
-            Position(self.epoch + 1 + epochs, length, (rest + 1) * sequence_length),
+            later < 0,
+            self._replace(drawn=self.drawn + draw * sequence_length),
+            Position(self.epoch + 1 + epochs, length, rest * sequence_length),
         )
+
+    def after(
+        self, draws: Any, num_tokens: Any, sequence_length: int, mix_window: Any
+    ) -> "Position":
+        """The position behind some draws of that length, for the position before draw 0."""
+        last = self.at(draws - 1, num_tokens, sequence_length, mix_window)
+        return last._replace(drawn=last.drawn + sequence_length)
 
 
 UNDRAWN = Position(-1, 1, 1 << 62)
@@ -96,19 +101,19 @@ def _chosen(condition: Any, one: Position, other: Position) -> Position:
 
 
 class InstantOrder(CoreOrder):
-    """The samples of one source of an instant order: it needs no index and no build.
+    """The samples of one source of an instant order, without end: no index, and no build.
 
     Args:
-        num_tokens: Number of tokens of the source, at least two samples' worth.
+        num_tokens: Number of tokens of the source, at least those of two windows.
         name: Name of the source, which decides its permutations with the seed.
         seed: Seed of the run, at least 0.
-        num_samples: Number of samples, through as many epochs as needed; None: no limit.
         sequence_length, add_extra_token: As in `OrderInputs`.
         first_token: The source's first token in the token file.
-        position: Where the source is before sample 0; None: at the start of epoch 0.
+        position: Where the source is before sample 0.
+        mix_window: Number of samples in a window.
 
     Raises:
-        ConfigError: An argument outside its limits, or too few tokens for a sample.
+        ConfigError: Too few tokens for a window.
 
     Example:
         >>> order = InstantOrder(100, "web", seed=1, sequence_length=8)
@@ -116,8 +121,6 @@ class InstantOrder(CoreOrder):
         >>> spans.offsets.tolist(), spans.counts.tolist()
         ([36, 4], [9, 9])
     """
-
-    mix_window = 1
 
     def __init__(
         self,
@@ -127,40 +130,29 @@ class InstantOrder(CoreOrder):
         *,
         sequence_length: int,
         add_extra_token: bool = True,
-        num_samples: int | None = None,
         first_token: int = 0,
-        position: Position | None = None,
+        position: Position = UNDRAWN,
+        mix_window: int = 1,
     ) -> None:
-        self.name, self.seed = name, check_int("seed", seed, 0)
-        self.sequence_length = check_int("sequence_length", sequence_length, 1, MAX_INT64 // 4)
-        self.num_tokens = check_int("num_tokens", num_tokens, 0, MAX_INT64 // 4)
-        self.first_token = check_int("first_token", first_token, 0, MAX_INT64 // 4)
-        self.add_extra_token = check_bool("add_extra_token", add_extra_token)
-        num_samples = MAX_INT64 if num_samples is None else num_samples
-        self.num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
-        self.position = Position(0, sequence_length, 0) if position is None else position
-        check_windows(f"source {name}", num_tokens, sequence_length)
+        check_windows(f"source {name}", num_tokens, sequence_length, mix_window)
+        self._cut = num_tokens, sequence_length, mix_window
+        self._key, self._first_token = source_key(seed, name), first_token
+        self._add_extra_token = add_extra_token
+        self._position = position.before_draw(*self._cut)
 
     def __len__(self) -> int:
-        return self.num_samples
+        return MAX_INT64
 
     @cached_property
     def core(self) -> _native.Order:
-        epoch, length, drawn = self.position
-        return _native.InstantOrder(
-            (self.first_token, self.num_tokens),
-            source_key(self.seed, self.name),
-            (epoch, length, drawn),
-            self.sequence_length,
-            self.add_extra_token,
-            self.num_samples,
-        )
+        num_tokens, length, _ = self._cut
+        tokens, extra = (self._first_token, num_tokens), self._add_extra_token
+        return _native.InstantOrder(tokens, self._key, tuple(self._position), length, extra)
 
     def epochs(self, num_samples: int) -> float:
         """Epochs of the source, from the first on, up to behind so many samples."""
-        place = self.num_tokens, self.sequence_length, self.mix_window
-        epoch, length, drawn = self.position.after(num_samples, *place)
-        return float(epoch + drawn / (num_windows(self.num_tokens, length) * length))
+        epoch, length, drawn = self._position.after(num_samples, *self._cut)
+        return float(epoch + drawn / (num_windows(self._cut[0], length) * length))
 
     def find(self, tokens: Range, samples: Range) -> Iterator[NDArray[np.int64]]:
         """Those of a range of samples that may hold some tokens of the token file.
@@ -170,41 +162,35 @@ class InstantOrder(CoreOrder):
         Returns:
             Ascending numbers for each epoch, int64 [n].
         """
-        (start, stop), length = samples, self.sequence_length
+        (start, stop), (num_tokens, length, _) = samples, self._cut
         while start < stop:
-            here = self.position
-            if start > 0:
-                here = here.after(start, self.num_tokens, length, self.mix_window)
-                here = here.before_draw(self.num_tokens, length, self.mix_window)
-            epoch, window, drawn = here
-            philox = np.random.Philox(key=source_key(self.seed, self.name), counter=epoch)
-            offset, key = map(int, philox.random_raw(2))
+            here = self._position.at(start, *self._cut)
+            first_token, window, key, _ = self._windows(here)
             # The label behind a window belongs to its last sample.
-            first, last = (token - self.first_token - (offset * window >> 64) for token in tokens)
-            size = num_windows(self.num_tokens, window)
+            first, last = (token - first_token for token in tokens)
+            size = num_windows(num_tokens, window)
             windows = np.arange(max(first - 1, 0) // window, min(-(-last // window), size))
             places = _native.swap_or_not(windows, size, key, False)
             begins = places[:, None] * window + np.arange(0, window, length)
-            end = min(start + here.samples_left(self.num_tokens, length), stop)
-            numbers = np.sort(start + (begins.reshape(-1) - drawn) // length)
+            end = min(start + here.samples_left(num_tokens, length), stop)
+            numbers = np.sort(start + (begins.reshape(-1) - here.drawn) // length)
             yield numbers[(numbers >= start) & (numbers < end)]
             start = end
 
-    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """What decides the spans; not the number of samples, for any sample is the same."""
-        names = ("name", "seed", "first_token", "num_tokens", "sequence_length", "add_extra_token")
-        values = {name: getattr(self, name) for name in names}
-        return {"kind": "instant", "rules": RULES_VERSION, **values, "position": [*self.position]}
+    def _windows(self, position: Position) -> tuple[int, int, int, int]:
+        """Of an epoch, the first token of window 0, the windows' length, and its words v and r."""
+        words = np.random.Philox(key=self._key, counter=position.epoch).random_raw(3).tolist()
+        length = position.window_length
+        return self._first_token + (words[0] * length >> 64), length, words[1], words[2]
 
 
 class MixedOrder(InstantOrder):
     """The samples of a source whose windows have several samples, and permuted documents.
 
     Args:
-        mix_window: Number of samples in a window, at least 2.
         sequences_in: Function of a range of tokens of the file, start and stop. It returns the
             sequences that hold them: their numbers, first tokens and documents, int64 [n] each.
-        options: The arguments of `InstantOrder`, of which `position` is needed.
+        options: The arguments of `InstantOrder`.
     """
 
     core: Any = None  # the core knows no documents
@@ -212,13 +198,11 @@ class MixedOrder(InstantOrder):
     def __init__(
         self,
         *args: Any,
-        mix_window: int,
         sequences_in: Callable[[int, int], tuple[NDArray[np.int64], ...]],
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.mix_window, self._sequences_in = mix_window, sequences_in
-        self._key = source_key(self.seed, self.name)
+        self._sequences_in = sequences_in
         self._last: tuple[Any, Pieces] = None, np.empty((3, 0), np.int64)
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
@@ -230,15 +214,13 @@ class MixedOrder(InstantOrder):
 
     def _sample(self, number: int) -> Pieces:
         """The pieces of a sample (W3)."""
-        place = self.num_tokens, self.sequence_length, self.mix_window
-        epoch, length, drawn = self.position.after(number, *place).before_draw(*place)
-        window = (epoch, length, drawn // length)
+        position = self._position.at(number, *self._cut)
+        window, start = divmod(position.drawn, position.window_length)
         last, pieces = self._last  # most samples are of the window of the one before
-        if last != window:
-            pieces = self._window(*window)
-            self._last = window, pieces
-        start = drawn % length
-        stop = start + self.sequence_length + self.add_extra_token
+        if last != (position.epoch, window):
+            pieces = self._window(position, window)
+            self._last = (position.epoch, window), pieces
+        stop = start + self._cut[1] + self._add_extra_token
         ends = np.cumsum(pieces[2])
         first, end = np.searchsorted(ends, start, "right"), np.searchsorted(ends, stop) + 1
         sample: Pieces = pieces[:, first:end].copy()
@@ -247,21 +229,21 @@ class MixedOrder(InstantOrder):
         sample[1:, 0] += before, -before
         return sample
 
-    def _window(self, epoch: int, length: int, place: int) -> Pieces:
+    def _window(self, position: Position, place: int) -> Pieces:
         """The window at a place of an epoch, and the label behind it (W1, W2)."""
-        words = np.random.Philox(key=self._key, counter=epoch).random_raw(3).tolist()
-        num = num_windows(self.num_tokens, length)
-        number = int(_native.swap_or_not(np.array([place]), num, words[1], True)[0])
-        start = self.first_token + (words[0] * length >> 64) + number * length
+        first_token, length, key, mixing = self._windows(position)
+        num = num_windows(self._cut[0], length)
+        number = int(_native.swap_or_not(np.array([place]), num, key, True)[0])
+        start = first_token + number * length
         stop = start + length + 1
         sequences, firsts, documents = self._sequences_in(start, stop)
         starts = np.maximum(firsts, start)
         counts = np.diff(starts, append=stop)
         has_tokens = counts > 0
         pieces: Pieces = np.stack([sequences, starts - firsts, counts])[:, has_tokens]
-        of = np.cumsum(np.diff(documents[has_tokens], prepend=documents[0]) > 0)
-        of -= of[0]
+        starts_piece = np.diff(documents[has_tokens], prepend=documents[has_tokens][0]) > 0
+        of = np.cumsum(starts_piece)
         others = np.arange(of[-1])
-        places = _native.swap_or_not(others, len(others), (words[2] + number) % 2**64, False)
+        places = _native.swap_or_not(others, len(others), (mixing + number) % 2**64, False)
         order = np.argsort(np.append(places, len(others))[of], kind="stable")
         return pieces[:, order]

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from millrace.checks import check_bool, check_int, check_path, shown
 from millrace.errors import ConfigError
@@ -41,16 +41,16 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
             the wrong type.
     """
     name = check_path("the file of arguments", path)
-    text = _read_text(name)
-    load: Callable[[str], Any]
+    load: Callable[[BinaryIO], Any]
     if name.endswith((".yaml", ".yml")):
         load = load_yaml
     elif name.endswith(".toml"):
-        load = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").loads
+        load = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").load
     else:
         raise ConfigError(f"{name} is neither .yaml, .yml nor .toml: rename it")
     try:
-        arguments = load(text)
+        with open(name, "rb") as file:
+            arguments = load(file)
         if not isinstance(arguments, dict):
             raise ConfigError(f"it holds a {type(arguments).__name__}; `name: value` is needed")
         arguments = _flat(arguments)
@@ -58,6 +58,8 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
             _read(argument, value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ConfigError(f"{name} cannot be read: {reason}") from None
@@ -207,6 +209,14 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
         if name in arguments:
             raise ConfigError(f"only the instant order has {name}: give `order: instant`")
     return _dataset_config(arguments)
+
+
+def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], AnyConfig]:
+    """The arguments in a run's file, and the configuration that they make."""
+    values = read_arguments(path)
+    values.pop("tokenizer_identifiers", None)
+    unknown_arguments(values)
+    return values, config_from(values)
 
 
 def built_config_from(arguments: Mapping[str, Any]) -> DatasetConfig:

@@ -27,7 +27,7 @@ from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normal
 from millrace.order.order_plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
 from millrace.run.instant_config import AnyConfig, InstantConfig
-from millrace.run.phased_dataset import PhasedDataset, instant_datasets
+from millrace.run.phased_dataset import instant_datasets
 from millrace.run.plan import REQUESTS, DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
 from millrace.storage.transfers import closing
 from millrace.store.token_file import TokenFile, listed_storages
@@ -47,9 +47,9 @@ _BLEND = {"dataset_index": np.dtype(np.int16), "dataset_sample_index": np.dtype(
 class Datasets(NamedTuple):
     """The three splits; None for a split without a share. Several validation sets are a list."""
 
-    train: GPTDataset | BlendedDataset | PhasedDataset | None
-    valid: SplitDataset | PhasedDataset | None
-    test: GPTDataset | BlendedDataset | PhasedDataset | None
+    train: GPTDataset | BlendedDataset | None
+    valid: SplitDataset | None
+    test: GPTDataset | BlendedDataset | None
 
 
 class SplitArrays(NamedTuple):

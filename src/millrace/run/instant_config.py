@@ -33,6 +33,11 @@ from millrace.store.opened import token_dtype
 T = TypeVar("T")
 
 _weight = partial(check_float, least=0, most=MAX_WEIGHT)
+_count = partial(check_int, least=1, most=MAX_INT64)
+
+
+def _dtype(_: str, value: Any) -> Any:
+    return token_dtype(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +45,12 @@ class InstantSource:
     """A source of a run in the instant order.
 
     Args:
-        prefix: Path prefix of its token file, without `.bin`; of raw tokens the whole path.
+        prefix: Path prefix of its token file, without `.bin`.
         weight: Weight in the first phase. None: it takes no part before a phase names it, or it has
             the weight that `alpha` gives.
         dtype: Dtype of its tokens; None: that of the configuration.
         part: Start and end of the share of its tokens to draw from, 0 to 1.
         max_epochs: Number of epochs after which it takes no part; None: no limit.
-        raw: Whether the file is one of raw tokens, without header and index.
 
     Raises:
         ConfigError: An option outside its limits.
@@ -57,18 +61,14 @@ class InstantSource:
     dtype: Any = None
     part: Bookends = (0.0, 1.0)
     max_epochs: int | None = None
-    raw: bool = False
 
     def __post_init__(self) -> None:
         part_range(0, self.part)
         vars(self).update(
             prefix=check_path("prefix", self.prefix),
-            weight=_if_given(partial(_weight, "the weight"), self.weight),
-            dtype=_if_given(token_dtype, self.dtype),
             part=(float(self.part[0]), float(self.part[1])),
-            max_epochs=_if_given(partial(check_int, "max_epochs", least=1), self.max_epochs),
-            raw=check_bool("raw", self.raw),
         )
+        _check_given(self, weight=_weight, dtype=_dtype, max_epochs=_count)
         if self.weight == 0:
             raise ConfigError("the weight is 0: leave it out, to draw nothing until a phase does")
 
@@ -94,16 +94,9 @@ class InstantPhase:
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping):
             raise ConfigError(f"weights must be numbers by name, not {shown(self.weights)}")
-        weights = {
-            name: _weight(f"the weight of {name}", one) for name, one in self.weights.items()
-        }
-        vars(self).update(
-            weights=weights,
-            until=_if_given(partial(check_int, "until", least=1, most=MAX_INT64), self.until),
-            sequence_length=_if_given(
-                partial(check_int, "sequence_length", least=1, most=MAX_INT32), self.sequence_length
-            ),
-        )
+        weights = self.weights.items()
+        vars(self)["weights"] = {one: _weight(f"the weight of {one}", w) for one, w in weights}
+        _check_given(self, until=_count, sequence_length=partial(_count, most=MAX_INT32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,19 +168,15 @@ class InstantConfig(RunConfig):
             access=check_choice("access", self.access, get_args(Access)),
             any_tokenizer=check_bool("any_tokenizer", self.any_tokenizer),
             loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
-            dtype=_if_given(token_dtype, self.dtype),
-            alpha=_if_given(partial(check_float, "alpha", least=0, most=10), self.alpha),
             mix_window=check_int("mix_window", self.mix_window, 1, MAX_INT32),
         )
+        _check_given(self, dtype=_dtype, alpha=partial(check_float, least=0, most=10))
         self._check_sampler()
         if self.split is not None:
             split_ranges(0, self.split)
         given = [name for name, one in self.sources.items() if one.weight is not None]
         if given and self.alpha is not None:
             raise ConfigError(f"source {given[0]} has a weight, and there is alpha: leave one out")
-        raw = [name for name, one in self.sources.items() if one.raw]
-        if raw and self.mix_window > 1:
-            raise ConfigError(f"source {raw[0]} has raw tokens: leave it or mix_window out")
         skips = Skips(self.skips)
         vars(self)["skips"] = skips.ranges
         phases = self.run_phases(dict.fromkeys(self.sources, 1))
@@ -213,7 +202,7 @@ class InstantConfig(RunConfig):
                 raise ConfigError(f"phase {number}: there is no source {name}: add it to sources")
             weights = {**weights, **change.weights} if number == 0 else change.weights
             length = change.sequence_length or length
-            phases.append(Phase(start=start, sequence_length=length, weights=weights))
+            phases.append(Phase(start, length, weights))
             if change.until is not None and change.until <= start:
                 raise ConfigError(
                     f"phase {number} starts at sample {start}, and ends before {change.until}: "
@@ -248,8 +237,11 @@ def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int],
             ) from None
 
 
-def _if_given(check: Callable[[Any], T], value: Any) -> T | None:
-    return None if value is None else check(value)
+def _check_given(one: Any, **checks: Callable[[str, Any], Any]) -> None:
+    """Checks the arguments of these names that are not None."""
+    for name, check in checks.items():
+        if (value := getattr(one, name)) is not None:
+            vars(one)[name] = check(name, value)
 
 
 def _checked_sources(sources: Any) -> dict[str, InstantSource]:

@@ -19,7 +19,7 @@ from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig, InstantSource
 from millrace.storage import LOCAL, storage_of
-from millrace.store import IndexedDataset, RawTokens
+from millrace.store import IndexedDataset
 from millrace.store.info import read_info
 from millrace.store.layout import read_header
 
@@ -34,7 +34,7 @@ class SourceFile:
         tokenizers: Tokenizers of the files that were opened before, which all files share.
 
     Attributes:
-        prefix: Absolute path prefix of the pair, or path of the raw tokens.
+        prefix: Absolute path prefix of the pair.
         is_remote, look_ahead: As of `StoredTokens`.
         dtype: Dtype of the tokens as they are read.
         num_tokens: Number of tokens, by the size of the file.
@@ -42,7 +42,6 @@ class SourceFile:
 
     Raises:
         DataError: A file that is missing, or not a whole number of tokens.
-        ConfigError: Raw tokens without a dtype.
     """
 
     def __init__(
@@ -52,23 +51,20 @@ class SourceFile:
         config: InstantConfig,
         tokenizers: list[TokenizerRecord],
     ) -> None:
-        self.prefix, self._is_raw = absolute_path(source.prefix), source.raw
+        self.prefix = absolute_path(source.prefix)
         self._access, self._storage, self._name = config.access, config.storage, name
         self._tokenizers = None if config.any_tokenizer else tokenizers
         dtype = source.dtype or config.dtype
-        path = self.prefix if self._is_raw else self.prefix + BIN
+        path, index = self.prefix + BIN, self.prefix + IDX
         storage = storage_of(path, config.storage)
         self.is_remote = storage is not LOCAL
         self.look_ahead = 4 * getattr(storage, "requests", 64)
         try:
             size = storage.stat(path).size
-            if dtype is None and not self._is_raw:
-                index = self.prefix + IDX
+            if dtype is None:
                 dtype = read_header(storage.open(index, "file"), index).dtype
         except FileNotFoundError as error:
             raise DataError(f"source {name}: {error.filename} not found: give its path") from None
-        if dtype is None:
-            raise ConfigError(f"source {name} has raw tokens: give their dtype")
         self.dtype: np.dtype[Any] = dtype
         self.num_tokens, rest = divmod(size, dtype.itemsize)
         if rest:
@@ -82,13 +78,9 @@ class SourceFile:
         return {name: value for name, value in vars(self).items() if name != "store"}
 
     @cached_property
-    def store(self) -> IndexedDataset | RawTokens:
+    def store(self) -> IndexedDataset:
         """The open file; an error if it is not what it was, or of another tokenizer."""
-        store: IndexedDataset | RawTokens
-        if self._is_raw:
-            store = RawTokens(self.prefix, self.dtype, access=self._access, storage=self._storage)
-        else:
-            store = IndexedDataset(self.prefix, access=self._access, storage=self._storage)
+        store = IndexedDataset(self.prefix, access=self._access, storage=self._storage)
         if (store.num_tokens, store.dtype) != (self.num_tokens, self.dtype):
             raise DataError(
                 f"source {self._name}: {self.prefix} has {store.num_tokens} tokens, {store.dtype}; "
@@ -101,7 +93,7 @@ class SourceFile:
 
     @cached_property
     def _sums(self) -> str | None:
-        info = None if self._is_raw else read_info(self.prefix, self._storage)
+        info = read_info(self.prefix, self._storage)
         if info is None or info.bin is None:
             return None
         return checksum([f"{info.bin} {info.idx}".encode()])
@@ -113,14 +105,13 @@ class SourceFile:
         return self._sums or self.store.fingerprint
 
     @property
-    def _file(self) -> IndexedDataset | RawTokens:
+    def _file(self) -> IndexedDataset:
         return self.store  # as of a `StoredTokens`, for `LossRanges`
 
     def _compare_tokenizers(self) -> None:
         known = self._tokenizers
-        if known is None or self._is_raw:
-            return
-        if (record := read_tokenizer(self.prefix, self._storage)) is None:
+        record = None if known is None else read_tokenizer(self.prefix, self._storage)
+        if known is None or record is None:
             return
         if conflict := tokenizer_conflict([*known, record]):
             raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
@@ -128,7 +119,8 @@ class SourceFile:
 
     def sequences_in(self, start: int, stop: int) -> tuple[NDArray[np.int64], ...]:
         """The sequences that hold tokens [start, stop). See `MixedOrder`."""
-        store: Any = self.store
+        store = self.store
+        pointers: Any
         pointers, size = store.sequence_pointers, self.dtype.itemsize
         # NumPy's search would copy all pointers, which are not aligned in the file.
         first = bisect.bisect_right(pointers, start * size) - 1
@@ -140,8 +132,8 @@ class SourceFile:
     def document_start(self, token: int) -> int:
         """The first token of a document from a token on; the number of tokens behind the last."""
         store, size = self.store, self.dtype.itemsize
-        if isinstance(store, RawTokens) or token in (0, self.num_tokens):
-            return token  # raw tokens have no documents
+        if token in (0, self.num_tokens):
+            return token
 
         def start(document: int) -> int:
             sequence, _ = store.check_documents(document, document)  # a damaged index is an error
@@ -154,7 +146,7 @@ class SourceFile:
 
 @dataclass(eq=False)
 class SourceRange:
-    """The tokens of a source that a split draws from (`millrace.order.phases.Source`).
+    """The tokens of a source that a split draws from: see `Phases`.
 
     Attributes:
         file: The token file.

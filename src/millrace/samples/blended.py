@@ -21,7 +21,7 @@ from millrace.samples.dataset import (
     is_ours,
     name_of,
 )
-from millrace.samples.fields import FIELDS, SOURCE_FIELDS, Batch, BatchForm
+from millrace.samples.fields import FIELDS, SOURCE_FIELDS, Batch, BatchForm, SampleOptions
 from millrace.samples.rows import rows
 from millrace.samples.stored import Leaves, Sources, StoredTokens, gather, gather_tokens
 from millrace.samples.tokens import Numbers, TokenBatch, check_tokens, concatenate, fingerprint_of
@@ -144,10 +144,11 @@ class BlendedDataset(TokenDataset):
         if form is not None and form.token_dtype == "file":
             _ = self.file_dtype  # an error, if there are several
         dataset_numbers, draws = self._draws(numbers)
-        if self.options is not None and self.options.boundaries == "eod":
+        options = self._options_of(draws)
+        if options is not None and options.boundaries == "eod":
             leaves = self._leaves(dataset_numbers, draws)
             if leaves is not None:
-                return gather(leaves, self.options, form, numbers)
+                return gather(leaves, options, form, self.run_numbers(numbers))
         views: dict[int, Any] = {
             number: one.options if is_ours(one) else None for number, one, *_ in draws
         }
@@ -162,6 +163,10 @@ class BlendedDataset(TokenDataset):
         if len(kinds) == 1:
             return rows(tokens, kinds.pop(), form)
         return rows(tokens, [views[number] for number in dataset_numbers.tolist()], form)
+
+    def _options_of(self, draws: list[_Draw]) -> SampleOptions | None:
+        """The options of all samples of a batch; None: they differ."""
+        return self.options
 
     @cached_property
     def _has_one_kind_of_boundaries(self) -> bool:
@@ -285,11 +290,11 @@ def _build_blend_order(
 
 def _form(dataset: Any) -> dict[str, str]:
     """Dtype and shape of a sample's arrays by name. Token files are not opened for it."""
-    if isinstance(dataset, BlendedDataset):
-        return _form(dataset.datasets[0])
     if isinstance(dataset, TokenDataset) and dataset.options is not None:
         shape = [dataset.options.sequence_length]
         return {name: f"{'float32' if name == 'loss_mask' else 'int64'} {shape}" for name in FIELDS}
+    if isinstance(dataset, BlendedDataset):
+        return _form(dataset.datasets[0])
     return _layout(dataset.batch(np.empty(0, np.int64)))
 
 

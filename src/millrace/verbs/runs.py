@@ -10,19 +10,12 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from millrace import inspect
-from millrace.checks import SCHEME
+from millrace.checks import SCHEME, check_int
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
 from millrace.files import atomic_file
 from millrace.jobs import benchmark_report, indexing
-from millrace.jobs.benchmarking import (
-    BenchOptions,
-    RunOptions,
-    bench,
-    prefixes_of,
-    read_run,
-    run_of,
-)
+from millrace.jobs.benchmarking import BenchOptions, RunOptions, bench, prefixes_of, run_of
 from millrace.jobs.bucket_budget import BucketOptions, budget_lines, budget_of
 from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries, list_cache, prune_cache
 from millrace.jobs.indexing import IndexOptions
@@ -69,9 +62,7 @@ class TraceOptions:
     )
     line: str | None = option("line, or row, of a file", None, metavar="FILE:N")
     document: int | None = option("number of a document of --source", None, least=0)
-    held_out: str | None = option(
-        "JSONL, or text with an id or FILE:N on each line", None, metavar="FILE"
-    )
+    held_out: str | None = option("JSONL, or text with FILE:N on each line", None, metavar="FILE")
     source: str | None = option("source of --document or --line", None, metavar="NAME")
     until: int | None = option("sample before which to look", None, least=0)
     rank: str | None = option("of a step: the samples of rank R of N", None, metavar="R/N")
@@ -144,15 +135,6 @@ class PlanOptions(BucketOptions):
         None,
         metavar="OLD",
     )
-    consumed_samples: int = option(
-        "with --diff: samples that are consumed: refuse a change before their end", 0, least=0
-    )
-    save_interval: int | None = option(
-        "steps from a checkpoint to the next one",
-        None,
-        default_text="save-interval of the run",
-        least=1,
-    )
     picture: str | None = option(
         "write a picture of the mixture over the run, .svg or .html", None, metavar="FILE"
     )
@@ -163,12 +145,14 @@ class PlanOptions(BucketOptions):
 
 def _plan(as_json: bool = False, **values: Any) -> str:
     own = PlanOptions(**values)
-    arguments, config = read_run(own.config)
+    arguments, config = run_arguments.read_run(own.config)
     batches = run_arguments.schedule_from(arguments)
     if own.diff is not None:
-        return _change(own, read_run(own.diff)[1], config, batches, as_json)
-    interval = own.save_interval or arguments.get("save_interval") or 0
+        old = run_arguments.read_run(own.diff)[1]
+        return _change(old, config, batches, as_json)
+    interval = check_int("save_interval", arguments.get("save_interval") or 0, 0)
     num_parts = 0 if own.picture is None else 64
+    del arguments  # as much as the configuration again
     one = inspect.forecast(config, batches=batches, save_interval=interval, num_parts=num_parts)
     budget, text = None, inspect.format_forecast(one)
     if any(SCHEME.match(prefix) for prefix in prefixes_of(config)):  # else nothing is built
@@ -182,17 +166,14 @@ def _plan(as_json: bool = False, **values: Any) -> str:
             image = f"<!doctype html>\n<meta charset=utf-8>\n{image}<pre>{escape(text)}</pre>\n"
         with atomic_file(own.picture) as file:
             file.write(image.encode())
-    report = asdict(one) | {"buckets": budget and asdict(budget)}
-    return json.dumps(report, default=np.ndarray.tolist) if as_json else text
+    if not as_json:
+        return text
+    report = vars(one) | {"buckets": budget and asdict(budget)}
+    return json.dumps(report, default=np.ndarray.tolist)
 
 
-def _change(own: PlanOptions, old: Any, new: Any, batches: Any, as_json: bool) -> str:
+def _change(old: Any, new: Any, batches: Any, as_json: bool) -> str:
     first, changes = inspect.forecast_change(old, new)
-    if first is not None and first < own.consumed_samples:
-        raise ConfigError(
-            f"sample {first:,} changes, and {own.consumed_samples:,} are consumed: "
-            f"{'; '.join(changes[:3])}. Let the change begin behind them"
-        )
     if as_json:
         return json.dumps({"first_changed_sample": first, "changes": changes})
     if first is None:
