@@ -12,7 +12,7 @@ from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
-from millrace.online.row_documents import BLOCK, RowDocuments, StoredDocuments
+from millrace.online.row_documents import RowDocuments, StoredDocuments
 from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, PackPlan
 from millrace.order.order_plans import PlanOf, build_order
 from millrace.samples.dataset import TokenDataset
@@ -21,6 +21,7 @@ from millrace.samples.loss_ranges import LossRanges
 from millrace.samples.stored import StoredTokens
 from millrace.store import IndexedDataset
 
+_NUM_CHECKED = 64  # rows that are compared with the reference library, which is slow
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
 
 
@@ -114,7 +115,7 @@ class TextDataset(TokenDataset):
         self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
         has_mask = not isinstance(encoder, TextRows)
         if isinstance(encoder, TextRows):
-            first = rows.range().read(np.arange(min(len(rows.range()), BLOCK)))
+            first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))
             encoder = encoder.checked([row for row in first if isinstance(row, dict)])
         capacity = options.sequence_length + options.add_extra_token
         identity = {
@@ -155,11 +156,11 @@ class TextDataset(TokenDataset):
 
     @property
     def report(self) -> Counter[str]:
-        """Counts of the rows: with token files those of their job, and of the documents here cut.
+        """Counts of the rows: with token files those of their job, and of the samples here.
 
         On the fly, of the rows that this process has tokenised, some of them ahead of their use.
         """
         if self._job_report is None:
             return Counter(self.source.report)
-        cut = self.source.cut_counts() if isinstance(self.source, StoredDocuments) else {}
-        return Counter({**self._job_report, **cut})
+        own = self.source.counts() if isinstance(self.source, StoredDocuments) else {}
+        return Counter({**self._job_report, **own})
