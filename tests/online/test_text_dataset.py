@@ -197,6 +197,12 @@ def test_bad_rows(tmp_path: Path) -> None:
                 untrained = {} if encoder is BYTES else {"samples without a target": 2}
                 assert kept.report == CUT | counts | untrained
     assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 4
+    path.write_text('{"text": ""}\n{"text": "a"}\n{\n')
+    tokenize([path], tmp_path / "alone", BYTES.tokenizer, on_error="skip", workers=1)
+    assert IndexedDataset(tmp_path / "alone_text_document").num_documents == 1
+    for encoder, count in ((BYTES, 1), (Marked(), 2)):  # a text without tokens is a bad one
+        form: Any = {"cache": tmp_path / "c", "on_error": "skip", "workers": 1}
+        assert len(TextDataset(path, encoder, sequence_length=4, **form)) == count
 
 
 def test_rows_of_memory_with_values_that_json_lacks(tmp_path: Path) -> None:
@@ -208,6 +214,9 @@ def test_rows_of_memory_with_values_that_json_lacks(tmp_path: Path) -> None:
         wrong = [*rows, {"text": ("a", "b")}]
         with pytest.raises(TextError, match='row 1 of the list: the value of "text"'):
             TextDataset(wrong, BYTES, sequence_length=4, cache=place, workers=1).batch([1])
+    with pytest.raises(TextError, match='row 0 of the list: the value of "text"'):
+        TextDataset([{"text": 5}], Marked(), sequence_length=4, cache=tmp_path, workers=1)
+    assert not [*tmp_path.glob("*.rows.jsonl")]
     wrong += [{"text": 5}, "no row"]
     form: Any = {"sequence_length": 4, "cache": tmp_path, "workers": 1}
     cached = TextDataset(wrong, BYTES, on_error="quarantine", **form)

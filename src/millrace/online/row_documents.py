@@ -104,9 +104,9 @@ class StoredDocuments(DocumentSamples):
         self._stored = StoredTokens(store, self)
         self._ranges = LossRanges(self._stored) if has_mask else None
 
-    def counts(self) -> dict[str, int]:
-        """How many documents are cut, how many tokens lie behind the cut, and how many samples have
-        nothing to train on."""
+    @property
+    def report(self) -> dict[str, int]:
+        """Counts of all documents, as samples."""
         store: Any = self._stored.store
         bounds = store.document_indices[self._first : self._first + self._count + 1]
         ends = np.append(0, np.cumsum(store.sequence_lengths, dtype=np.int64))

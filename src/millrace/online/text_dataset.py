@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,7 @@ class TextDataset(TokenDataset):
         ([105, 108, 108, 256, 0], [1.0, 1.0, 1.0, 1.0, 0.0])
     """
 
-    _job_report: dict[str, int] | None = None
+    _job_report: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -128,16 +129,14 @@ class TextDataset(TokenDataset):
         }
         documents: Any = capacity, identity, seed, num_samples
         if is_online:
-            source: Any = RowDocuments(rows, encoder, *documents)
-        else:
-            folder = rows.folder if cache is None else folder_of(cache)
-            job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
-            store, report, start, stop = _tokenized_part(rows, encoder, folder, job)
-            if order is None:
-                source = StoredDocuments(store, start, has_mask, stop - start, *documents)
-            self._job_report = report
+            super().__init__(RowDocuments(rows, encoder, *documents), options)
+            return
+        folder = rows.folder if cache is None else folder_of(cache)
+        job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
+        store, self._job_report, start, stop = _tokenized_part(rows, encoder, folder, job)
         if order is None:
-            super().__init__(source, options)
+            stored = StoredDocuments(store, start, has_mask, stop - start, *documents)
+            super().__init__(stored, options)
             return
         inputs = OrderInputs(
             num_sequences=len(store),
@@ -151,7 +150,6 @@ class TextDataset(TokenDataset):
             seed=seed or 0,  # never None where there is an order
         )
         source = StoredTokens(store, build_order(order, inputs, store.prefix, order_options))
-        source = TokenDataset(source, options) if has_mask else source
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
 
     @property
@@ -160,7 +158,4 @@ class TextDataset(TokenDataset):
 
         On the fly, of the rows that this process has tokenised, some of them ahead of their use.
         """
-        if self._job_report is None:
-            return Counter(self.source.report)
-        own = self.source.counts() if isinstance(self.source, StoredDocuments) else {}
-        return Counter({**self._job_report, **own})
+        return Counter({**self._job_report, **getattr(self.source, "report", {})})
