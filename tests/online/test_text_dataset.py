@@ -64,7 +64,7 @@ LAW = {
     "micro": st.integers(1, 5),
     "numbers": st.lists(st.integers(0, 29), max_size=12),
 }
-CUT = {"cut documents": 0, "tokens behind the cut": 0}
+CUT = {"cut documents": 0, "tokens behind the cut": 0, "samples without a target": 0}
 
 
 @pytest.mark.parametrize("cases", CASES)
@@ -195,8 +195,15 @@ def test_bad_rows(tmp_path: Path) -> None:
                 kept = cached(cache=tmp_path / "c", on_error=on_error)
                 assert kept.tokens([0, 1]).tokens.tolist() == [ord("a"), EOD, ord("b"), EOD]
                 counts = {"rows": 3, "tokens": 4, "skipped rows": 1}
-                assert kept.report == counts | CUT
+                untrained = {} if encoder is BYTES else {"samples without a target": 2}
+                assert kept.report == CUT | counts | untrained
     assert len([*(tmp_path / "c").glob("*.quarantine.jsonl")]) == 4
+    path.write_text('{"text": ""}\n{"text": "a"}\n{\n')
+    tokenize([path], tmp_path / "alone", BYTES.tokenizer, on_error="skip", workers=1)
+    assert IndexedDataset(tmp_path / "alone_text_document").num_documents == 1
+    for encoder, count in ((BYTES, 1), (Marked(), 2)):  # a text without tokens is a bad one
+        form: Any = {"cache": tmp_path / "c", "on_error": "skip", "workers": 1}
+        assert len(TextDataset(path, encoder, sequence_length=4, **form)) == count
 
 
 def test_rows_of_memory_with_values_that_json_lacks(tmp_path: Path) -> None:
@@ -208,6 +215,9 @@ def test_rows_of_memory_with_values_that_json_lacks(tmp_path: Path) -> None:
         wrong = [*rows, {"text": ("a", "b")}]
         with pytest.raises(TextError, match='row 1 of the list: the value of "text"'):
             TextDataset(wrong, BYTES, sequence_length=4, cache=place, workers=1).batch([1])
+    with pytest.raises(TextError, match='row 0 of the list: the value of "text"'):
+        TextDataset([{"text": 5}], Marked(), sequence_length=4, cache=tmp_path, workers=1)
+    assert not [*tmp_path.glob("*.rows.jsonl")]
     wrong += [{"text": 5}, "no row"]
     form: Any = {"sequence_length": 4, "cache": tmp_path, "workers": 1}
     cached = TextDataset(wrong, BYTES, on_error="quarantine", **form)
@@ -266,11 +276,10 @@ def test_the_report_counts_what_was_read(tmp_path: Path) -> None:
     dataset = TextDataset(rows, Marked(), sequence_length=4)
     assert dataset.report == {}
     dataset.batch([0, 1, 2, 3, 4])
-    cut = {"cut documents": 1, "tokens behind the cut": 5}
     # Of "zzz" nothing is trained on; the first token, and EOD, are never trained on.
-    assert dataset.report == {"rows": 5, "tokens": 21, **cut, "samples without a target": 3}
-    cached = TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path)
-    assert cached.report == {"rows": 5, "tokens": 21, **cut}
+    own = {"cut documents": 1, "tokens behind the cut": 5, "samples without a target": 3}
+    assert dataset.report == {"rows": 5, "tokens": 21, **own}
+    assert TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path).report == dataset.report
     assert TextDataset(rows, BYTES, sequence_length=4, seed=1)[0]["tokens"].shape == (4,)
 
 

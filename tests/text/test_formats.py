@@ -9,7 +9,6 @@ import lzma
 import sys
 import tracemalloc
 import uuid
-from datetime import date
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -212,7 +211,7 @@ def test_ids_of_any_type(tmp_path: Path, value: Any, type_: Any, text: str | Non
         assert read_file(write_table(tmp_path / name, columns)).ids == [text, None]
 
 
-def test_records_hold_times_that_python_does_not_have_as_text() -> None:
+def test_records_hold_times_as_text() -> None:
     time, text = 1_700_000_000_123_456_789, "2023-11-14 22:13:20.123456789"
     odd = pa.array([time, None], pa.timestamp("ns"))
     broken = pa.array([b"a\xff", b"b"]).cast(pa.string(), safe=False)
@@ -232,7 +231,7 @@ def test_records_hold_times_that_python_does_not_have_as_text() -> None:
         [text, None],
         {"a": text, "b": b"a\xff"},
     ]
-    assert [*second.values()] == [None, date(1970, 1, 1), zones[1], None, {"a": None, "b": "b"}]
+    assert [*second.values()] == [None, "1970-01-01", zones[1], None, {"a": None, "b": "b"}]
 
 
 @pytest.mark.parametrize(("name", "least"), [("a.parquet", 4), ("a.arrows", 0)])

@@ -165,11 +165,7 @@ class TextRows:
         """See `RowEncoder.encode`; a document for each row that has a text."""
         problems: dict[int, str] = {}
         texts: list[list[str]] = []
-        with contextlib.suppress(KeyError, TypeError):  # nearly all rows
-            texts = [[row[self.key]] for row in rows]
-            if {type(text) for [text] in texts} != {str}:
-                texts = []
-        for place, row in enumerate(rows if len(texts) == 0 else ()):
+        for place, row in enumerate(rows):
             try:
                 texts.append(self._texts(row))
             except BadDocumentError as error:

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from millrace.encoding.row_encoders import RowEncoder, TextRows, encode_rows
 from millrace.engine import Progress
 from millrace.errors import CacheError, ConfigError, DataError, MillraceError, TextError
 from millrace.files import SAY_AFTER, atomic_file, writers_lock
-from millrace.names import JOURNAL, LOSS, QUARANTINE
+from millrace.names import JOURNAL, QUARANTINE
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
 from millrace.store import IndexedDataset
 from millrace.text import BadDocumentError
@@ -32,6 +31,9 @@ LINES = ".rows.jsonl"
 
 OWNER = f"{JOURNAL}/owner"
 """Ending of the file that names the process of a job, on a file system without locks."""
+
+
+_PAUSE = 0.25  # seconds
 
 
 def tokenized(
@@ -49,18 +51,29 @@ def tokenized(
     place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
     json_key = encoder.key if isinstance(encoder, TextRows) else "rows"
     prefix = f"{place}_{json_key}_document"
-    needed = [] if isinstance(encoder, TextRows) else [prefix + LOSS]
-    if (store := _finished(place, prefix, needed)) is None:
-        options |= {"json_keys": [json_key], "show_progress": show_progress}
-        with _turn(place, show_progress):
-            while (store := _finished(place, prefix, needed)) is None:
-                try:
-                    _make(rows, encoder, place, **options)
-                except (MillraceError, OSError) as error:
-                    _wait_for_end(place, error)
-                else:
-                    store = IndexedDataset(prefix)
-                    break
+    options |= {"json_keys": [json_key], "show_progress": show_progress}
+    # Without progress, the wait for the lock itself warns and names the holder.
+    limit = 1 if show_progress else None
+    with Progress("wait for tokens", enabled=show_progress) as progress:
+        while (store := _finished(place, prefix)) is None:
+            try:
+                with writers_lock(f"{place}.lock", place + LINES, limit=limit):
+                    if (store := _finished(place, prefix)) is None:
+                        _make(rows, encoder, place, **options)
+                        store = IndexedDataset(prefix)
+                        break
+            except BlockingIOError:
+                done = glob.glob(f"{glob.escape(place + JOURNAL)}/*/done.jsonl")
+                size = f"{sum(map(os.path.getsize, done)):,} bytes of journal"
+                progress.update(0, f"another process tokenises the rows ({size})")
+            except (MillraceError, OSError) as error:
+                if not _wait_for_owner(place, error) and _finished(place, prefix) is None:
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(place + LINES)
+                    if isinstance(error, MillraceError):
+                        raise
+                    remedy = "Free space there, or give another cache; the next run continues"
+                    raise CacheError(f"{place} cannot be written: {error}. {remedy}") from error
     info = store.info()
     provenance: dict[str, Any] = {} if info is None else info.provenance
     report = {**provenance.get("report", {}), "rows": len(rows), "tokens": store.num_tokens}
@@ -69,45 +82,23 @@ def tokenized(
     return store, report
 
 
-def _finished(place: str, prefix: str, needed: list[str]) -> IndexedDataset | None:
+def _finished(place: str, prefix: str) -> IndexedDataset | None:
     """The token files of a job that is done: it has removed its journal."""
-    if not os.path.exists(place + JOURNAL) and all(map(os.path.exists, needed)):
+    if not os.path.exists(place + JOURNAL):
         with contextlib.suppress(DataError):
             return IndexedDataset(prefix)
     return None
 
 
-@contextlib.contextmanager
-def _turn(place: str, show_progress: bool) -> Iterator[None]:
-    """Waits until no other process makes the files, and shows how far it is."""
-    with contextlib.ExitStack() as stack:
-        progress = stack.enter_context(Progress("wait for tokens", enabled=show_progress))
-        while True:
-            with contextlib.suppress(BlockingIOError):
-                # Without progress, the wait for the lock itself warns and names the holder.
-                limit = 1 if show_progress else None
-                stack.enter_context(writers_lock(f"{place}.lock", place + LINES, limit=limit))
-                break
-            done = glob.glob(f"{glob.escape(place + JOURNAL)}/*/done.jsonl")
-            size = sum(map(os.path.getsize, done))
-            progress.update(0, f"another process tokenises the rows ({size:,} bytes of journal)")
-        yield
-
-
-def _wait_for_end(place: str, error: Exception) -> None:
-    """Waits for the job of another process, where there are no locks; else raises the error."""
-    owner = place + OWNER
-    if not os.path.exists(owner):
-        if isinstance(error, MillraceError):
-            raise error
-        remedy = "Free space there, or give another cache; the next run continues"
-        raise CacheError(f"{place} cannot be written: {error}. {remedy}") from error
-    start, has_warned = time.monotonic(), False
-    while os.path.exists(owner):
-        if not has_warned and time.monotonic() - start >= SAY_AFTER:
+def _wait_for_owner(place: str, error: Exception) -> bool:
+    """Waits for the job of another process, where there are no locks; False if there is none."""
+    num_waits = 0
+    while os.path.exists(place + OWNER):
+        time.sleep(_PAUSE)
+        num_waits += 1
+        if num_waits * _PAUSE == SAY_AFTER:
             logging.getLogger("millrace").warning("waiting for the token files: %s", error)
-            has_warned = True
-        time.sleep(0.25)
+    return num_waits > 0
 
 
 def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
@@ -157,38 +148,37 @@ def _write_lines(rows: Rows, encoder: RowEncoder, path: str, on_error: str) -> N
             numbers = np.arange(start, min(start + BLOCK, len(rows)))
             for number, row in zip(numbers.tolist(), rows.read(numbers), strict=True):
                 try:
-                    try:
-                        line = json.dumps(plain_json(_read_row(row, encoder), "the row"))
-                    except (TypeError, ValueError, RecursionError):
-                        problems = encode_rows(encoder, [dict(row)]).problems  # type: ignore
-                        if not problems:
-                            raise
-                        raise BadDocumentError(problems[0]) from None
+                    line = _line_of(row, encoder)
                 except BadDocumentError as error:
                     if on_error == "stop":
                         raise TextError(f"{rows.place(number)}: {error}") from None
                     # A list, which the job rejects: `_name_rows` takes the reason out.
                     line = json.dumps([str(error), repr(row)])
-                except (TypeError, ValueError, RecursionError) as error:
-                    problem = f"{rows.place(number)} cannot be written as JSON ({error})"
-                    raise ConfigError(
-                        f"{problem}: give texts, numbers, lists, dicts, or an encoder that names "
-                        "the `columns` it reads"
-                    ) from None
+                except ConfigError as error:
+                    raise ConfigError(f"{rows.place(number)} {error}") from None
                 file.write(line.encode() + b"\n")
+        file.flush()
+        os.utime(file.fileno(), ns=(0, 0))  # without locks, several processes may write the same
 
 
-def _read_row(row: Any, encoder: RowEncoder) -> dict[str, Any]:
-    """What an encoder reads of a row; BadDocumentError for a bad row."""
+def _line_of(row: Any, encoder: RowEncoder) -> str:
+    """What an encoder reads of a row, as JSON; BadDocumentError for a bad row."""
     if isinstance(row, BadDocumentError):
         raise row
     if isinstance(encoder, TextRows):  # JSON would make lists of tuples, which are bad texts
-        return {encoder.key: text_at(row, encoder.key)}
+        return json.dumps({encoder.key: text_at(row, encoder.key)})
     columns = getattr(encoder, "columns", None)
-    if columns is None:
-        return dict(row)
-    # The names of others stay, for messages.
-    return {str(name): value if name in columns else None for name, value in row.items()}
+    if columns is not None:  # the names of others stay, for messages
+        row = {str(name): value if name in columns else None for name, value in row.items()}
+    try:
+        return json.dumps(plain_json(row, "the row"))
+    except (TypeError, ValueError, RecursionError) as error:
+        for problem in encode_rows(encoder, [row]).problems.values():
+            raise BadDocumentError(problem) from None
+        raise ConfigError(
+            f"cannot be written as JSON ({error}): give texts, numbers, lists, dicts, or an "
+            "encoder that names the `columns` it reads"
+        ) from None
 
 
 def _name_rows(rows: Rows, path: str) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from operator import itemgetter
@@ -10,11 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from millrace.cache.loss_files import ARRAY, read_loss_ranges
 from millrace.checks import MAX_INT64, check_int
 from millrace.encoding.row_encoders import RowEncoder, encode_rows
 from millrace.errors import ConfigError, TextError
 from millrace.forks import Renewed
-from millrace.online.numbered_rows import Rows
+from millrace.online.numbered_rows import BLOCK, Rows
 from millrace.order import Spans
 from millrace.order.permutation import KeyedPermutation
 from millrace.ragged import sizes_of, spread
@@ -22,9 +24,6 @@ from millrace.samples.loss_ranges import LossRanges
 from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
 from millrace.store import IndexedDataset
-
-BLOCK = 256
-"""Rows that are encoded at a time: what a call costs is then a fiftieth of the encoder's time."""
 
 _MOST_AHEAD = 16 * BLOCK  # samples; of loaders that went elsewhere, the oldest are forgotten
 
@@ -87,6 +86,15 @@ def _document_batch(tokens: Any, ends: Numbers, trained: Any, numbers: Numbers) 
     return EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)
 
 
+def _counts_of(behind: Numbers, num_labels: Numbers) -> dict[str, int]:
+    """What a report says of samples, by their tokens behind the cut, and labels to train on."""
+    return {
+        "cut documents": int(np.count_nonzero(behind)),
+        "tokens behind the cut": int(behind.sum()),
+        "samples without a target": int(np.count_nonzero(num_labels < 1)),
+    }
+
+
 class StoredDocuments(DocumentSamples):
     """The documents of token files, counted from document `first` on."""
 
@@ -96,14 +104,21 @@ class StoredDocuments(DocumentSamples):
         self._stored = StoredTokens(store, self)
         self._ranges = LossRanges(self._stored) if has_mask else None
 
-    def cut_counts(self) -> dict[str, int]:
-        """How many documents are cut, and how many tokens lie behind the cut."""
+    @property
+    def report(self) -> dict[str, int]:
+        """Counts of all documents, as samples."""
         store: Any = self._stored.store
-        ends = np.append(0, np.cumsum(store.sequence_lengths, dtype=np.int64))
         bounds = store.document_indices[self._first : self._first + self._count + 1]
-        behind = np.diff(ends[bounds]) - self._capacity
-        behind = behind[behind > 0]
-        return {"cut documents": len(behind), "tokens behind the cut": int(behind.sum())}
+        ends = np.append(0, np.cumsum(store.sequence_lengths, dtype=np.int64))
+        sizes = np.diff(ends[bounds])
+        behind = (sizes - self._capacity).clip(min=0)
+        num_labels = (sizes - behind - 1).clip(min=0)  # all tokens but the first
+        if self._ranges is not None:
+            sequences, starts, stops = read_loss_ranges(store)[ARRAY].T
+            off = stops.clip(max=self._capacity) - starts.clip(min=1)
+            off = np.bincount(sequences, off.clip(min=0), len(store)).astype(np.int64)
+            num_labels -= np.diff(np.append(0, np.cumsum(off))[bounds])
+        return _counts_of(behind, num_labels)
 
     def spans(self, numbers: Numbers) -> Spans:
         """Documents by number: their sequences, as far as the capacity goes."""
@@ -130,8 +145,9 @@ class StoredDocuments(DocumentSamples):
 class RowDocuments(DocumentSamples, Renewed):
     """The documents of rows, which are encoded when they are asked for.
 
-    If a loader says which samples follow, they are encoded some at a time. A sample does not depend
-    on that: of a block that fails, the samples that are asked for are made alone.
+    If a loader says which samples follow, it reads their rows some at a time, and a thread encodes
+    them meanwhile. A sample does not depend on that: of a block that fails, the samples that are
+    asked for are made alone.
 
     Attributes:
         report: Counts of the rows that this process has encoded.
@@ -140,7 +156,7 @@ class RowDocuments(DocumentSamples, Renewed):
     is_remote = True  # see `TokenDataset.is_remote`
     look_ahead = 4 * BLOCK
     prefix = "rows"  # in messages
-    _renewed = ("report", "_lock", "_blocks")
+    _renewed = ("report", "_lock", "_turn", "_thread", "_blocks")
 
     def __init__(self, rows: Rows, encoder: RowEncoder, *options: Any) -> None:
         super().__init__(len(rows), *options)
@@ -148,19 +164,29 @@ class RowDocuments(DocumentSamples, Renewed):
         self.renew()
 
     def after_fork(self) -> None:
-        self._lock, self.report = threading.Lock(), Counter[str]()
+        self._lock, self._turn = threading.Lock(), threading.Lock()  # of what is here; to encode
+        self.report = Counter[str]()
+        self._thread = ThreadPoolExecutor(1, "millrace-encoder")
         # By the number of each sample that was not asked for yet: its block, and its place there.
-        self._blocks: dict[int, tuple[_Block, int]] = {}
+        self._blocks: dict[int, tuple[Future[TokenBatch], int]] = {}
 
     def prefetch(self, sample_numbers: Numbers) -> None:
         """Samples that are asked for soon, in this order."""
         for numbers in np.array_split(sample_numbers, max(round(len(sample_numbers) / BLOCK), 1)):
-            block = _Block(self._documents(numbers))
-            with self._lock:
-                self._blocks |= {one: (block, place) for place, one in enumerate(numbers.tolist())}
-                num_old = max(len(self._blocks) - _MOST_AHEAD, 0)
-                for old in list(itertools.islice(self._blocks, num_old)):
-                    del self._blocks[old]
+            documents = self._documents(numbers)
+            with suppress(Exception):  # who asks for a sample will see the error
+                block = self._thread.submit(self._ahead, documents, self._rows.rows(documents))
+                entries = ((block, place) for place in range(len(numbers)))
+                with self._lock:
+                    self._blocks.update(zip(numbers.tolist(), entries, strict=True))
+                    num_old = max(len(self._blocks) - _MOST_AHEAD, 0)
+                    for old in list(itertools.islice(self._blocks, num_old)):
+                        del self._blocks[old]
+
+    def _ahead(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
+        if not threading.main_thread().is_alive():
+            raise RuntimeError("Python ends, so nobody needs what waits here")
+        return self._encoded(numbers, rows)
 
     def tokens(self, sample_numbers: Numbers) -> TokenBatch:
         """See `TokenSource`; TextError for a bad row, with its place."""
@@ -170,8 +196,10 @@ class RowDocuments(DocumentSamples, Renewed):
         for block, run in itertools.groupby(entries, itemgetter(0)):
             places = np.array([place for _, place in run])
             numbers, start = sample_numbers[start : start + len(places)], start + len(places)
-            batch = None if block is None else self._batch_of(block)
-            batches.append(self._alone(numbers) if batch is None else batch.select(places))
+            if block is None or block.exception() is not None:
+                batches.append(self._alone(numbers))
+            else:
+                batches.append(block.result().select(places))
         if len(batches) > 1:
             return concatenate(batches)
         return batches[0] if batches else self._alone(sample_numbers)
@@ -180,27 +208,10 @@ class RowDocuments(DocumentSamples, Renewed):
         numbers = self._documents(sample_numbers)
         return self._encoded(numbers, self._rows.rows(numbers))
 
-    def _batch_of(self, block: "_Block") -> TokenBatch | None:
-        """The samples of a block; None if they cannot be made together."""
-        if block.lock.locked() and (later := self._untouched()):
-            self._make(later)  # while another thread makes this one
-        self._make(block)
-        return block.batch
-
-    def _untouched(self) -> "_Block | None":
-        blocks = map(itemgetter(0), [*self._blocks.values()])
-        return next((one for one in blocks if not (one.is_tried or one.lock.locked())), None)
-
-    def _make(self, block: "_Block") -> None:
-        with block.lock, suppress(Exception):
-            if not block.is_tried:
-                block.is_tried = True
-                rows = self._rows.rows(block.numbers)
-                block.batch = self._encoded(block.numbers, rows)
-
     def _encoded(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
         """The documents of some rows."""
-        encoded = encode_rows(self._encoder, rows)
+        with self._turn:
+            encoded = encode_rows(self._encoder, rows)
         for place in np.flatnonzero(encoded.counts != 1)[:1].tolist():
             where = self._rows.place(int(numbers[place]))
             if place not in encoded.problems:
@@ -213,29 +224,18 @@ class RowDocuments(DocumentSamples, Renewed):
         tokens, trained = encoded.tokens, encoded.trained
         sizes = sizes_of(encoded.ends)
         kept = sizes.clip(max=self._capacity)
-        if (is_cut := sizes > kept).any():
+        if (sizes > kept).any():
             firsts = encoded.ends - sizes
             ranges = [*map(slice, firsts.tolist(), (firsts + kept).tolist())]
             tokens = np.concatenate([tokens[one] for one in ranges])
             if trained is not None:
                 trained = np.concatenate([trained[one] for one in ranges])
         ends = np.cumsum(kept)
-        labels = kept - 1  # all tokens but the first
+        num_labels = (kept - 1).clip(min=0)  # all tokens but the first
         if trained is not None:
             sums = np.append(0, np.cumsum(trained))
-            labels = sums[ends] - sums[np.minimum(ends - kept + 1, ends)]
+            num_labels = sums[ends] - sums[ends - num_labels]
         counts = {"rows": len(numbers), "tokens": len(encoded.tokens), **encoded.report}
-        counts["cut documents"] = int(is_cut.sum())
-        counts["tokens behind the cut"] = int((sizes - kept).sum())
-        counts["samples without a target"] = int((labels < 1).sum())
         with self._lock:
-            self.report.update(counts)
+            self.report.update(counts | _counts_of(sizes - kept, num_labels))
         return _document_batch(tokens, ends, trained, numbers)
-
-
-class _Block:
-    """Rows that are encoded together when the first of their samples is asked for."""
-
-    def __init__(self, numbers: Numbers) -> None:
-        self.numbers, self.lock, self.is_tried = numbers, threading.Lock(), False
-        self.batch: TokenBatch | None = None

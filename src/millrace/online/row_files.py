@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
-from millrace.files import atomic_file, writers_lock, xxh3
+from millrace.files import atomic_file, checksum, writers_lock, xxh3
 from millrace.samples.tokens import Numbers
 from millrace.storage import FileStream, StoredFile, storage_of
 from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
@@ -38,18 +38,36 @@ _BLOCK = 1 << 20  # bytes of lines that are read at a time
 _LONGEST_BLANK = 100_000_000  # bytes of white space that are read to tell a blank line
 _GROUP_MEMORY = 1 << 28  # bytes of decoded groups of rows of a file that are kept
 _IS_SPACE = np.isin(np.arange(256), list(b" \t\n\r\v\f"))  # what `bytes.strip` takes away
-_NUMBER, _PROBLEM = "\0number", "\0problem"  # columns of a converted file
+_PROBLEM = "\0problem"  # column of a converted file
 
 
-class JsonLinesFile:
+class _RowFile:
+    """A file of rows, and what was learnt of it.
+
+    Attributes:
+        file: The file.
+        form: Form of a row's place, of `locate`.
+        identity: What tells the rows from others, whatever the file's path.
+    """
+
+    def __init__(self, file: InputFile, notes: arrays.ArraySet) -> None:
+        self.file, self._notes = file, notes
+        self.form = f"{{}}, {file.format.unit} {{}}"
+        self.identity = [file.format.name, file.size, f"{notes['xxh3'][0]:016x}"]
+
+    def locate(self, number: int) -> tuple[str, int]:
+        """The path of the file, and the line or row in it."""
+        lines = self._notes["lines"]
+        line = lines[number] if len(lines) else number + self.file.format.first_line
+        return self.file.path, int(line)
+
+
+class JsonLinesFile(_RowFile):
     """The lines of a JSONL file that are not blank, read by position."""
 
-    form = "{}, line {}"
-
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
-        self.file, self._max_size = file, max_size
-        self._notes = _notes_of(file, folder, "rows", partial(_read_lines, file))
-        self.identity = [file.format.name, file.size, f"{self._notes['xxh3'][0]:016x}"]
+        super().__init__(file, _notes_of(file, folder, "rows", _read_lines))
+        self._max_size = max_size
 
     def __len__(self) -> int:
         return len(self._notes["bounds"]) - 1
@@ -67,19 +85,13 @@ class JsonLinesFile:
         block, ends = memoryview(data), np.cumsum(sizes)
         lines = list(map(block.__getitem__, map(slice, (ends - sizes).tolist(), ends.tolist())))
         with contextlib.suppress(ValueError):  # not JSON, or such as orjson does not read
+            # The line break and blank lines behind a row are white space of JSON, too.
             rows = list(map(loads, lines))
             if {*map(type, rows)} == {dict} and sizes.max() <= limit:
                 return rows
-        return [self._parsed(bytes(line)) for line in lines]
+        return [self._parsed(bytes(line).partition(b"\n")[0]) for line in lines]
 
-    def _parsed(self, data: bytes) -> Row:
-        try:
-            # The line break and blank lines behind a row are white space of JSON, too.
-            if len(data) <= self._max_size and type(row := loads(data)) is dict:
-                return row
-        except ValueError:
-            pass  # not JSON, or such as orjson does not read
-        line = data.partition(b"\n")[0]
+    def _parsed(self, line: bytes) -> Row:
         try:
             if len(line) > self._max_size:
                 limit = f"{self._max_size} bytes. Raise max_document_size, or remove it"
@@ -88,29 +100,21 @@ class JsonLinesFile:
         except BadDocumentError as error:
             return error
 
-    def locate(self, number: int) -> tuple[str, int]:
-        lines = self._notes["lines"]
-        return self.file.path, lines[number] if len(lines) else number + 1
 
-
-class TableFile:
+class TableFile(_RowFile):
     """The rows of a Parquet, Arrow or CSV file, a group at a time; the last groups are kept."""
 
-    form = "{}, row {}"
-
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
-        self.file = self._table = file
+        self._table = file
         if file.format.needs_file:
-            self._notes = _notes_of(file, folder, "groups", partial(_count_groups, file))
+            notes = _notes_of(file, folder, "groups", _count_groups)
         else:
             kind = f"csv{max_size}"  # rows that are longer are bad ones
             path = os.path.join(folder, _name(kind, file.path) + ".arrow")
-            self._notes = _notes_of(
-                file, folder, kind, partial(_convert, file, max_size, path), path
-            )
+            notes = _notes_of(file, folder, kind, partial(_convert, max_size, path), path)
             [self._table] = find_inputs([path])
-        self.identity = [file.format.name, file.size, f"{self._notes['xxh3'][0]:016x}"]
-        self._ends = np.cumsum(self._notes["counts"])
+        super().__init__(file, notes)
+        self._ends = np.cumsum(notes["counts"])
         self._groups: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,18 +127,14 @@ class TableFile:
         rows: list[Any] = [None] * len(numbers)
         with _opened(self.file):
             for place in np.argsort(numbers, kind="stable").tolist():
-                # Arrow's `take` does not know all types; a slice does.
-                group, offset = self._find(int(numbers[place]))
-                [row] = records_of(group.slice(offset, 1), self.file.path)
-                row.pop(_NUMBER, None)
+                [row] = records_of(self._slice(int(numbers[place])), self.file.path)
                 problem = row.pop(_PROBLEM, None)
                 rows[place] = BadDocumentError(problem) if problem else row
         return rows
 
-    def _find(self, number: int) -> tuple[Any, int]:
-        """The group of a row, and its place in it."""
+    def _slice(self, number: int) -> Any:
+        """A row as Arrow's table of one: `take` does not know all types."""
         place = int(np.searchsorted(self._ends, number, side="right"))
-        offset = number - int(self._ends[place] - self._notes["counts"][place])
         # Threads may read a group twice, and no harm is done: there is no lock that a fork keeps.
         group = self._groups.get(place)
         if group is None:
@@ -143,13 +143,7 @@ class TableFile:
             if sum(table.nbytes for table in [group, *self._groups.values()]) > _GROUP_MEMORY:
                 self._groups = {}
             self._groups[place] = group
-        return group, offset
-
-    def locate(self, number: int) -> tuple[str, int]:
-        if self._table is not self.file:
-            group, offset = self._find(number)
-            number = group.column(_NUMBER)[offset].as_py()
-        return self.file.path, number
+        return group.slice(number - int(self._ends[place] - self._notes["counts"][place]), 1)
 
 
 @contextlib.contextmanager
@@ -175,12 +169,13 @@ def _object(path: str) -> StoredFile:
 
 # ---- what is learnt in one pass ----
 
-Notes = dict[str, NDArray[Any]]
-"""Arrays by name; `xxh3` is the checksum of the file, uint64 [1]."""
+Notes = tuple[str, dict[str, NDArray[Any]]]
+"""XXH3-64 of a file, and arrays by name. `lines` are the lines or rows of the file's rows; empty if
+they are consecutive: int64 [n]."""
 
 
 def _notes_of(
-    file: InputFile, folder: str, kind: str, make: Callable[[], Notes], table: str = ""
+    file: InputFile, folder: str, kind: str, make: Callable[[InputFile], Notes], table: str = ""
 ) -> arrays.ArraySet:
     """What `make` has noted of the file as it is, in this process or an earlier one.
 
@@ -201,28 +196,22 @@ def _notes_of(
         with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *filter(None, [table])):
             if (notes := find()) is None:
                 with _opened(file):
-                    made = make()
+                    digest, made = make(file)
+                made["xxh3"] = np.array([int(digest, 16)], np.uint64)
                 layout = {one: (array.dtype, array.shape) for one, array in made.items()}
                 notes, _ = arrays.load_or_build(folder, name, key, layout, partial(_write, made))
     return notes
 
 
-def _write(made: Notes, writers: Any) -> None:
+def _write(made: dict[str, NDArray[Any]], writers: Any) -> None:
     for name, array in made.items():
         writers[name].write(0, array)
 
 
-def _sum(digest: str) -> NDArray[np.uint64]:
-    return np.array([int(digest, 16)], np.uint64)
-
-
-def _sum_of(path: str) -> NDArray[np.uint64]:
+def _sum_of(path: str) -> str:
     """The checksum of a file's content."""
-    digest = xxh3()
     with readable(path), open_path(path) as file:
-        while data := file.read(_BLOCK):
-            digest.update(data)
-    return _sum(digest.hexdigest())
+        return checksum(iter(partial(file.read, _BLOCK), b""))
 
 
 def _name(kind: str, path: str) -> str:
@@ -255,18 +244,14 @@ def _read_lines(file: InputFile) -> Notes:
     flat[0] = mark
     is_blank = np.concatenate(suspects)[flat < offset]
     flat = flat[flat < offset]
-    with io.BufferedReader(open_path(file.path)) as lines:
+    with io.BufferedReader(open_path(file.path)) as source:
         for place in np.flatnonzero(is_blank).tolist():
-            lines.seek(int(flat[place]))
-            line = lines.readline(_LONGEST_BLANK)
+            source.seek(int(flat[place]))
+            line = source.readline(_LONGEST_BLANK)
             is_blank[place] = not line.strip() and len(line) < _LONGEST_BLANK
     rows = np.flatnonzero(~is_blank)
-    numbers = rows + 1 if is_blank.any() else rows[:0]
-    return {
-        "xxh3": _sum(digest.hexdigest()),
-        "bounds": np.append(flat[rows], offset),
-        "lines": numbers,
-    }
+    lines = rows + 1 if is_blank.any() else rows[:0]
+    return digest.hexdigest(), {"bounds": np.append(flat[rows], offset), "lines": lines}
 
 
 def _count_groups(file: InputFile) -> Notes:
@@ -277,29 +262,30 @@ def _count_groups(file: InputFile) -> Notes:
             f"{file.path} is an Arrow stream, which has no index of its rows. Write an Arrow file "
             "(pyarrow.ipc.new_file), or give the `datasets.Dataset` that it belongs to"
         )
-    return {"xxh3": _sum_of(file.path), "counts": np.array(counts, np.int64)}
+    lines = np.empty(0, np.int64)
+    return _sum_of(file.path), {"counts": np.array(counts, np.int64), "lines": lines}
 
 
-def _convert(file: InputFile, max_size: int, path: str) -> Notes:
-    """Writes the rows of a CSV file as an Arrow file, with their numbers and problems."""
+def _convert(max_size: int, path: str, file: InputFile) -> Notes:
+    """Writes the rows of a CSV file as an Arrow file, with the problems of bad ones."""
     import pyarrow as pa
 
-    problems: list[dict[str, Any]] = []
+    rows: list[tuple[int, dict[str, Any]]] = []  # of a batch, with their places
 
     def reject(row: int, _: int, reason: str, data: bytes) -> None:
-        problems.append({_NUMBER: first + row, _PROBLEM: reason})
+        rows.append((row, {_PROBLEM: reason}))
 
     format_: Any = file.format
-    first, counts = format_.first_line, []
+    counts, places = [], [np.empty(0, np.int64)]
     query = Query(keys=("text",), reject=reject, whole=True, max_size=max_size)
-    fields = dict.fromkeys([*format_.columns(file.part(), query), _PROBLEM], pa.string())
-    schema = pa.schema([*fields.items(), (_NUMBER, pa.int64())])
+    schema = pa.schema(dict.fromkeys([*format_.columns(file.part(), query), _PROBLEM], pa.string()))
     with atomic_file(path) as target, pa.ipc.new_file(target, schema) as writer:
         for documents in format_.read(file.part(), query):
-            pairs = zip(documents.texts[0], documents.lines.tolist(), strict=True)
-            rows = [*({**record, _NUMBER: first + row} for record, row in pairs), *problems]
-            problems.clear()
-            rows.sort(key=itemgetter(_NUMBER))
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+            rows += zip(documents.lines.tolist(), documents.texts[0], strict=True)
+            rows.sort(key=itemgetter(0))
+            writer.write_batch(pa.RecordBatch.from_pylist([row for _, row in rows], schema))
             counts.append(len(rows))
-    return {"xxh3": _sum_of(file.path), "counts": np.array(counts, np.int64)}
+            places.append(np.array([place for place, _ in rows], np.int64))
+            rows.clear()
+    lines = np.concatenate(places) + format_.first_line
+    return _sum_of(file.path), {"counts": np.array(counts, np.int64), "lines": lines}

@@ -12,7 +12,8 @@ from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_row
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
-from millrace.online.row_documents import BLOCK, epoch_order
+from millrace.online.numbered_rows import BLOCK
+from millrace.online.row_documents import epoch_order
 from millrace.ragged import starts_of
 from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import EMPTY, TokenBatch

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
-from millrace.online.row_documents import BLOCK, RowDocuments, StoredDocuments
+from millrace.online.row_documents import RowDocuments, StoredDocuments
 from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, PackPlan
 from millrace.order.order_plans import PlanOf, build_order
 from millrace.samples.dataset import TokenDataset
@@ -21,6 +22,7 @@ from millrace.samples.loss_ranges import LossRanges
 from millrace.samples.stored import StoredTokens
 from millrace.store import IndexedDataset
 
+_NUM_CHECKED = 64  # rows that are compared with the reference library, which is slow
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
 
 
@@ -86,7 +88,7 @@ class TextDataset(TokenDataset):
         ([105, 108, 108, 256, 0], [1.0, 1.0, 1.0, 1.0, 0.0])
     """
 
-    _job_report: dict[str, int] | None = None
+    _job_report: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class TextDataset(TokenDataset):
         self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
         has_mask = not isinstance(encoder, TextRows)
         if isinstance(encoder, TextRows):
-            first = rows.range().read(np.arange(min(len(rows.range()), BLOCK)))
+            first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))
             encoder = encoder.checked([row for row in first if isinstance(row, dict)])
         capacity = options.sequence_length + options.add_extra_token
         identity = {
@@ -127,16 +129,14 @@ class TextDataset(TokenDataset):
         }
         documents: Any = capacity, identity, seed, num_samples
         if is_online:
-            source: Any = RowDocuments(rows, encoder, *documents)
-        else:
-            folder = rows.folder if cache is None else folder_of(cache)
-            job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
-            store, report, start, stop = _tokenized_part(rows, encoder, folder, job)
-            if order is None:
-                source = StoredDocuments(store, start, has_mask, stop - start, *documents)
-            self._job_report = report
+            super().__init__(RowDocuments(rows, encoder, *documents), options)
+            return
+        folder = rows.folder if cache is None else folder_of(cache)
+        job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
+        store, self._job_report, start, stop = _tokenized_part(rows, encoder, folder, job)
         if order is None:
-            super().__init__(source, options)
+            stored = StoredDocuments(store, start, has_mask, stop - start, *documents)
+            super().__init__(stored, options)
             return
         inputs = OrderInputs(
             num_sequences=len(store),
@@ -150,16 +150,12 @@ class TextDataset(TokenDataset):
             seed=seed or 0,  # never None where there is an order
         )
         source = StoredTokens(store, build_order(order, inputs, store.prefix, order_options))
-        source = TokenDataset(source, options) if has_mask else source
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
 
     @property
     def report(self) -> Counter[str]:
-        """Counts of the rows: with token files those of their job, and of the documents here cut.
+        """Counts of the rows: with token files those of their job, and of the samples here.
 
         On the fly, of the rows that this process has tokenised, some of them ahead of their use.
         """
-        if self._job_report is None:
-            return Counter(self.source.report)
-        cut = self.source.cut_counts() if isinstance(self.source, StoredDocuments) else {}
-        return Counter({**self._job_report, **cut})
+        return Counter({**self._job_report, **getattr(self.source, "report", {})})

@@ -179,8 +179,8 @@ def _tokenize_report(result: TokenizeResult, as_json: bool) -> str:
     )
     lines += _kept_lines("chunks", result.num_chunks_kept, result.num_chunks_done)
     if result.num_skipped:
-        lines.append(f"{result.num_skipped:,} lines were skipped:")
-        lines += ["  {file}, line {line}: {reason}".format_map(row) for row in result.skipped]
+        lines.append(f"{result.num_skipped:,} lines or rows were skipped:")
+        lines += ["  {file}:{line}: {reason}".format_map(row) for row in result.skipped]
         if result.num_skipped > len(result.skipped):
             lines.append(f"  and {result.num_skipped - len(result.skipped):,} more")
     if result.report:

@@ -4,6 +4,7 @@ import bisect
 import contextlib
 import itertools
 import json
+import re
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from millrace.text.streams import is_remote, open_path, package, readable, statu
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
+_HAS_TIME = re.compile("time|date|duration")  # in the name of a type
 _TEXT_TYPES = ("string", "large_string", "binary", "large_binary", "null")
 
 
@@ -328,60 +330,34 @@ def _id_values(column: Any) -> list[Any]:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of a column as Python's: str, or bytes where they are not UTF-8; times that
-    Python's types do not have, such as nanoseconds, as Arrow's text."""
+    """The values of a column as Python's: str, or bytes where they are not UTF-8; times as Arrow's
+    text, as Python has no nanoseconds, no year 10,000, and not every time zone."""
     _check_offsets(getattr(column, "storage", column))
     column = _plain(column)
     import pyarrow as pa
+    from pyarrow import compute, types
 
-    if "[ns" not in str(column.type) or pa.types.is_map(column.type):
-        with contextlib.suppress(ValueError, OverflowError, KeyError):  # the last of time zones
+    if types.is_temporal(column.type):
+        with contextlib.suppress(ValueError):
+            return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
+        column = column.cast(pa.timestamp(column.type.unit))  # its time zone is not known
+        return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
+    if not _HAS_TIME.search(str(column.type)) or types.is_map(column.type):
+        with contextlib.suppress(ValueError, OverflowError, KeyError):  # of times in a map, too
             return list(map(_as_text, column.to_pylist()))
-    from pyarrow import compute
-
-    is_valid = compute.is_valid(column).to_pylist()
-    if pa.types.is_struct(column.type):
+    if types.is_struct(column.type):
         names = [field.name for field in column.type]
         parts = [_values(compute.struct_field(column, [place])) for place in range(len(names))]
         rows = [dict(zip(names, values, strict=True)) for values in zip(*parts, strict=True)]
+        is_valid = compute.is_valid(column).to_pylist()
         return [row if valid else None for row, valid in zip(rows, is_valid, strict=True)]
-    if pa.types.is_nested(column.type) and not pa.types.is_map(column.type):
+    if types.is_nested(column.type) and not types.is_map(column.type):
         values = iter(_values(compute.list_flatten(column)))
         sizes = compute.list_value_length(column).to_pylist()
         return [None if size is None else [*itertools.islice(values, size)] for size in sizes]
-    if pa.types.is_temporal(column.type):
-        with contextlib.suppress(ValueError, OverflowError, KeyError):
-            return column.cast(_micro(column.type)).to_pylist()  # type: ignore[no-any-return]
-        texts = column.cast(_naive(column.type)).cast(pa.string()).to_pylist()
-        return list(map(_as_time, column, texts))  # of one row as of many
     column = column.cast(pa.large_binary())
     column.validate(full=True)  # only the first problem is known so far
     return list(map(_as_text, column.to_pylist()))
-
-
-def _as_time(time: Any, text: str | None) -> Any:
-    with contextlib.suppress(ValueError, OverflowError, KeyError):
-        return time.cast(_micro(time.type)).as_py()
-    return text
-
-
-def _micro(type_: Any) -> Any:
-    """The type in microseconds, as Python has them, of a time in nanoseconds, which pyarrow makes
-    a value of pandas where that is installed."""
-    import pyarrow as pa
-
-    if getattr(type_, "unit", "") != "ns":
-        return type_
-    if pa.types.is_timestamp(type_):
-        return pa.timestamp("us", type_.tz)
-    return pa.duration("us") if pa.types.is_duration(type_) else pa.time64("us")
-
-
-def _naive(type_: Any) -> Any:
-    """The type of a time without its time zone, which may be unknown."""
-    import pyarrow as pa
-
-    return pa.timestamp(type_.unit) if pa.types.is_timestamp(type_) else type_
 
 
 def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
