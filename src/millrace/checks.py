@@ -5,7 +5,7 @@ value that its docstring does not name. NumPy's integers become Python's, whose 
 and which JSON can hold. Floats and bools are never counts.
 """
 
-import json
+import math
 import operator
 import os
 import re
@@ -160,13 +160,39 @@ def check_path(name: str, value: Any) -> str:
     return path
 
 
-def plain_json(value: Any) -> Any:
-    """The value as JSON returns it: tuples become lists."""
-    try:
-        return json.loads(json.dumps(value, allow_nan=False))
-    except (TypeError, ValueError, RecursionError) as error:
-        problem = f"{shown(value)} cannot be stored as JSON: {error}"
-        raise ConfigError(f"{problem}. Give texts, numbers, lists and dicts") from None
+def plain_json(value: Any, place: str = "the value", *, keeps_none: bool = True) -> Any:
+    """A value as JSON and pickle return it: tuples become lists, and NumPy's values Python's.
+
+    Args:
+        value: Texts, finite numbers, booleans, None, or lists, arrays and mappings by text of them.
+        place: Name of the value, for messages.
+        keeps_none: Whether mappings keep entries whose value is None.
+    """
+    plain: Any = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    if isinstance(plain, Mapping):
+        for key in plain:
+            if not isinstance(key, str):
+                raise ConfigError(f"{place} has the key {shown(key)}: keys must be texts")
+        return {
+            str.__str__(key): plain_json(part, f"{place}.{key}", keeps_none=keeps_none)
+            for key, part in plain.items()
+            if keeps_none or part is not None
+        }
+    if isinstance(plain, (list, tuple)):
+        parts = enumerate(plain)
+        return [plain_json(part, f"{place}[{n}]", keeps_none=keeps_none) for n, part in parts]
+    if plain is None or isinstance(plain, bool):
+        return plain
+    # torch.load with weights_only refuses derived classes, such as members of an enum.
+    converters: dict[type, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
+    is_finite = not isinstance(plain, float) or math.isfinite(plain)
+    for kind, convert in converters.items():
+        if isinstance(plain, kind) and is_finite:
+            return convert(plain)
+    raise ConfigError(
+        f"{place} is {shown(value, 80)}, which cannot be stored as JSON: give numbers, texts (such "
+        "as hashes of bytes), lists, and dictionaries by text"
+    )
 
 
 def check_paths(name: str, values: Any) -> list[str]:

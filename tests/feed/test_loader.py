@@ -311,8 +311,8 @@ class Named(Numbers):
     [
         ({"hash": b"ab"}, "hash is b'ab'"),
         ({"files": [{"names": {"a"}}]}, r"files\[0\].names is {'a'}"),
-        ({"lengths": np.arange(3)}, r"lengths is array\(\[0, 1, 2\]\)"),
         ({"view": {"weight": math.nan}}, "view.weight is nan"),
+        ({"weights": [math.inf]}, r"weights\[0\] is inf"),
         ({"weight": np.float32("nan")}, "weight is .*nan"),
         ({"parts": ({1: "a"},)}, r"parts\[0\] has the key 1"),
         ({"day": np.datetime64("2026-01-01")}, "day is .*2026-01-01"),
@@ -350,7 +350,7 @@ def test_a_fingerprint_that_is_not_a_dict_is_refused_at_once(fingerprint: Any) -
 def test_a_fingerprint_with_numbers_of_numpy_is_saved_as_plain_values() -> None:
     fingerprint = {
         "size": np.int32(3),
-        "weights": (np.float32(0.1), np.float64(0.2), 0.3, math.inf),
+        "weights": (np.float32(0.1), np.float64(0.2), 0.3),
         "is_new": np.bool_(True),
         np.str_("name"): np.str_("web"),
         "kind": Kind.TEXT,

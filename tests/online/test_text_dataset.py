@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -234,17 +235,23 @@ class Columns(Marked):
 
 def test_only_columns_that_are_read_must_be_plain(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = [{"text": "a", "again": np.bool_(False), "messages": chat, "at": date(2020, 1, 1)}]
+    rows: list[Any] = [{"text": "a", "again": np.bool_(False), "messages": chat, 5: "x"}]
+    rows[0]["at"] = date(2020, 1, 1)
     form: Any = {"sequence_length": 4, "cache": tmp_path, "workers": 1}
     for encoder in (Columns(), ChatEncoder(BYTES.tokenizer)):
         online = TextDataset(rows, encoder, sequence_length=4)
         assert_same_tokens(online.tokens([0]), TextDataset(rows, encoder, **form).tokens([0]))
     with pytest.raises(ConfigError, match=r"row 0 of the list cannot be written.*columns"):
         TextDataset(rows, Marked(), **form | {"cache": tmp_path / "other"})
-    chat[1]["content"] = date(2020, 1, 1)  # type: ignore[assignment]
-    for cache in (None, tmp_path):
-        with pytest.raises(TextError, match=r"row 0 of the list: messages\[1\] has .*date"):
-            TextDataset(rows, encoder, **form | {"cache": cache})[0]
+    for wrong, reason in (
+        ({"content": date(2020, 1, 1)}, "content is .*date"),
+        ({"x": {"y": {1: "a"}}}, r"x\.y has the key 1"),
+        ({"x": [math.nan]}, r"x\[0\] is nan"),
+    ):
+        rows[0]["messages"] = [chat[0], {**chat[1], **wrong}]
+        for cache in (None, tmp_path):
+            with pytest.raises(TextError, match=rf"row 0 of the list: messages\[1\]\.{reason}"):
+                TextDataset(rows, encoder, **form | {"cache": cache})[0]
 
 
 def test_a_part_of_a_file_has_its_limit_and_its_lines(tmp_path: Path) -> None:

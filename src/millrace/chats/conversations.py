@@ -2,15 +2,13 @@
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping
-from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from millrace.checks import shown
-from millrace.errors import TextError
+from millrace.checks import plain_json, shown
+from millrace.errors import ConfigError, TextError
 
 Message = dict[str, Any]
 Weight = bool | Literal["prompt"] | None
@@ -108,23 +106,14 @@ def _is_plain(messages: Any) -> bool:
 
 
 def _plain(value: Any, place: str) -> Any:
-    """A value in the types of JSON, also from NumPy's; TextError for another.
+    """A value in the types of JSON; TextError for another.
 
     Arrow gives each object all keys of the file: a None stands for an absent one, at every depth.
     """
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = value.tolist()
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, (list, tuple)):
-        return [_plain(one, place) for one in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {str(key): _plain(one, place) for key, one in value.items() if one is not None}
-    if isinstance(value, float) and not math.isfinite(value):
-        raise TextError(f"{place} has {value}, which JSON cannot hold: leave it out")
-    if type(value) in (NoneType, bool, int, float):
-        return value
-    raise TextError(f"{place} has {shown(value)}; give texts, numbers, lists, or objects by text")
+    try:
+        return plain_json(value, place, keeps_none=False)
+    except ConfigError as error:
+        raise TextError(str(error)) from None
 
 
 def texts_in(value: Any) -> list[str]:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from millrace.checks import check_float, check_int, shown
+from millrace.checks import check_float, check_int, plain_json, shown
 from millrace.errors import ConfigError
 from millrace.feed.metrics import batch_metrics, step_metrics
-from millrace.feed.state import STATE_VERSION, Fingerprint, Position, plain
+from millrace.feed.state import STATE_VERSION, Fingerprint, Position
 from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_printed_after
 from millrace.feed.stream_data import IN_TURN, StreamDataset, check_dataset, sampler_of
 from millrace.forks import Renewed
@@ -262,7 +262,7 @@ class Loader(Renewed):
         fingerprint = self._fingerprint.at(place)
         state = {"version": STATE_VERSION, "consumed_samples": place, "fingerprint": fingerprint}
         if stream is not None and place == now:
-            state["stream"] = {"consumed_samples": now, "state": plain(stream)}
+            state["stream"] = {"consumed_samples": now, "state": plain_json(stream)}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

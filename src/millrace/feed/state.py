@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from millrace.checks import NOTHING, check_int, differences, place_of, shown
-from millrace.errors import ConfigError, ResumeError, ViewChangeWarning
+from millrace.checks import NOTHING, check_int, differences, place_of, plain_json, shown
+from millrace.errors import ResumeError, ViewChangeWarning
 from millrace.samples.tokens import fingerprint_of
 from millrace.sampling.samplers import explanation
 
@@ -34,11 +34,12 @@ class Fingerprint(NamedTuple):
 
     def at(self, consumed_samples: int) -> dict[str, Any]:
         """The fingerprint of the first `consumed_samples` samples."""
-        fingerprint: dict[str, Any] = plain(fingerprint_of(self.dataset, consumed_samples))
-        if not getattr(self.sampler, "fingerprint", None):
-            return fingerprint
-        sampler = plain(fingerprint_of(self.sampler, consumed_samples), "fingerprint.sampler")
-        return {**fingerprint, "sampler": sampler} if sampler else fingerprint
+        fingerprint = fingerprint_of(self.dataset, consumed_samples)
+        if getattr(self.sampler, "fingerprint", None):
+            sampler = fingerprint_of(self.sampler, consumed_samples)
+            fingerprint |= {"sampler": sampler} if sampler else {}
+        plain: dict[str, Any] = plain_json(fingerprint, "fingerprint")
+        return plain
 
     def read_state(self, state: Any, end: int | None = None) -> Position:
         """The position of a saved state; for the errors, see `Loader.load_state_dict`.
@@ -67,29 +68,6 @@ class Fingerprint(NamedTuple):
         if isinstance(stream, Mapping) and stream.get("consumed_samples") == consumed_samples:
             return Position(consumed_samples, stream.get("state"))
         return Position(consumed_samples)
-
-
-def plain(value: Any, place: str = "fingerprint") -> Any:
-    """A value as JSON and pickle return it; NumPy's numbers become Python's."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise ConfigError(f"{place} has the key {shown(key)}: keys must be strings")
-        return {str.__str__(key): plain(part, f"{place}.{key}") for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(part, f"{place}[{number}]") for number, part in enumerate(value)]
-    number = value.item() if isinstance(value, np.generic) else value
-    if number is None or isinstance(number, bool):
-        return number
-    # torch.load with weights_only refuses derived classes, such as members of an enum.
-    converters: dict[type, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
-    for kind, convert in converters.items():
-        if isinstance(number, kind) and number == number:
-            return convert(number)
-    raise ConfigError(
-        f"{place} is {shown(value, _MOST_SHOWN)}, which a saved state cannot hold or compare: use "
-        "plain numbers, strings (such as hashes of bytes or arrays), lists and dicts"
-    )
 
 
 def _saved_fingerprint(state: Any) -> Any:

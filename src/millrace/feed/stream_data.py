@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from millrace.checks import MAX_INT64, check_int, shown
+from millrace.checks import MAX_INT64, check_int, plain_json, shown
 from millrace.errors import ConfigError, ResumeError
-from millrace.feed.state import Position, plain
+from millrace.feed.state import Position
 from millrace.forks import Renewed
 from millrace.samples.fields import Batch, BatchForm, SampleOptions
 from millrace.samples.rows import rows
@@ -100,7 +100,7 @@ class StreamDataset:
             raise EndOfBatches
         numbers = numbers[numbers < start + size]
         own = tokens.select(numbers - start).with_field("sample_numbers", "sample", numbers)
-        after = Position(start + size, plain(state, "the state of the stream"))
+        after = Position(start + size, plain_json(state, "the state of the stream"))
         return rows(own, self.options, form), after
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:

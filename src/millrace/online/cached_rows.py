@@ -8,13 +8,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from millrace.cache import arrays
-from millrace.checks import shown
+from millrace.checks import plain_json
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import RowEncoder, TextRows, encode_rows
 from millrace.engine import Progress
@@ -168,11 +167,11 @@ def _line_of(row: Any, encoder: RowEncoder) -> str:
         raise row
     if isinstance(encoder, TextRows):  # JSON would make lists of tuples, which are bad texts
         return json.dumps({encoder.key: text_at(row, encoder.key)})
-    columns = getattr(encoder, "columns", row)
-    # The names of others stay, for messages.
-    plain = {name: value if name in columns else None for name, value in row.items()}
+    if (columns := getattr(encoder, "columns", None)) is not None:
+        # The names of others stay, for messages.
+        row = {str(name): value if name in columns else None for name, value in row.items()}
     try:
-        return json.dumps(plain, default=_standard, skipkeys=True)
+        return json.dumps(plain_json(row, "the row"))
     except (TypeError, ValueError, RecursionError) as error:
         for problem in encode_rows(encoder, [row]).problems.values():
             raise BadDocumentError(problem) from None
@@ -180,15 +179,6 @@ def _line_of(row: Any, encoder: RowEncoder) -> str:
             f"cannot be written as JSON ({error}): give texts, numbers, lists, dicts, or an "
             "encoder that names the `columns` it reads"
         ) from None
-
-
-def _standard(value: Any) -> Any:
-    """What JSON can hold of a value of NumPy, or a mapping."""
-    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, bytes):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"it has {shown(value)}")
 
 
 def _name_rows(rows: Rows, path: str) -> None:

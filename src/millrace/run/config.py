@@ -296,13 +296,8 @@ def _checked_options(name: str, value: Any, options: Any) -> dict[str, Any] | No
         raise ConfigError(f"{name}_options must be keyword arguments of {name}, not {options!r}")
     if value is None:
         raise ConfigError(f"{name}_options are keyword arguments of {name}: name the {name}")
-    try:
-        is_plain = plain_json(dict(options)) == options
-    except ConfigError:
-        is_plain = False
-    if not is_plain:
-        raise ConfigError(f"{name}_options must be plain JSON values, not {shown(options)}")
-    return dict(options)
+    plain: dict[str, Any] = plain_json(dict(options), f"{name}_options")
+    return plain
 
 
 def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
