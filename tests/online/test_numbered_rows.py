@@ -127,17 +127,12 @@ def test_a_file_that_changes_is_an_error(tmp_path: Path, kind: str) -> None:
         assert again.rows([len(again) - 1]) == [{"text": "c"}]
 
 
-def test_what_a_killed_conversion_has_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text\na\n")
-    for _ in deaths_of(lambda: open_rows(tmp_path / "a.csv", cache=tmp_path / "cache")):
-        pass
-    open_rows(tmp_path / "a.csv", cache=tmp_path / "cache")
-    assert not [*(tmp_path / "cache").glob("*tmp*")]
-
-
-def test_an_index_survives_death_and_damage(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"text": str(n)} for n in range(2000)])
-    cache, copy = tmp_path / "cache", tmp_path / "copy"
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_what_is_learnt_survives_death_and_damage(tmp_path: Path, name: str) -> None:
+    path, cache, copy = tmp_path / name, tmp_path / "cache", tmp_path / "copy"
+    form = '{{"text": "{}"}}' if name == "a.jsonl" else "{}"
+    lines = ["text"] * (name == "a.csv") + [form.format(n) for n in range(2000)]
+    path.write_text("".join(f"{line}\n" for line in lines))
     for _ in deaths_of(lambda: open_rows(path, cache=cache)):
         if cache.exists():
             shutil.copytree(cache, copy)

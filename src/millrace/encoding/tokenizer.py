@@ -330,5 +330,6 @@ def checked_tokenizer(tokenizer: Tokenizer, texts: Iterable[str] = ()) -> tuple[
         A tokenizer whose encoder agrees, and the reason if `tokenizer` asks for another encoder
         ("" otherwise).
     """
-    name, encode, message = choose_encoder(tokenizer.vocabulary, tokenizer._encoder, texts)
+    own = tokenizer._encoder, texts, tokenizer._encode_batch
+    name, encode, message = choose_encoder(tokenizer.vocabulary, *own)
     return tokenizer.with_encoder(name, encode), message

@@ -167,8 +167,8 @@ def _line_of(row: Any, encoder: RowEncoder) -> str:
         raise row
     if isinstance(encoder, TextRows):  # JSON would make lists of tuples, which are bad texts
         return json.dumps({encoder.key: text_at(row, encoder.key)})
-    columns = getattr(encoder, "columns", None)
-    if columns is not None:  # the names of others stay, for messages
+    if (columns := getattr(encoder, "columns", None)) is not None:
+        # The names of others stay, for messages.
         row = {str(name): value if name in columns else None for name, value in row.items()}
     try:
         return json.dumps(plain_json(row, "the row"))
