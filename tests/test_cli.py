@@ -227,7 +227,7 @@ def test_a_report_shows_names_that_the_terminal_cannot(
     words += ["--input", source, "--on-error", "skip", "--workers", "1"]
     result = millrace_process(*words, PYTHONIOENCODING=encoding)
     assert result.returncode == 0, result.stderr
-    assert b"\\udcff.jsonl, line 1: " in result.stdout
+    assert b"\\udcff.jsonl:1: " in result.stdout
 
 
 def test_the_error_of_a_file_size_limit_names_the_limit(tokenized: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Samples of raw rows: on the fly, from the cache and from token files they are the same."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import date
@@ -305,6 +307,25 @@ def test_a_loader_encodes_rows_of_several_steps_at_once(tmp_path: Path) -> None:
             next(loader)
         assert sorted(sizes)[-2] >= 64  # the rows of the block of the bad one are encoded alone
         loader.close()
+
+
+def test_threads_encode_at_once_and_give_the_same_samples() -> None:
+    barrier, num_met = threading.Barrier(2), 0
+
+    class Meeting(Marked):
+        def encode(self, rows: Any) -> Any:
+            nonlocal num_met
+            with contextlib.suppress(threading.BrokenBarrierError):
+                barrier.wait(10)
+                num_met += 1
+            return super().encode(rows)
+
+    rows = [{"text": f"{n:04}"} for n in range(1024)]
+    dataset = TextDataset(rows, Meeting(), seed=1, sequence_length=4, threads=2)
+    seen = np.concatenate([batch["tokens"] for batch in Loader(dataset, micro_batch_size=64)])
+    assert num_met >= 2
+    expected = TextDataset(rows, Marked(), seed=1, sequence_length=4).batch(range(1024))
+    np.testing.assert_array_equal(seen, expected["tokens"])
 
 
 def test_rows_that_become_several_documents_need_the_cache(tmp_path: Path) -> None:

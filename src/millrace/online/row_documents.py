@@ -25,8 +25,6 @@ from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
 from millrace.store import IndexedDataset
 
-_MOST_AHEAD = 16 * BLOCK  # samples; of loaders that went elsewhere, the oldest are forgotten
-
 
 @lru_cache(maxsize=64)
 def epoch_order(count: int, seed: int, epoch: int) -> KeyedPermutation:
@@ -145,7 +143,7 @@ class StoredDocuments(DocumentSamples):
 class RowDocuments(DocumentSamples, Renewed):
     """The documents of rows, which are encoded when they are asked for.
 
-    If a loader says which samples follow, it reads their rows some at a time, and a thread encodes
+    If a loader says which samples follow, it reads their rows some at a time, and threads encode
     them meanwhile. A sample does not depend on that: of a block that fails, the samples that are
     asked for are made alone.
 
@@ -154,19 +152,19 @@ class RowDocuments(DocumentSamples, Renewed):
     """
 
     is_remote = True  # see `TokenDataset.is_remote`
-    look_ahead = 4 * BLOCK
     prefix = "rows"  # in messages
-    _renewed = ("report", "_lock", "_turn", "_thread", "_blocks")
+    _renewed = ("report", "_lock", "_pool", "_blocks")
 
-    def __init__(self, rows: Rows, encoder: RowEncoder, *options: Any) -> None:
+    def __init__(self, rows: Rows, encoder: RowEncoder, threads: int, *options: Any) -> None:
         super().__init__(len(rows), *options)
-        self._rows, self._encoder = rows, encoder
+        self._rows, self._encoder, self._threads = rows, encoder, threads
+        self.look_ahead = 2 * (threads + 1) * BLOCK  # two for each thread, and two that are used
         self.renew()
 
     def after_fork(self) -> None:
-        self._lock, self._turn = threading.Lock(), threading.Lock()  # of what is here; to encode
+        self._lock = threading.Lock()
         self.report = Counter[str]()
-        self._thread = ThreadPoolExecutor(1, "millrace-encoder")
+        self._pool = ThreadPoolExecutor(self._threads, "millrace-encoder")
         # By the number of each sample that was not asked for yet: its block, and its place there.
         self._blocks: dict[int, tuple[Future[TokenBatch], int]] = {}
 
@@ -175,11 +173,12 @@ class RowDocuments(DocumentSamples, Renewed):
         for numbers in np.array_split(sample_numbers, max(round(len(sample_numbers) / BLOCK), 1)):
             documents = self._documents(numbers)
             with suppress(Exception):  # who asks for a sample will see the error
-                block = self._thread.submit(self._ahead, documents, self._rows.rows(documents))
+                block = self._pool.submit(self._ahead, documents, self._rows.rows(documents))
                 entries = ((block, place) for place in range(len(numbers)))
                 with self._lock:
                     self._blocks.update(zip(numbers.tolist(), entries, strict=True))
-                    num_old = max(len(self._blocks) - _MOST_AHEAD, 0)
+                    # Of loaders that went elsewhere, the oldest samples are forgotten.
+                    num_old = max(len(self._blocks) - 4 * self.look_ahead, 0)
                     for old in list(itertools.islice(self._blocks, num_old)):
                         del self._blocks[old]
 
@@ -210,8 +209,7 @@ class RowDocuments(DocumentSamples, Renewed):
 
     def _encoded(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
         """The documents of some rows."""
-        with self._turn:
-            encoded = encode_rows(self._encoder, rows)
+        encoded = encode_rows(self._encoder, rows)
         for place in np.flatnonzero(encoded.counts != 1)[:1].tolist():
             where = self._rows.place(int(numbers[place]))
             if place not in encoded.problems:

@@ -70,6 +70,8 @@ class TextDataset(TokenDataset):
             of the rows, where an order needs token files.
         on_error: What becomes of bad rows with a cache: "stop", "skip" or "quarantine".
         workers: Number of processes that tokenise; None: one per core, fewer for a small input.
+        threads: Number of threads that encode on the fly; the samples do not depend on it. More
+            help texts alone: templates of chats hold Python's lock.
         show_progress: Whether to show progress of tokenising on stderr.
         sample_options: What a sample looks like: the fields of `SampleOptions`.
 
@@ -102,11 +104,13 @@ class TextDataset(TokenDataset):
         cache: str | os.PathLike[str] | None = None,
         on_error: str = "stop",
         workers: int | None = None,
+        threads: int = 1,
         show_progress: bool = False,
         **sample_options: Any,
     ) -> None:
         encoder, options = check_encoder("encoder", encoder), SampleOptions(**sample_options)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
+        threads = check_int("threads", threads, 1, 1024)
         order = _plan_of(order, order_options)
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
@@ -129,7 +133,7 @@ class TextDataset(TokenDataset):
         }
         documents: Any = capacity, identity, seed, num_samples
         if is_online:
-            super().__init__(RowDocuments(rows, encoder, *documents), options)
+            super().__init__(RowDocuments(rows, encoder, threads, *documents), options)
             return
         folder = rows.folder if cache is None else folder_of(cache)
         job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
