@@ -35,10 +35,7 @@ class Position(NamedTuple):
 class Sample(NamedTuple):
     number: int
     source: str
-    draw: int
-    start: int
-    length: int
-    tokens: Sequence[int] = ()  # with the last label
+    tokens: Sequence[int]  # with the last label
 
 
 @lru_cache(None)
@@ -57,7 +54,6 @@ class Source:
     documents: Sequence[int]  # their first tokens
     key: int
     position: Position | None = None
-    draws: int = 0
     debt: int = 0
     drawn: int = 0  # tokens of this epoch
     repeated: int = 0  # tokens drawn of epochs that another length ended
@@ -90,7 +86,6 @@ class Source:
         block, place = divmod(past // window, BLOCK)
         order = windows(block, self.epoch_size(window) // window, v)
         self.position = Position(epoch, window, past + length)
-        self.draws += 1
         self.drawn += length
         start = (u * window >> 64) + order[place] * window
         tokens: Sequence[int] = range(start, start + window + 1)
@@ -170,27 +165,24 @@ class Model:
 
     Args:
         seed: Seed of the run.
-        sources: Tokens of each source, or its tokens and its `max_epochs`, by name.
+        sources: By name, the tokens of each source, its `max_epochs`, its mix window, and the first
+            token of each of its documents.
         phases: Start, sequence length and weights of each phase.
         skips: Ranges of sample numbers that are left out.
-        mixes: The mix window of a source, and the first token of each of its documents, by name.
     """
 
     def __init__(
         self,
         seed: int,
-        sources: dict[str, int | tuple[int, int]],
+        sources: dict[str, tuple[int, int | None, int, Sequence[int]]],
         phases: list[tuple[int, int, dict[str, float]]],
-        skips: tuple[tuple[int, int], ...] = (),
-        mixes: dict[str, tuple[int, Sequence[int]]] | None = None,
+        skips: list[list[int]],
     ) -> None:
         self.sources = {}
-        for name, sizes in sources.items():
+        for name, own in sources.items():
             text = json.dumps(["instant", seed, name], separators=(",", ":"))
             key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")  # S1
-            tokens, max_epochs = sizes if isinstance(sizes, tuple) else (sizes, None)
-            mix = (mixes or {}).get(name, (1, ()))
-            self.sources[name] = Source(tokens, max_epochs, *mix, key)
+            self.sources[name] = Source(*own, key)
         self.phases = [Phase(*phase) for phase in phases]
         self.skips = sorted(skips)
         self.number = 0  # of the next sample, a skipped one or not
@@ -210,8 +202,7 @@ class Model:
         if not self.stretch:
             self.stretch = self._next_stretch(phase)
         source = self.sources[name := self.stretch.draw()]
-        draw, tokens = source.draws, source.draw(phase.length)
-        sample = Sample(self.number, name, draw, tokens[0], phase.length, tokens)
+        sample = Sample(self.number, name, source.draw(phase.length))
         self.number += 1
         if source.is_over(phase.length):  # C2
             self._end_stretch()

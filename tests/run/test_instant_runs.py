@@ -110,16 +110,11 @@ class History:
         return InstantConfig(sources=self.sources, mix_window=self.mix, **own)
 
     def make_model(self) -> Model:
-        sizes = {
-            name: (size, cap) if (cap := self.sources[name].get("max-epochs")) else size
-            for name, size in self.sizes.items()
-        }
-        mixes = {
-            name: (self.mix, IndexedDataset(self.folder / name).document_lengths.cumsum())
-            for name in self.sizes
-        }
-        skips: Any = tuple(map(tuple, self.skips))
-        return Model(5, sizes, self.model, skips, mixes)  # type: ignore[arg-type]
+        sources = {}
+        for name, size in self.sizes.items():
+            documents = IndexedDataset(self.folder / name).document_lengths.cumsum()
+            sources[name] = size, self.sources[name].get("max-epochs"), self.mix, documents
+        return Model(5, sources, self.model, self.skips)
 
     def expected(self, num: int) -> list[list[int]]:
         """The model's samples. A token comes once in an epoch, and an epoch is not left before its

@@ -219,7 +219,7 @@ def _of_built(config: DatasetConfig) -> dict[str, Any]:
 
 def _limits(config: DatasetConfig, split: SplitPlan) -> Iterator[str]:
     """Tells from which number of samples on Megatron-LM's order would be another one."""
-    if config.num_samples[0] is None or config.order is not None:
+    if not config.num_samples[0] or config.order is not None:
         return
     growths = []
     for dataset in split.datasets:

@@ -162,7 +162,7 @@ class Phases:
             begins = Position(*(np.broadcast_to(np.int64(one), size) for one in UNDRAWN))
             weights = self._changed_weights(np.zeros(size), 0)
             none = np.empty(0, np.int32), MixtureTree([ONE])
-            return self._dealt(Stretch(0, 0, 0, 0, weights, begins, zeros, zeros, *none))
+            return self._deal(Stretch(0, 0, 0, 0, weights, begins, zeros, zeros, *none))
         drawn, debts, count = last.drawn_up_to(last.end), last.debts.copy(), last.end - last.start
         draws = drawn[last.sources] - last.drawn[last.sources]
         # The product may overflow, but not what is left of it.
@@ -174,7 +174,7 @@ class Phases:
             if self.length_of(phase) != self.length_of(last.phase):
                 begins, zeros = self.ends(last, last.end), np.zeros_like(drawn)
                 new = new._replace(segment=last.segment + 1, begins=begins, drawn=zeros)
-        return self._dealt(new)
+        return self._deal(new)
 
     def _changed_weights(self, weights: NDArray[np.float64], number: int) -> NDArray[np.float64]:
         """The weights of a phase, from those before it."""
@@ -184,7 +184,7 @@ class Phases:
         weights[[places[name] for name in changes]] = [*changes.values()]
         return weights
 
-    def _dealt(self, new: Stretch) -> Stretch:
+    def _deal(self, new: Stretch) -> Stretch:
         """A stretch with its end, its sources and their tree."""
         sources, (start, end) = np.flatnonzero(new.weights), (new.start, self._ends[new.phase])
         capped = sources[self._caps[sources] < MAX_INT64]
