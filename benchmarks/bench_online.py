@@ -37,7 +37,8 @@ LIMIT = 15.0  # seconds of 10 GB
 NOTES = [
     "The texts of `bench_tokenize.py`, cut into {count:,} documents of 2,900 characters on "
     "average, log-normal, {size:.0f} MB of JSONL in the page cache. Samples of 1,024 tokens, cut "
-    "or padded, shuffled. Every run is a fresh process, with one thread that encodes.",
+    "or padded, shuffled. Every run is a fresh process, with one thread that encodes; in ours, the "
+    "loader's thread reads the next rows, and fills batches, meanwhile.",
     "Ours: `TextDataset` and `Loader`, all documents once. Hugging Face: `load_dataset`, which is "
     "not timed, `shuffle`, `set_transform` with `encode_batch` of `tokenizers`, and a DataLoader "
     "with one worker; 3,000 documents after the first batch. encode_batch: our encoder alone, the "
