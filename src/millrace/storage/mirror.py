@@ -26,7 +26,7 @@ from millrace.storage import Bytes, Identity
 from millrace.storage.copies import own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
-FIRST = 64  # pieces that a process reads exactly: the first batch does not wait for blocks
+FIRST = 3 << 19  # bytes that a process reads exactly: for a fingerprint, and a first batch at once
 _THERE, _ROOM = b"\1", b"\2"
 _AHEAD = 8  # blocks that are asked for where an order reads on
 _SPARE = 256  # descriptors that are left for requests, locks of blocks and other files
@@ -46,7 +46,7 @@ class Mirror:
 
     def __init__(self, folder: str, limit: int) -> None:
         self.folder, self._limit = own_folder(folder), limit
-        self.num_first = FIRST  # pieces that are still to be read exactly
+        self.num_first = FIRST  # bytes that are still to be read exactly
         self.is_full = False  # until the end of the process
         if (kind := _file_system_of(self.folder)) in _UNFIT or kind.startswith("fuse"):
             _log.warning("the mirror %s is on %s: a local disk is meant", self.folder, kind)
@@ -142,7 +142,7 @@ class Copy:
         `load_sums` the checksums of its blocks, if they are known.
         """
         if self._mirror.num_first > 0:
-            self._mirror.num_first -= 1
+            self._mirror.num_first -= stop - start
             return None
         if self._sums is None:
             self._sums = load_sums()
