@@ -135,25 +135,23 @@ class Copy:
         stop: int,
         fetch: Callable[[int, int, Callable[[Any], bool]], Any],
         load_sums: Callable[[], list[str]],
-    ) -> Bytes | None:
-        """The same, after its missing blocks were fetched; None if there is no room for them.
+    ) -> bool:
+        """Fetches the missing blocks of bytes [start, stop); False if there is no room for them.
 
         `fetch(start, stop, check)` gives bytes of the object for which `check` is true, and
         `load_sums` the checksums of its blocks, if they are known.
         """
         if self._mirror.num_first > 0:
             self._mirror.num_first -= stop - start
-            return None
+            return False
         if self._sums is None:
             self._sums = load_sums()
         try:
-            for block in range(start // BLOCK, -(-stop // BLOCK)):
-                if not self._fill(block, fetch):
-                    return None
+            blocks = range(start // BLOCK, -(-stop // BLOCK))
+            return all(self._fill(block, fetch) for block in blocks)
         except OSError as error:
             self._mirror.stop(error)
-            return None
-        return self.read(start, stop)
+            return False
 
     def _fill(self, block: int, fetch: Any) -> bool:
         """Fetches a block that is not there; False if there is no room for it."""
