@@ -12,7 +12,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -357,14 +357,12 @@ class ObjectFile(Ahead):
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return gather_range(self, byte_offset, byte_offset + num_bytes)
 
-    def start(self, start: int, stop: int) -> "Future[Any]":
+    def start(self, start: int, stop: int) -> Any:
         if self._copy is not None:
             for block in self._copy.next_blocks(start, stop):
                 self._storage.pool.submit(self._copy.fill, *block, self._fetch, self._sums)
             if (data := self._copy.read(start, stop)) is not None:
-                here: Future[Any] = Future()
-                here.set_result(data)
-                return here
+                return data
         _note_use()
         return self._storage.pool.submit(self._fetch_or_fill, start, stop)
 
