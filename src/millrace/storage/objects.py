@@ -124,9 +124,9 @@ class ObjectStorage(Renewed):
         return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
 
     def fetch_index(self, path: str, identity: Identity) -> None:
-        """Brings an index to this node, if there is room."""
+        """Brings an index to this node, if there is room and no other process does so."""
         with contextlib.suppress(OSError):
-            fetch_index(self._folder, path, ObjectFile(self, path, identity))
+            fetch_index(self._folder, path, ObjectFile(self, path, identity), waits=False)
 
     def copied(self, paths: Sequence[str]) -> str:
         """A folder of the node with copies of objects, which keep their names."""
