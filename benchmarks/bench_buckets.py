@@ -164,7 +164,8 @@ def megatron(address: str, chunk: int, num_reads: int) -> float:
     from megatron.core.datasets.indexed_dataset import IndexedDataset as Peer
     from megatron.core.datasets.object_storage_utils import ObjectStorageConfig
 
-    environment = {**servers.environment_for(address), "AWS_DEFAULT_REGION": "us-east-1"}
+    environment = {**servers.environment_for(address), "AWS_ENDPOINT_URL": address}
+    environment["AWS_DEFAULT_REGION"] = "us-east-1"
     with mock.patch.dict(os.environ, environment), tempfile.TemporaryDirectory() as folder:
         config = ObjectStorageConfig(path_to_idx_cache=folder, bin_chunk_nbytes=chunk)
         peer = Peer("s3://train/d0", mmap=False, object_storage_config=config)

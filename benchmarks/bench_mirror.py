@@ -39,7 +39,7 @@ else:
     dataset = IndexedDataset("s3://train/d0", storage=storage)
     dataset = GPTDataset(dataset, sequence_length=length, seed=1, add_extra_token=False)
 seen = first = 0
-with Loader(dataset, micro_batch_size=batch, drop_last=False, threads=2) as loader:
+with Loader(dataset, micro_batch_size=batch, drop_last=False, fields=["tokens"]) as loader:
     for one in loader:
         first = first or time.perf_counter() - begin
         seen += len(one["tokens"])

@@ -20,11 +20,11 @@ from millrace import IndexedDatasetBuilder  # noqa: E402
 
 __all__ = ["servers", "serving", "write", "write_sequences"]
 
-SERVER = """
-import json, sys, threading, time
+SERVER = r"""
+import asyncio, json, re, sys, threading, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tests.buckets.servers import Proxy, RangeServer, serving
+from tests.buckets.servers import Proxy
 kind, place, latency, rate = sys.argv[2], sys.argv[3], float(sys.argv[4]), float(sys.argv[5])
 
 class Link(Proxy):  # all connections share its rate
@@ -51,36 +51,60 @@ class Link(Proxy):  # all connections share its rate
     def flush(self):
         self.files[threading.get_ident()].flush()
 
-class Listed(RangeServer):  # also lists its objects, and counts what it is asked for
+class Ranges(asyncio.Protocol):  # a range server that also lists, and counts what it is asked for
     counts = {"lists": 0, "indices": 0, "data": 0}
 
-    def do_GET(self):
-        if self.path == "/counts":
-            return self.answer(200, json.dumps(self.counts).encode())
-        is_list = "list-type" in self.path
-        kind = "lists" if is_list else "indices" if ".idx" in self.path else "data"
-        with lock:
-            self.counts[kind] += 1
-        if not is_list:
-            return super().do_GET()
-        time.sleep(self.latency)
-        entry = "<Contents><Key>{}</Key><LastModified>2015-10-21T07:28:00.000Z</LastModified>"
-        entry += "<ETag>&quot;{}&quot;</ETag><Size>{}</Size></Contents>"
-        entries = [entry.format(path[7:], hash(body), len(body)) for path, body in objects.items()]
-        text = "<ListBucketResult><IsTruncated>false</IsTruncated>{}</ListBucketResult>"
-        self.answer(200, text.format("".join(entries)).encode())
+    def connection_made(self, transport):
+        self.transport, self.buffer = transport, b""
 
-    do_HEAD = do_GET
+    def data_received(self, data):
+        self.buffer += data
+        while b"\r\n\r\n" in self.buffer:
+            head, _, self.buffer = self.buffer.partition(b"\r\n\r\n")
+            reply = self.reply(head.decode())
+            asyncio.get_running_loop().call_later(latency, self.transport.write, reply)
 
-lock = threading.Lock()
+    def reply(self, head):
+        path = head.split(" ", 2)[1]
+        if path == "/counts":
+            return self.answer(json.dumps(self.counts).encode())
+        is_list = "list-type" in path
+        self.counts["lists" if is_list else "indices" if ".idx" in path else "data"] += 1
+        if is_list:
+            entry = "<Contents><Key>{}</Key><LastModified>2015-10-21T07:28:00.000Z</LastModified>"
+            entry += "<ETag>&quot;{}&quot;</ETag><Size>{}</Size></Contents>"
+            entries = [entry.format(name[7:], tags[name], len(objects[name])) for name in objects]
+            text = "<ListBucketResult><IsTruncated>false</IsTruncated>{}</ListBucketResult>"
+            return self.answer(text.format("".join(entries)).encode())
+        if path not in objects:
+            return self.answer(b"", status="404 Not Found")
+        body = objects[path]
+        more = f'ETag: "{tags[path]}"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n'
+        found = re.search(r"(?i)range: bytes=(\d+)-(\d+)", head)
+        if found is None:
+            is_head = head.startswith("HEAD")
+            return self.answer(b"" if is_head else body, more, length=len(body))
+        start, end = map(int, found.groups())
+        more += f"Content-Range: bytes {start}-{end}/{len(body)}\r\n"
+        return self.answer(memoryview(body)[start : end + 1], more, "206 Partial Content")
+
+    def answer(self, body, more="", status="200 OK", length=None):
+        length = len(body) if length is None else length
+        return f"HTTP/1.1 {status}\r\n{more}Content-Length: {length}\r\n\r\n".encode() + body
+
+async def serve():
+    server = await asyncio.get_running_loop().create_server(Ranges, "127.0.0.1", 0, backlog=4096)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
 if kind == "proxy":
-    context = (Link if rate else Proxy)(place, latency).running()
+    with (Link if rate else Proxy)(place, latency).running() as address:
+        print(address, flush=True)
+        sys.stdin.read()
 else:
     objects = {f"/train/{path.name}": path.read_bytes() for path in Path(place).glob("d*")}
-    context = serving(Listed.of(objects, latency=latency))
-with context as address:
-    print(address, flush=True)
-    sys.stdin.read()
+    tags = {name: hash(body) for name, body in objects.items()}
+    asyncio.run(serve())
 """
 
 

@@ -54,6 +54,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_a_dataset_is_that_of_the_files(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
     local = IndexedDataset(write_pair(tmp_path))
+    millrace.write_loss_ranges(local.prefix, [(number, 0, 1) for number in range(300)])
     prefix = f"{bucket.upload(tmp_path)}/data"
     proxy.reset()
     remote = IndexedDataset(prefix)
@@ -62,6 +63,12 @@ def test_a_dataset_is_that_of_the_files(tmp_path: Path, bucket: Bucket, proxy: P
     assert [tokens.tolist() for tokens in remote[:9]] == [tokens.tolist() for tokens in local[:9]]
     assert (remote.origin(7), remote.info()) == (local.origin(7), local.info())
     assert pickle.loads(pickle.dumps(remote))[5].tolist() == local[5].tolist()
+    own: Any = {"sequence_length": 64, "seed": 1, "eod_token": 0, "loss_ranges": "apply"}
+    masks = [
+        millrace.GPTDataset(one, **own).batch([0, 5, 9])["loss_mask"] for one in (local, remote)
+    ]
+    assert (masks[0] == masks[1]).all()
+    assert masks[0].min() == 0
     proxy.reset()
     assert IndexedDataset(prefix).lengths_checksum == local.lengths_checksum
     assert proxy.count("GET") == 0  # the index is on the node
@@ -301,18 +308,6 @@ def test_the_budget_of_a_run(
         assert int(found[1].replace(",", "")) == expected
         assert found[1] == found[2]
     assert re.search(r"mirrors +save 0\.\d% of the bytes", bench)  # one epoch
-
-
-def test_masks_come_along(tmp_path: Path, bucket: Bucket) -> None:
-    local, options = write_pair(tmp_path), {"eod_token": 0, "loss_ranges": "apply"}
-    millrace.write_loss_ranges(local, [(number, 0, 1) for number in range(300)])
-    datasets = [
-        millrace.GPTDataset(IndexedDataset(place), sequence_length=64, seed=1, **options)
-        for place in (local, f"{bucket.upload(tmp_path)}/data")
-    ]
-    masks = [dataset.batch([0, 5, 9])["loss_mask"] for dataset in datasets]
-    assert (masks[0] == masks[1]).all()
-    assert masks[0].min() == 0
 
 
 def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:

@@ -315,18 +315,6 @@ def _work(queue_ref: weakref.ref[StepQueue], permits: SimpleQueue[Any]) -> None:
     permits.put(False)  # for the next thread
 
 
-def _joined(steps: list[NDArray[np.int64]], least: int) -> Iterator[NDArray[np.int64]]:
-    """The samples of steps in their order, `least` or more at a time but for the last ones."""
-    part: list[NDArray[np.int64]] = []
-    for numbers in steps:
-        part.append(numbers)
-        if sum(map(len, part)) >= least:
-            yield np.concatenate(part)
-            part.clear()
-    if part:
-        yield np.concatenate(part)
-
-
 class LookAhead:
     """Prefetches the samples of coming steps, if the dataset has `prefetch` and `is_remote`.
 
@@ -360,8 +348,8 @@ class LookAhead:
         if self._is_remote or self._num_cold > 0:
             # The read itself will say what is wrong.
             with suppress(BaseException), self._turn:
-                for numbers in _joined(self._coming(position), self._group):
-                    self._dataset.prefetch(numbers)
+                if steps := self._coming(position):
+                    self._dataset.prefetch(np.concatenate(steps))
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
         has_read_disk = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock > num_blocks

@@ -48,23 +48,16 @@ def storage_in(folder: str) -> ObjectStorage:
 
 
 class _BinReader:
-    """The tokens of a token file: `IndexedDataset.bin_reader`."""
+    """The tokens of a token file: `IndexedDataset.bin_reader`; `reader` reads it, if it is open."""
 
-    def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
-        """Numbers from a byte on; DataAssertionError beyond the file."""
-        raise NotImplementedError
-
-
-class _LocalBinReader(_BinReader):
-    """A `.bin` in a file system; `reader` reads it, if it is open."""
-
-    _ACCESS: ClassVar[Access]
+    _ACCESS: ClassVar[Access] = "file"
 
     def __init__(self, bin_path: str, reader: store.BinReader | None = None) -> None:
         self._bin_path = bin_path
         self.reader = LOCAL.open(bin_path, self._ACCESS) if reader is None else reader
 
     def read(self, dtype: Any, count: int, offset: int) -> NDArray[Any]:
+        """Numbers from a byte on; DataAssertionError beyond the file."""
         num_bytes = int(count) * np.dtype(dtype).itemsize
         if num_bytes < 0 or not 0 <= offset <= self.reader.size - num_bytes:
             raise DataAssertionError(
@@ -74,7 +67,7 @@ class _LocalBinReader(_BinReader):
         return self.reader.read(int(offset), num_bytes).view(dtype)
 
 
-class _S3BinReader(_LocalBinReader):
+class _S3BinReader(_BinReader):
     """A `.bin` in a bucket, read by ranges."""
 
     def __init__(
@@ -91,16 +84,14 @@ class _MultiStorageClientBinReader(_S3BinReader):
     """The same for `msc://PROFILE/KEY`."""
 
 
-class _MMapBinReader(_LocalBinReader):
+class _MMapBinReader(_BinReader):
     """A mapped `.bin`."""
 
     _ACCESS = "mmap"
 
 
-class _FileBinReader(_LocalBinReader):
+class _FileBinReader(_BinReader):
     """A `.bin` for positioned reads; one that fails is an error, without retries."""
-
-    _ACCESS = "file"
 
     def __init__(
         self,

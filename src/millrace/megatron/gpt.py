@@ -16,7 +16,7 @@ from millrace.checks import SCHEME
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
 from millrace.megatron.base import CachedIndices, MegatronDataset
-from millrace.megatron.bin_readers import ObjectStorageConfig, _LocalBinReader
+from millrace.megatron.bin_readers import ObjectStorageConfig, _BinReader
 from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, require
 from millrace.megatron.indexed import IndexedDataset
 from millrace.megatron.utils import GPTDatasetConfig, Split, log_on_first_rank
@@ -191,8 +191,8 @@ class GPTDataset(CachedIndices, MegatronDataset):
             is GPTDataset._query_document_sample_shuffle_indices
             and isinstance(dataset, IndexedDataset)
             and type(dataset).get is IndexedDataset.get
-            and isinstance(reader, _LocalBinReader)
-            and type(reader).read is _LocalBinReader.read
+            and isinstance(reader, _BinReader)
+            and type(reader).read is _BinReader.read
             and reader.reader is dataset.token_file.reader
             and dataset.token_file.dtype.kind in "iu"
             and not dataset.multimodal

@@ -44,11 +44,11 @@ def own_folder(folder: str | None) -> str:
     return place
 
 
-def fetch_index(folder: str | None, path: str, file: StoredFile) -> str:
+def fetch_index(folder: str | None, path: str, file: StoredFile, *, waits: bool = True) -> str:
     """The path of an index and its checksum on the node, to which it is brought."""
     name = blake2b(repr((path, file.identity)).encode()).hexdigest()
     copy = os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
-    fetch(copy, file, with_sum=True)
+    fetch(copy, file, with_sum=True, waits=waits)
     return copy
 
 
@@ -80,7 +80,7 @@ def shared_value(folder: str | None, name: str, seconds: float, make: Callable[[
     return make()
 
 
-def fetch(copy: str, file: StoredFile, *, with_sum: bool = False) -> None:
+def fetch(copy: str, file: StoredFile, *, with_sum: bool = False, waits: bool = True) -> None:
     """Copies an object to a path, perhaps with its XXH3-64 behind it, unless it is there."""
 
     def write() -> None:
@@ -92,13 +92,17 @@ def fetch(copy: str, file: StoredFile, *, with_sum: bool = False) -> None:
                 out.write(piece)
             out.write(digest.digest() * with_sum)
 
-    _make_once(copy, lambda status: status.st_size == file.size + 8 * with_sum, write)
+    size = file.size + 8 * with_sum
+    _make_once(copy, lambda status: status.st_size == size, write, waits)
 
 
 def _make_once(
-    path: str, is_right: Callable[[os.stat_result], bool], make: Callable[[], None]
+    path: str,
+    is_right: Callable[[os.stat_result], bool],
+    make: Callable[[], None],
+    waits: bool = True,
 ) -> None:
-    """Makes a file, unless it is there or another process or thread makes it meanwhile.
+    """Makes a file, unless it is there or another process or thread makes it, and perhaps waits.
 
     Those who wait look for the file: if each of them took the lock, the last one would wait long.
     """
@@ -112,6 +116,8 @@ def _make_once(
         with contextlib.suppress(BlockingIOError), writers_lock(f"{path}.lock", path, limit=0):
             if not is_there():
                 make()
+            return
+        if not waits:
             return
         for _ in range(10):
             time.sleep(_PAUSE)

@@ -26,7 +26,7 @@ from millrace.storage import Bytes, Identity
 from millrace.storage.copies import own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
-FIRST = 64  # pieces that a process reads exactly: the first batch does not wait for blocks
+FIRST = 3 << 19  # bytes that a process reads exactly: for a fingerprint, and a first batch at once
 _THERE, _ROOM = b"\1", b"\2"
 _AHEAD = 8  # blocks that are asked for where an order reads on
 _SPARE = 256  # descriptors that are left for requests, locks of blocks and other files
@@ -46,7 +46,7 @@ class Mirror:
 
     def __init__(self, folder: str, limit: int) -> None:
         self.folder, self._limit = own_folder(folder), limit
-        self.num_first = FIRST  # pieces that are still to be read exactly
+        self.num_first = FIRST  # bytes that are still to be read exactly
         self.is_full = False  # until the end of the process
         if (kind := _file_system_of(self.folder)) in _UNFIT or kind.startswith("fuse"):
             _log.warning("the mirror %s is on %s: a local disk is meant", self.folder, kind)
@@ -135,25 +135,23 @@ class Copy:
         stop: int,
         fetch: Callable[[int, int, Callable[[Any], bool]], Any],
         load_sums: Callable[[], list[str]],
-    ) -> Bytes | None:
-        """The same, after its missing blocks were fetched; None if there is no room for them.
+    ) -> bool:
+        """Fetches the missing blocks of bytes [start, stop); False if there is no room for them.
 
         `fetch(start, stop, check)` gives bytes of the object for which `check` is true, and
         `load_sums` the checksums of its blocks, if they are known.
         """
         if self._mirror.num_first > 0:
-            self._mirror.num_first -= 1
-            return None
+            self._mirror.num_first -= stop - start
+            return False
         if self._sums is None:
             self._sums = load_sums()
         try:
-            for block in range(start // BLOCK, -(-stop // BLOCK)):
-                if not self._fill(block, fetch):
-                    return None
+            blocks = range(start // BLOCK, -(-stop // BLOCK))
+            return all(self._fill(block, fetch) for block in blocks)
         except OSError as error:
             self._mirror.stop(error)
-            return None
-        return self.read(start, stop)
+            return False
 
     def _fill(self, block: int, fetch: Any) -> bool:
         """Fetches a block that is not there; False if there is no room for it."""

@@ -12,7 +12,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -124,9 +124,9 @@ class ObjectStorage(Renewed):
         return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
 
     def fetch_index(self, path: str, identity: Identity) -> None:
-        """Brings an index to this node, if there is room."""
+        """Brings an index to this node, if there is room and no other process does so."""
         with contextlib.suppress(OSError):
-            fetch_index(self._folder, path, ObjectFile(self, path, identity))
+            fetch_index(self._folder, path, ObjectFile(self, path, identity), waits=False)
 
     def copied(self, paths: Sequence[str]) -> str:
         """A folder of the node with copies of objects, which keep their names."""
@@ -357,22 +357,21 @@ class ObjectFile(Ahead):
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return gather_range(self, byte_offset, byte_offset + num_bytes)
 
-    def start(self, start: int, stop: int) -> "Future[Any]":
+    def start(self, start: int, stop: int) -> Any:
         if self._copy is not None:
             for block in self._copy.next_blocks(start, stop):
                 self._storage.pool.submit(self._copy.fill, *block, self._fetch, self._sums)
             if (data := self._copy.read(start, stop)) is not None:
-                here: Future[Any] = Future()
-                here.set_result(data)
-                return here
+                return data
         _note_use()
         return self._storage.pool.submit(self._fetch_or_fill, start, stop)
 
     def _fetch_or_fill(self, start: int, stop: int) -> Any:
-        data = None
-        if self._copy is not None:
-            data = self._copy.fill(start, stop, self._fetch, self._sums)
-        return self._fetch(start, stop) if data is None else data
+        copy = self._copy
+        if copy is not None and copy.fill(start, stop, self._fetch, self._sums):
+            data = copy.read(start, stop)
+            return self._fetch(start, stop) if data is None else data
+        return self._fetch(start, stop)
 
     def _sums(self) -> list[str]:
         """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""

@@ -24,15 +24,19 @@ threading._register_atexit(closing.set)  # type: ignore[attr-defined]
 
 
 class Part(NamedTuple):
-    """Bytes of a piece: `num_bytes` of those that a request brings, from `place` on."""
+    """Bytes of a piece: `num_bytes` from `place` on, of bytes or of a `Future` of them."""
 
-    body: "Future[Any]"
+    body: Any
     place: int
     num_bytes: int
 
     def result(self) -> Bytes:
         """Waits for the bytes, or raises what went wrong."""
-        return np.frombuffer(self.body.result(), np.uint8, self.num_bytes, self.place)
+        body = self.body.result() if isinstance(self.body, Future) else self.body
+        return np.frombuffer(body, np.uint8, self.num_bytes, self.place)
+
+    def has_failed(self) -> bool:
+        return isinstance(self.body, Future) and self.body.done() and bool(self.body.exception())
 
 
 class Ahead(Renewed):
@@ -41,8 +45,8 @@ class Ahead(Renewed):
     size: int
     _renewed = ("_parts", "_lock")
 
-    def start(self, start: int, stop: int) -> "Future[Any]":
-        """Starts a request for bytes [start, stop)."""
+    def start(self, start: int, stop: int) -> Any:
+        """Bytes [start, stop) if they are here, or a `Future` of them."""
         raise NotImplementedError
 
     def after_fork(self) -> None:
@@ -67,7 +71,11 @@ class Ahead(Renewed):
         with self._lock:
             parts = {piece: self._parts.pop(piece, None) for piece in dict.fromkeys(pieces)}
         # What has failed is asked for again: the store may be well by now.
-        missing = [piece for piece, some in parts.items() if some is None or _has_failed(some)]
+        missing = [
+            piece
+            for piece, some in parts.items()
+            if some is None or any(part.has_failed() for part in some)
+        ]
         parts.update(zip(missing, start_pieces(self.start, missing), strict=True))
         flat = [part.result() for piece in pieces for part in parts[piece] or ()]
         return flat[0] if len(flat) == 1 else np.concatenate([np.empty(0, np.uint8), *flat])
@@ -84,13 +92,7 @@ class Ahead(Renewed):
         return list(zip(byte_offsets.tolist(), byte_counts.tolist(), strict=True))
 
 
-def _has_failed(parts: list[Part]) -> bool:
-    return any(part.body.done() and part.body.exception() for part in parts)
-
-
-def start_pieces(
-    start: Callable[[int, int], "Future[Any]"], pieces: list[Piece]
-) -> list[list[Part]]:
+def start_pieces(start: Callable[[int, int], Any], pieces: list[Piece]) -> list[list[Part]]:
     """Asks for pieces of a file; the parts of each, one after the other."""
     chunks = [
         (at, min(_MOST_BYTES, offset + count - at), number)
