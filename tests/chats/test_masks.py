@@ -264,8 +264,9 @@ def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) ->
     assert all(np.array_equal(masks[number], alone) for number in (0, 2))
 
 
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
 def test_long_chats_are_rendered_a_fixed_number_of_times(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, opening: str
 ) -> None:
     encoder, counts = ChatEncoder(tokenizer, PLAIN), list[int]()
     render = type(encoder.rules.template).render
@@ -275,7 +276,8 @@ def test_long_chats_are_rendered_a_fixed_number_of_times(
         return render(self, messages, *rest, **options)
 
     monkeypatch.setattr(type(encoder.rules.template), "render", counting)
-    (document,) = encoder.documents({"messages": CHAT * 150})
+    turn = {**CHAT[1], "content": opening + CHAT[1]["content"]}
+    (document,) = encoder.documents({"messages": [CHAT[0], turn] * 150})
     assert len(document.turns) == 150
     assert sum(counts) < 605  # with markers and without, and the first turn
     for word in ("first", "second"):  # of one shape, which is proven once

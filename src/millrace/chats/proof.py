@@ -23,6 +23,8 @@ from millrace.errors import TextError
 
 Span = tuple[int, int]
 
+_SPACE = re.compile(r"\s*")
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rules:
@@ -156,12 +158,17 @@ class _Proof:
         begin, end = shown.begin, shown.end
         # A template rewrites history by leaving pieces out, or by other text around a turn. So
         # turns between the same texts, with no piece left out before, have been rendered alike,
-        # and the first of them stands for all: but a tag may be the prompt's, too.
+        # and the first of them stands for all: also of those that begin with the same tag, if the
+        # prompt, which may hold it, ends with it.
         key: Any = message
         if message < min(self.lost, default=len(self.messages)):
             role, kinds = self.messages[message - 1]["role"], [one.kind for one in shown.pieces]
-            if not self.rules.special.match(self.text, begin):
-                key = (role, *self.messages[message], *kinds, self.text[shown.before : begin])
+            tag = self.rules.special.match(self.text, begin)
+            opening = _SPACE.match(self.text, tag.end()).end() if tag else begin  # type: ignore
+            alike = (role, *self.messages[message], *kinds, self.text[shown.before : opening])
+            is_known = tag is None or alike in self._starts
+            if is_known or len(self._rendered(message, message, True) or self.text) <= opening:
+                key = alike
         if key not in self._starts:
             self._starts[key] = self._start(message, shown) - begin
         around = key, self.text[end : shown.after]
