@@ -37,12 +37,12 @@ NOTES = [
 def main() -> None:
     options = parser(__doc__ or "").parse_args()
     runs = number_of_runs(options)
-    count, steps = (64, 50) if options.quick else (4096, 400)
+    count, documents, steps = (64, 100, 50) if options.quick else (4096, 800, 4000)
     report = Report("The instant order", NOTES, runs)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
         write_files(folder / "many", count, documents=60, longest=1200)
-        write_files(folder / "feed", 60, documents=steps * 2, longest=2000)
+        write_files(folder / "feed", 60, documents=documents, longest=2000)
         report.rows = start_rows(folder, count, runs) + feed_rows(folder / "feed", steps, runs)
     finish(report, options)
 
