@@ -49,7 +49,7 @@ test-laws: $(VENV)/.package $(VENV)/.dev
 test-buckets: $(VENV)/.package $(VENV)/.dev
 	@# Ceph's RGW, the second S3 server of tests/buckets, which no package index has
 	command -v radosgw || (apt-get update && apt-get install -y --no-install-recommends radosgw ceph-mon ceph-osd)
-	$(BIN)/python -m pytest $(PARALLEL) -m long tests/buckets
+	$(BIN)/python -m pytest $(PARALLEL) -m long -k "$(BUCKETS)" tests/buckets
 
 lint: $(VENV)/.package $(VENV)/.dev  ## ruff: lint and format
 	$(BIN)/ruff check .
