@@ -13,7 +13,7 @@ from millrace.checks import differences, place_of, printable, shown, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import bands_picture
 from millrace.order import GPTPlan, normalize, plan_gpt
-from millrace.order.instant import UNDRAWN, Position, num_windows
+from millrace.order.instant import UNDRAWN, Position
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
 from millrace.run.instant_config import AnyConfig, InstantConfig
@@ -145,14 +145,14 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         for first, behind in np.clip(skips.ranges, start, stop).tolist():
             samples[number] -= count_up_to(behind) - count_up_to(first)
         here, ends = np.flatnonzero(counts), mixture.ends(stretch, stop)
-        old, new = (Position(*(array[here] for array in one)) for one in (position, ends))
+        old, new = position.select(here), ends.select(here)
         sizes, length, _ = mixture.cuts(here, number)
         is_over, position = new.epoch > old.epoch, ends
-        is_cut = (old.window_length % length > 0) & (old.drawn < _size_of_epoch(sizes, old))
+        is_cut = (old.window_length % length > 0) & (old.drawn < old.epoch_size(sizes))
         cut = here[is_over & is_cut]
         repeats[number, cut] += in_epoch[cut]
         in_epoch[here] = np.where(is_over, new.drawn, in_epoch[here] + counts[here] * length)
-        size = _size_of_epoch(sizes, new)
+        size = new.epoch_size(sizes)
         num_tokens[here], unseen[number:, here] = sizes, sizes - size
         epochs[number:, here] = new.epoch + new.drawn / size
     num_phases = len(starts)
@@ -170,10 +170,6 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "windows": np.diff(windows, axis=0),
         "warnings": [*_copies(config, train)],
     }
-
-
-def _size_of_epoch(num_tokens: Any, position: Position) -> Any:
-    return num_windows(num_tokens, position.window_length) * position.window_length
 
 
 def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:

@@ -54,21 +54,26 @@ class Position(NamedTuple):
     window_length: Any
     drawn: Any
 
+    def select(self, places: Any) -> "Position":
+        """The positions of some of the sources."""
+        return Position(*(array[places] for array in self))
+
+    def epoch_size(self, num_tokens: Any) -> Any:
+        """Number of tokens in the windows of the epoch."""
+        return num_windows(num_tokens, self.window_length) * self.window_length
+
     def before_draw(self, num_tokens: Any, sequence_length: int, mix_window: Any) -> "Position":
         """The position at which the next sample of that length is drawn (S6)."""
-        length = self.window_length
         drawn = -(-self.drawn // sequence_length) * sequence_length
-        size = num_windows(num_tokens, length) * length
         return _chosen(
-            (length % sequence_length == 0) & (drawn < size),
+            (self.window_length % sequence_length == 0) & (drawn < self.epoch_size(num_tokens)),
             self._replace(drawn=drawn),
             Position(self.epoch + 1, mix_window * sequence_length, 0),
         )
 
     def samples_left(self, num_tokens: Any, sequence_length: int) -> Any:
         """Samples of that length that are left in the epoch, for a position before a draw."""
-        size = num_windows(num_tokens, self.window_length) * self.window_length
-        return (size - self.drawn) // sequence_length
+        return (self.epoch_size(num_tokens) - self.drawn) // sequence_length
 
     def at(self, draw: Any, num_tokens: Any, sequence_length: int, mix_window: Any) -> "Position":
         """The position before a later draw of that length, for the position before draw 0."""
@@ -151,8 +156,8 @@ class InstantOrder(CoreOrder):
 
     def epochs(self, num_samples: int) -> float:
         """Epochs of the source, from the first on, up to behind so many samples."""
-        epoch, length, drawn = self._position.after(num_samples, *self._cut)
-        return float(epoch + drawn / (num_windows(self._cut[0], length) * length))
+        position = self._position.after(num_samples, *self._cut)
+        return float(position.epoch + position.drawn / position.epoch_size(self._cut[0]))
 
     def find(self, tokens: Range, samples: Range) -> Iterator[NDArray[np.int64]]:
         """Those of a range of samples that may hold some tokens of the token file.

@@ -204,7 +204,7 @@ class Phases:
     def _draws_left(self, stretch: Stretch, places: Places) -> Numbers:
         """Draws that some sources have left until they reach their caps (C1)."""
         sizes, length, mix_windows = cut = self.cuts(places, stretch.phase)
-        begin = Position(*(array[places] for array in stretch.begins)).before_draw(*cut)
+        begin = stretch.begins.select(places).before_draw(*cut)
         position = begin.at(stretch.drawn[places], *cut)
         of_epoch = num_windows(sizes, mix_windows * length) * mix_windows
         # More epochs than that are more draws than a run can have.
@@ -236,7 +236,7 @@ class Phases:
         drawn = stretch.drawn_up_to(sample_number)
         places = np.flatnonzero(drawn)
         cut = self.cuts(places, stretch.phase)
-        begin = Position(*(array[places] for array in stretch.begins)).before_draw(*cut)
+        begin = stretch.begins.select(places).before_draw(*cut)
         ends = Position(*(array.copy() for array in stretch.begins))
         for array, values in zip(ends, begin.after(drawn[places], *cut), strict=True):
             array[places] = values
