@@ -97,8 +97,7 @@ class Phases:
         self.names = sorted(sources)
         self._sources, self._phases = [sources[name] for name in self.names], list(phases)
         self._ends = [*(phase.start for phase in phases[1:]), MAX_INT64]
-        caps = [one.max_epochs or MAX_INT64 for one in self._sources]
-        self._caps = np.array(caps, np.int64)
+        self._caps = np.array([one.max_epochs or MAX_INT64 for one in self._sources], np.int64)
         self._mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
         self._sizes = np.array([one.rough_tokens for one in self._sources], np.int64)
         self._is_exact = np.zeros(len(self.names), np.bool_)  # of the sizes
@@ -204,8 +203,7 @@ class Phases:
     def _draws_left(self, stretch: Stretch, places: Places) -> Numbers:
         """Draws that some sources have left until they reach their caps (C1)."""
         sizes, length, mix_windows = cut = self.cuts(places, stretch.phase)
-        begin = stretch.begins.select(places).before_draw(*cut)
-        position = begin.at(stretch.drawn[places], *cut)
+        position = stretch.begins.select(places).before_draw(*cut).at(stretch.drawn[places], *cut)
         of_epoch = num_windows(sizes, mix_windows * length) * mix_windows
         # More epochs than that are more draws than a run can have.
         epochs = np.minimum(self._caps[places] - position.epoch - 1, (1 << 61) // of_epoch)
@@ -245,9 +243,8 @@ class Phases:
     def position(self, dataset: int) -> Position:
         """Where the source of a dataset of `draws` is before its first draw."""
         segment, place = divmod(dataset, len(self.names))
-        recent = (one for one in self._recent if one.segment == segment)
-        others = (one for one, _ in self.stretches() if one.segment == segment)
-        stretch = next(itertools.chain(recent, others))
+        known_first = itertools.chain(self._recent, (one for one, _ in self.stretches()))
+        stretch = next(one for one in known_first if one.segment == segment)
         return Position(*(int(array[place]) for array in stretch.begins))
 
     def drawn_before(self, sample_number: int) -> set[str]:
