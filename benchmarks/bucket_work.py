@@ -80,11 +80,11 @@ class Ranges(asyncio.Protocol):  # a range server that also lists, and counts wh
             return self.answer(b"", status="404 Not Found")
         body = objects[path]
         more = f'ETag: "{tags[path]}"\r\nLast-Modified: Wed, 21 Oct 2015 07:28:00 GMT\r\n'
-        found = re.search(r"(?i)range: bytes=(\d+)-(\d+)", head)
-        if found is None:
+        span = re.search(r"(?i)range: bytes=(\d+)-(\d+)", head)
+        if span is None:
             is_head = head.startswith("HEAD")
             return self.answer(b"" if is_head else body, more, length=len(body))
-        start, end = map(int, found.groups())
+        start, end = map(int, span.groups())
         more += f"Content-Range: bytes {start}-{end}/{len(body)}\r\n"
         return self.answer(memoryview(body)[start : end + 1], more, "206 Partial Content")
 

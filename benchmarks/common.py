@@ -222,6 +222,11 @@ def file_field(path: str, name: str) -> str:
     return "0 unknown"
 
 
+def memory_kib(name: str) -> int:
+    """The process's VmRSS, or VmHWM (the peak), in KiB."""
+    return int(file_field("/proc/self/status", name).split()[0])
+
+
 def _read(path: str) -> str:
     with contextlib.suppress(OSError):
         return Path(path).read_text().strip()

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import Tokenizer, quiet_megatron
+from common import Tokenizer, memory_kib, quiet_megatron
 
 SEED = 1234
 
@@ -167,9 +167,7 @@ PREPARE = {
 
 
 def peak_mib() -> float:
-    with open("/proc/self/status") as status:
-        line = next(line for line in status if line.startswith("VmHWM:"))
-    return int(line.split()[1]) / 1024
+    return memory_kib("VmHWM") / 1024
 
 
 def fill_memory(mib: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import file_field, quiet_megatron
+from common import memory_kib, quiet_megatron
 
 import millrace
 
@@ -167,11 +167,6 @@ def finalize_theirs(prefix: str, count: int) -> Callable[[], None]:
     builder.sequence_lengths.extend(itertools.repeat(1, count))
     builder.document_indices.extend(range(1, count + 1))
     return lambda: builder.finalize(prefix + ".idx")
-
-
-def memory_kib(name: str) -> int:
-    """The process's VmRSS, or VmHWM (the peak), in KiB."""
-    return int(file_field("/proc/self/status", name).split()[0])
 
 
 def main() -> None:
