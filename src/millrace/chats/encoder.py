@@ -73,8 +73,8 @@ class ChatEncoder:
         special = re.compile(f"{any_of(tokens)}|{LOOKS_SPECIAL}")
         rules = Rules(options=self.options, template=chat_template, special=special)
         self.rules, probes = learn(rules)
-        # What the template writes would imitate a turn, even where it is no token. Not "<think>",
-        # if the template looks for it.
+        # What the template writes would imitate a turn, even where it is no token. A tag that the
+        # template looks for, such as "<think>", would not.
         written = {text for one in probes for text in re.findall(LOOKS_SPECIAL, one.text)}
         handled = {*chat_template.literals}
         handled |= {text.replace("/", "", 1) for text in handled}

@@ -163,11 +163,9 @@ class _Proof:
         key: Any = message
         if message < min(self.lost, default=len(self.messages)):
             role, kinds = self.messages[message - 1]["role"], [one.kind for one in shown.pieces]
-            tag = self.rules.special.match(self.text, begin)
-            opening = _SPACE.match(self.text, tag.end()).end() if tag else begin  # type: ignore
+            opening = self._end_of_tag(begin)
             alike = (role, *self.messages[message], *kinds, self.text[shown.before : opening])
-            is_known = tag is None or alike in self._starts
-            if is_known or len(self._rendered(message, message, True) or self.text) <= opening:
+            if opening == begin or alike in self._starts or self._prompt_ends_by(message, opening):
                 key = alike
         if key not in self._starts:
             self._starts[key] = self._start(message, shown) - begin
@@ -177,6 +175,16 @@ class _Proof:
             self._stops[around] = first - end, last - end
         first, last = self._stops[around]
         return self._trained(shown, begin + self._starts[key], (end + first, end + last))
+
+    def _end_of_tag(self, begin: int) -> int:
+        """The end of a tag at a place, and of the white space behind it; without one, the place."""
+        tag = self.rules.special.match(self.text, begin)
+        space = tag and _SPACE.match(self.text, tag.end())
+        return space.end() if space else begin
+
+    def _prompt_ends_by(self, message: int, place: int) -> bool:
+        prompt = self._rendered(message, message, True)
+        return prompt is not None and len(prompt) <= place
 
     def _shown(self, message: int) -> Shown:
         if CALL in self.lost.get(message, ()):

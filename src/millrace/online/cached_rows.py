@@ -32,8 +32,7 @@ LINES = ".rows.jsonl"
 OWNER = f"{JOURNAL}/owner"
 """Ending of the file that names the process of a job, on a file system without locks."""
 
-
-_PAUSE = 0.25  # seconds
+_PAUSE = 0.25  # seconds between two looks for that file
 
 
 def tokenized(
@@ -91,7 +90,11 @@ def _finished(place: str, prefix: str) -> IndexedDataset | None:
 
 
 def _wait_for_owner(place: str, error: Exception) -> bool:
-    """Waits for the job of another process, where there are no locks; False if there is none."""
+    """Waits for the job of another process on a file system without locks.
+
+    Returns:
+        Whether there was such a job.
+    """
     num_waits = 0
     while os.path.exists(place + OWNER):
         time.sleep(_PAUSE)

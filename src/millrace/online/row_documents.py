@@ -56,7 +56,9 @@ class DocumentSamples:
         num_samples = count if num_samples is None else num_samples
         self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
         if num_samples > 0 and count == 0:
-            raise ConfigError(f"num_samples is {num_samples}, but there are no rows: give some")
+            raise ConfigError(
+                f"num_samples is {num_samples}, but there are no rows: give at least one"
+            )
 
     def __len__(self) -> int:
         return self._num_samples

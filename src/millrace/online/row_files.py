@@ -196,15 +196,17 @@ def _notes_of(
         with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *filter(None, [table])):
             if (notes := find()) is None:
                 with _opened(file):
-                    digest, made = make(file)
-                made["xxh3"] = np.array([int(digest, 16)], np.uint64)
-                layout = {one: (array.dtype, array.shape) for one, array in made.items()}
-                notes, _ = arrays.load_or_build(folder, name, key, layout, partial(_write, made))
+                    digest, contents = make(file)
+                contents["xxh3"] = np.array([int(digest, 16)], np.uint64)
+                layout = {one: (array.dtype, array.shape) for one, array in contents.items()}
+                notes, _ = arrays.load_or_build(
+                    folder, name, key, layout, partial(_write, contents)
+                )
     return notes
 
 
-def _write(made: dict[str, NDArray[Any]], writers: Any) -> None:
-    for name, array in made.items():
+def _write(contents: dict[str, NDArray[Any]], writers: Any) -> None:
+    for name, array in contents.items():
         writers[name].write(0, array)
 
 

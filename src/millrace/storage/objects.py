@@ -367,11 +367,10 @@ class ObjectFile(Ahead):
         return self._storage.pool.submit(self._fetch_or_fill, start, stop)
 
     def _fetch_or_fill(self, start: int, stop: int) -> Any:
-        copy = self._copy
+        copy, data = self._copy, None
         if copy is not None and copy.fill(start, stop, self._fetch, self._sums):
             data = copy.read(start, stop)
-            return self._fetch(start, stop) if data is None else data
-        return self._fetch(start, stop)
+        return self._fetch(start, stop) if data is None else data
 
     def _sums(self) -> list[str]:
         """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""
