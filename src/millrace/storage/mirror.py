@@ -21,8 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from millrace import _native
 from millrace.files import blake2b, checksum, file_lock
-from millrace.storage import Bytes, Identity
+from millrace.storage import Bytes, Identity, Numbers
 from millrace.storage.copies import own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
@@ -105,6 +106,7 @@ class Copy:
             os.utime(self._file)
         self._sums: list[str] | None = None
         self._last, self._end = -2, 0  # block that was read last; end of those asked for ahead
+        self._is_whole = False
 
     def __reduce__(self) -> Any:
         return copy_of, self._arguments
@@ -120,14 +122,31 @@ class Copy:
         data = os.pread(self._file, stop - start, start)  # a map that is cut short is a bus error
         return np.frombuffer(data, np.uint8) if len(data) == stop - start else None
 
-    def next_blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The blocks that come next where bytes [start, stop) read on, each of them once."""
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes | None:
+        """Pieces, one after the other, if all blocks are there: in one call of the core."""
+        with contextlib.suppress(ValueError):  # the copy was cut short since
+            if self.is_whole():
+                return _native.read_packed(self._file, self._size, byte_offsets, byte_counts)
+        return None
+
+    def is_whole(self) -> bool:
+        if not self._is_whole:
+            num_blocks = -(-self._size // BLOCK)
+            self._is_whole = self._marks(0, num_blocks) == _THERE * num_blocks
+        return self._is_whole
+
+    def blocks_ahead(self, start: int, stop: int) -> tuple[int, int]:
+        """The blocks that are needed soon, where bytes [start, stop) read on: first, end."""
         block, last, self._last = start // BLOCK, self._last, stop // BLOCK
-        if block in (last, last + 1) and not self._mirror.is_full and self._mirror.num_first <= 0:
-            end = min(self._last + _AHEAD, -(-self._size // BLOCK))
-            first, self._end = max(self._last + 1, self._end), max(end, self._end)
-            for place in range(first * BLOCK, end * BLOCK, BLOCK):
-                yield place, min(place + BLOCK, self._size)
+        if block not in (last, last + 1) or self._mirror.is_full or self._mirror.num_first > 0:
+            return 0, 0
+        return self._last + 1, self._last + 1 + _AHEAD
+
+    def new_blocks(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Those of blocks [first, end) that nobody has asked for yet, as bytes."""
+        first, self._end = max(first, self._end), max(end, self._end)
+        for place in range(first * BLOCK, min(self._end * BLOCK, self._size), BLOCK):
+            yield place, min(place + BLOCK, self._size)
 
     def fill(
         self,
