@@ -109,6 +109,21 @@ def test_it_saves_what_the_best_cache_would(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_shards_that_are_read_on_come_before_they_are_needed(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy
+) -> None:
+    write_sequences(tmp_path / "in", DATA.view(np.uint16).reshape(-1, SAMPLE // 2), 8)
+    storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
+    dataset = ShardedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
+    for step in ([0, 1], [2, 3]):
+        dataset.prefetch(step)
+    proxy.reset()
+    deadline = time.monotonic() + 60
+    while (copy := taken(tmp_path / "mirror") // BLOCK) < mirror._AHEAD:
+        assert time.monotonic() < deadline, f"only {copy} blocks came"
+        time.sleep(0.01)
+
+
 def test_a_run_may_have_one(tmp_path: Path, bucket: Bucket) -> None:
     prefix = f"{bucket.upload(write_pair(tmp_path / 'in').parent)}/data"
     run = {"data_path": [prefix], "split": "1,0,0", "seq_length": 32, "num_samples": [8, 0, 0]}

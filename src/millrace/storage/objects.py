@@ -367,9 +367,9 @@ class ObjectFile(Ahead):
     def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
         if self._copy is None or not self._copy.is_whole():
             super().prefetch(byte_offsets, byte_counts)
-        else:
-            for start, stop in zip(byte_offsets[-1:], (byte_offsets + byte_counts)[-1:], strict=True):
-                self._fill_ahead(int(start), int(stop))
+        elif len(byte_offsets) > 0:
+            last = int(byte_offsets[-1])
+            self._fill_ahead(self._copy, last, last + int(byte_counts[-1]))
 
     def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
         data = None if self._copy is None else self._copy.gather(byte_offsets, byte_counts)
@@ -377,15 +377,16 @@ class ObjectFile(Ahead):
 
     def start(self, start: int, stop: int) -> Any:
         if self._copy is not None:
-            self._fill_ahead(start, stop)
+            self._fill_ahead(self._copy, start, stop)
             if (data := self._copy.read(start, stop)) is not None:
                 return data
         _note_use()
         return self._storage.pool.submit(self._fetch_or_fill, start, stop)
 
-    def _fill_ahead(self, start: int, stop: int) -> None:
+    def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
         """Asks for the blocks that come next where bytes [start, stop) read on."""
-        file, (first, end) = self, self._copy.blocks_ahead(start, stop)
+        file: ObjectFile | None = self
+        first, end = copy.blocks_ahead(start, stop)
         while file is not None and file._copy is not None and end > first:
             for block in file._copy.new_blocks(first, end):
                 self._storage.pool.submit(file._copy.fill, *block, file._fetch, file._sums)

@@ -43,7 +43,7 @@ class Ahead(Renewed):
     """A file whose pieces are asked for when they are announced, and kept until they are read."""
 
     size: int
-    _renewed = ("_parts", "_lock")
+    _renewed: tuple[str, ...] = ("_parts", "_lock")
 
     def start(self, start: int, stop: int) -> Any:
         """Bytes [start, stop) if they are here, or a `Future` of them."""
