@@ -106,7 +106,6 @@ class Copy:
             os.utime(self._file)
         self._sums: list[str] | None = None
         self._last, self._end = -2, 0  # block that was read last; end of those asked for ahead
-        self._is_whole = False
 
     def __reduce__(self) -> Any:
         return copy_of, self._arguments
@@ -122,20 +121,16 @@ class Copy:
         data = os.pread(self._file, stop - start, start)  # a map that is cut short is a bus error
         return np.frombuffer(data, np.uint8) if len(data) == stop - start else None
 
+    def is_whole(self) -> bool:
+        num_blocks = -(-self._size // BLOCK)
+        return self._marks(0, num_blocks) == _THERE * num_blocks
+
     def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes | None:
         """Pieces, one after the other, if all blocks are there: in one call of the core."""
-        if self.is_whole():
-            try:
+        with contextlib.suppress(ValueError):  # it is cut short just now
+            if self.is_whole():
                 return _native.read_packed(self._file, self._size, byte_offsets, byte_counts)
-            except ValueError:  # the copy was cut short since
-                self._is_whole = False
         return None
-
-    def is_whole(self) -> bool:
-        if not self._is_whole:
-            num_blocks = -(-self._size // BLOCK)
-            self._is_whole = self._marks(0, num_blocks) == _THERE * num_blocks
-        return self._is_whole
 
     def blocks_ahead(self, start: int, stop: int) -> tuple[int, int]:
         """The blocks that are needed soon, where bytes [start, stop) read on: first, end."""

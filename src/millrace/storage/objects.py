@@ -373,7 +373,12 @@ class ObjectFile(Ahead):
 
     def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
         data = None if self._copy is None else self._copy.gather(byte_offsets, byte_counts)
-        return super().gather(byte_offsets, byte_counts) if data is None else data
+        if data is None:
+            return super().gather(byte_offsets, byte_counts)
+        if self._parts:
+            with self._lock:
+                self._parts.clear()  # they were announced before all of the copy was there
+        return data
 
     def start(self, start: int, stop: int) -> Any:
         if self._copy is not None:
