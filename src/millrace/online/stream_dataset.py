@@ -1,13 +1,14 @@
 """Samples of rows that can only be read in turn: a shuffle buffer, a packer, and a small state."""
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT32, check_choice, check_int, shown
+from millrace.checks import MAX_INT32, check_choice, check_int, plain_json, shown
 from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_rows
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
@@ -65,7 +66,7 @@ def token_batch(samples: Sequence[Sequence[Piece]]) -> TokenBatch:
 class RowStream(Renewed):
     """A `TokenStream` of rows: see `StreamDataset`."""
 
-    _renewed = ("_reading", "_after")
+    _renewed = ("_lock", "_reading", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
         if not (callable(source) or isinstance(source, Iterable)):
@@ -83,12 +84,13 @@ class RowStream(Renewed):
         self._options, self._has_begun = options, False
         self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self._can_resume = not isinstance(source, Iterator) or self._has_state
-        self._first = {"window": 0, "source": source.state_dict() if self._has_state else 0}
+        self._first = {"window": 0, "source": self._source_state() if self._has_state else 0}
         kind = "own" if options["packing"] == "documents" else "all"
         self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
 
     def after_fork(self) -> None:
+        self._lock = threading.Lock()  # a loader may begin while an earlier one still reads
         self._reading: Iterator[Any] = iter(())  # of entries, or of samples
         self._after: Any = None  # the state behind what was read
 
@@ -97,14 +99,15 @@ class RowStream(Renewed):
         state, is_packed = state or self._first, self._options["packing"] != "documents"
         for name in ("window", "row", "token"):
             check_int(f"{name}, of the stream's state,", state[name], 0)
-        if state != self._after:
-            self._reading = self._packed(state) if is_packed else self._entries(state)
-        self._after = None  # after an error, the place is read again
         size = 1 if is_packed else self._options["rows_per_sample"]
-        entries: list[Any] = list(itertools.islice(self._reading, count * size))
+        with self._lock:
+            if state != self._after:
+                self._reading = self._packed(state) if is_packed else self._entries(state)
+            self._after = None  # after an error, the place is read again
+            entries: list[Any] = list(itertools.islice(self._reading, count * size))
+            self._after = after = entries[-1][-1] if entries else state
         samples = [one for one, _ in entries] if is_packed else self._samples_of(entries, size, own)
-        self._after = entries[-1][-1] if entries else state
-        return token_batch(samples), self._after
+        return token_batch(samples), after
 
     def _entries(self, state: Any) -> Iterator[_Entry]:
         """The rows from a state on, in the shuffled order."""
@@ -131,8 +134,12 @@ class RowStream(Renewed):
                 yield number, row, {**before, "row": place}
             if not read:
                 return
-            source = self._source.state_dict() if self._has_state else source + len(read)
+            source = self._source_state() if self._has_state else source + len(read)
             skipped = 0
+
+    def _source_state(self) -> Any:
+        """A copy of the source's state: the source may go on in the dict that it gives."""
+        return plain_json(self._source.state_dict(), "the state of the source")
 
     def _rows_from(self, state: Any) -> Iterator[Any]:
         source = self._source
@@ -140,7 +147,7 @@ class RowStream(Renewed):
             raise ResumeError(f"an iterator cannot begin again: {_REMEDY}")
         self._has_begun = True
         if self._has_state:
-            source.load_state_dict(state)
+            source.load_state_dict(plain_json(state))
             return iter(source)
         state = check_int("source, of the stream's state,", state, 0)
         rows = source(state) if callable(source) else itertools.islice(source, state, None)
