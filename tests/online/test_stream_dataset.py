@@ -220,6 +220,13 @@ def test_an_iterator_is_refused_when_a_state_is_saved() -> None:
     assert next(loader)["tokens"][:, 0].tolist() == [*b"345"]  # it goes on
     with pytest.raises(ResumeError, match="cannot begin again"):
         loader.batch(0)
+    stream = datasets.Dataset.from_list([{"text": str(n)} for n in range(9)]).to_iterable_dataset()
+    stream = datasets.concatenate_datasets([stream, stream.shuffle(buffer_size=5)])
+    loader = Loader(StreamDataset(stream, BYTES, sequence_length=4), micro_batch_size=3)
+    assert len([*loader]) == 6
+    with pytest.raises(ConfigError, match=r"lacks the rows in the buffer.*give shuffle_buffer"):
+        loader.state_dict()
+    assert len([*Loader(loader.dataset, micro_batch_size=3)]) == 6
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

@@ -20,9 +20,13 @@ from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import EMPTY, TokenBatch
 
 _PACKINGS = ("documents", "joined", "packs")
-_REMEDY = (
-    "give a function from a row number to the rows from there on, or an object with state_dict and "
-    "load_state_dict"
+_NO_STATE = (
+    "an iterator has no state: give a function from a row number to the rows from there on, or an "
+    "object with state_dict and load_state_dict"
+)
+_LACKS_BUFFER = (
+    "the state of a Hugging Face dataset lacks the rows in the buffer of its `shuffle`, which "
+    "would be lost: give shuffle_buffer here instead"
 )
 
 _Entry = tuple[int, Any, dict[str, Any]]
@@ -63,6 +67,17 @@ def token_batch(samples: Sequence[Sequence[Piece]]) -> TokenBatch:
     )
 
 
+def _has_buffer(source: Any) -> bool:
+    """Whether a dataset of Hugging Face, or one that it is made of, has a shuffle buffer."""
+    pending = [getattr(source, "_ex_iterable", None)]
+    for one in pending:
+        if type(one).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        inner = [getattr(one, "ex_iterable", None), *(getattr(one, "ex_iterables", None) or ())]
+        pending += [each for each in inner if each is not None]
+    return False
+
+
 class RowStream(Renewed):
     """A `TokenStream` of rows: see `StreamDataset`."""
 
@@ -83,7 +98,8 @@ class RowStream(Renewed):
             options[name] = check_int(name, options[name], least, limit)
         self._options, self._has_begun = options, False
         self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-        self._can_resume = not isinstance(source, Iterator) or self._has_state
+        is_spent = isinstance(source, Iterator) and not self._has_state
+        self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
         self._first = {"window": 0, "source": self._source_state() if self._has_state else 0}
         kind = "own" if options["packing"] == "documents" else "all"
         self._first |= {"row": 0, "token": 0, "tokenised": kind}
@@ -143,8 +159,9 @@ class RowStream(Renewed):
 
     def _rows_from(self, state: Any) -> Iterator[Any]:
         source = self._source
-        if not self._can_resume and (self._has_begun or state != 0):
-            raise ResumeError(f"an iterator cannot begin again: {_REMEDY}")
+        is_first = state == self._first["source"] and (self._has_state or not self._has_begun)
+        if self._obstacle and not is_first:
+            raise ResumeError(f"the source cannot begin again there: {self._obstacle}")
         self._has_begun = True
         if self._has_state:
             source.load_state_dict(plain_json(state))
@@ -219,8 +236,8 @@ class RowStream(Renewed):
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the samples, but for the rows; ConfigError if they cannot be read again."""
-        if consumed_samples and not self._can_resume:
-            raise ConfigError(f"an iterator has no state, so this run cannot resume: {_REMEDY}")
+        if consumed_samples and self._obstacle:
+            raise ConfigError(f"this run could not resume: {self._obstacle}")
         sizes = [self._capacity, self._extra]
         entries = {"kind": "row stream", "sizes": sizes, "encoder": self._encoder.fingerprint()}
         return {**entries, **self._options}
@@ -238,7 +255,8 @@ class StreamDataset(TokenStreamDataset):
         source: A function from a row number to an iterable of the rows from there on; an object
             with `state_dict` and `load_state_dict`, such as a Hugging Face streaming dataset; or
             another iterable, of which the first rows are read again after a resume. Rows are
-            dictionaries. An iterator cannot resume: a loader's `state_dict` says so.
+            dictionaries. An iterator cannot resume, nor a Hugging Face dataset with a shuffle of its
+            own: a loader's `state_dict` says so.
         encoder: What makes documents of rows: `TextRows`, or another `RowEncoder`.
         packing: "documents": `rows_per_sample` rows a sample, cut or padded; "joined": documents
             one after the other, cut into samples; "packs": whole documents, until the next one
