@@ -202,7 +202,9 @@ def test_blocks_are_compared_with_the_sidecar(
     with IndexedDatasetBuilder(tmp_path / "data", np.uint16, checksums=True) as builder:
         builder.add_document(tokens)
     prefix = f"{bucket.upload(tmp_path)}/data"
-    dataset = IndexedDataset(prefix, storage=bucket.storage(mirror=tmp_path / "m", limit=1 << 30))
+    # Of one thread of requests, which must not wait for a task of its own pool.
+    storage = bucket.storage(mirror=tmp_path / "m", limit=1 << 30, requests=1)
+    dataset = IndexedDataset(prefix, storage=storage)
     proxy.reset()
     proxy.add_fault("flip", "data.bin", times=2)
     assert dataset.get(0, 3000000, 5).tolist() == tokens[3000000:3000005].tolist()

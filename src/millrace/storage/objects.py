@@ -29,7 +29,6 @@ from millrace.storage import (
     Numbers,
     StoredFile,
     gather_range,
-    read_file,
 )
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
 from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
@@ -408,8 +407,10 @@ class ObjectFile(Ahead):
         """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             if self._path.endswith(BIN):
-                sidecar = read_file(self._storage, self._path.removesuffix(BIN) + INFO)
-                sums = json.loads(sidecar)["checksums"]
+                path = self._path.removesuffix(BIN) + INFO
+                sidecar = ObjectFile(self._storage, path, self._storage.stat(path))
+                # In this thread of the pool: all of them might wait for others of the pool.
+                sums = json.loads(bytes(sidecar._fetch(0, sidecar.size)))["checksums"]
                 kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
                 if kind == ("xxh3_64", BLOCK, self.size):
                     return list(sums["bin"]["blocks"])
