@@ -255,7 +255,7 @@ class StreamDataset(TokenStreamDataset):
         source: A function from a row number to an iterable of the rows from there on; an object
             with `state_dict` and `load_state_dict`, such as a Hugging Face streaming dataset; or
             another iterable, of which the first rows are read again after a resume. Rows are
-            dictionaries. An iterator cannot resume, nor a Hugging Face dataset that has a shuffle of
+            dictionaries. An iterator cannot resume, nor a Hugging Face dataset with a shuffle of
             its own: a loader's `state_dict` says so.
         encoder: What makes documents of rows: `TextRows`, or another `RowEncoder`.
         packing: "documents": `rows_per_sample` rows a sample, cut or padded; "joined": documents
