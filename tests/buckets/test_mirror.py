@@ -24,7 +24,7 @@ from tests.buckets.servers import Proxy
 from tests.buckets.test_prefixes import write_pair
 from tests.shard_folders import write_sequences
 
-BLOCK, SAMPLE, NUM_BLOCKS, GRAIN = 1 << 17, 1 << 12, 20, 1 << 5
+BLOCK, SAMPLE, NUM_BLOCKS, GRAIN = 1 << 17, 1 << 11, 20, 1 << 5
 DATA = np.random.default_rng(0).integers(0, 256, NUM_BLOCKS * BLOCK).astype(np.uint8)
 METADATA = 1 << 16  # that a file system may count as a part of the files
 
@@ -73,7 +73,7 @@ def bytes_of_the_best_cache(pieces: list[tuple[int, int]], capacity: int) -> int
 
 
 def taken(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.data"))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
