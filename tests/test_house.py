@@ -56,9 +56,8 @@ LARGER_ROOMS = {
     "samples": (2340, "token batches, rows, transforms, and the way through the core"),
 }
 WIDER_CLASSES = {
-    **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),
+    **dict.fromkeys(("IndexOptions", "RunConfig"), "Megatron-LM's arguments"),
     "Loader": "a sampler's place, a queue, the last step",
-    "InstantConfig": "a run, from its sources to its sampler",
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
     **dict.fromkeys(("Description", "ShardsDescription", "Measurement", "Forecast"), "a report"),
     **dict.fromkeys(("TokenizeResult", "ShuffleResult"), "a report"),
