@@ -13,7 +13,6 @@ from millrace.checks import differences, place_of, printable, shown, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import bands_picture
 from millrace.order import GPTPlan, normalize, plan_gpt
-from millrace.order.instant import UNDRAWN, Position
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
 from millrace.run.instant_config import AnyConfig, InstantConfig
@@ -131,7 +130,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
     total, in_epoch, num_tokens = np.zeros((3, shape[1]), np.int64)
     epochs, windows = np.zeros(shape), np.zeros((num_parts + 1, shape[1]), np.int64)
     edges = np.linspace(0, end, num_parts + 1).astype(np.int64)
-    position = Position(*(np.full(shape[1], one) for one in UNDRAWN))
+    position = mixture.stretch_of(0).begins
     caps, at_cap = list[tuple[str, int]](), np.empty(0, np.int64)
     for stretch, stop in mixture.stretches(end):
         number, start, count_up_to = stretch.phase, stretch.start, stretch.drawn_up_to

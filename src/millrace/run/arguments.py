@@ -273,7 +273,7 @@ def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _config_fields(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration that are arguments of their own."""
     names = {one.name for one in dataclasses.fields(kind)}
-    values = {_FIELDS.get(name, name): arguments[name] for name in NAMES if name in arguments}
+    values = {_FIELDS.get(name, name): value for name, value in arguments.items()}
     given = {name: value for name, value in values.items() if name in names}
     return {"seed": DEFAULT_SEED, **given, **_files(arguments)}
 
@@ -302,7 +302,8 @@ def _dataset_config(arguments: Mapping[str, Any]) -> DatasetConfig:
         "split": split,
         "blend_per_split": per_split,
     }
-    return DatasetConfig(**_config_fields(DatasetConfig, arguments) | own)
+    known = {name: arguments[name] for name in NAMES if name in arguments}
+    return DatasetConfig(**_config_fields(DatasetConfig, known) | own)
 
 
 def read_identifiers(text: str) -> Any:
