@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.errors import ConfigError
-from millrace.inspect.trace import NO_ORIGINS, Trace, format_origin
+from millrace.inspect.trace import NO_ORIGINS, Trace, Visit, format_origin
 
 _LINE = re.compile("(.+):([0-9]{1,18})", re.DOTALL)  # FILE:N
 
@@ -85,13 +85,17 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
     documents: dict[str, dict[Any, Any]] = defaultdict(dict)
     for source, document, origin in find_documents(trace, lines):
         documents[source][document] = origin
-    seen: dict[Any, dict[str, Any]] = {}
+    seen: dict[Any, Visit] = {}
     for source, origins in documents.items():
         for visit in trace.visits(source, [*origins], until):
-            if visit.position is not None:
-                entry = {"origin": origins[visit.document], "visit": visit}
-                seen.setdefault((source, visit.document), entry)
-    return {"num_documents": sum(map(len, documents.values())), "seen": [*seen.values()]}
+            first = seen.get((source, visit.document), visit)
+            if visit.position is not None and visit.sample <= first.sample:  # parts of a file
+                seen[source, visit.document] = visit
+    visits = [
+        {"origin": documents[source][document], "visit": visit}
+        for (source, document), visit in seen.items()
+    ]
+    return {"num_documents": sum(map(len, documents.values())), "seen": visits}
 
 
 def format_held_out(report: Mapping[str, Any]) -> str:

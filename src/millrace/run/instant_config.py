@@ -21,10 +21,13 @@ from millrace.store.opened import token_dtype
 
 T = TypeVar("T")
 
+_WHOLE = (0.0, 1.0)
+
 
 def _part(_: str, value: Any) -> Bookends:
     part_range(0, value)
-    return float(value[0]), float(value[1])
+    # Thousands of sources share the default.
+    return value if value is _WHOLE else (float(value[0]), float(value[1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class InstantSource:
         "dtype of its tokens, if not the configuration's", None, check=lambda _, v: token_dtype(v)
     )
     part: Bookends = option(
-        "start and end of the share of its tokens to draw from, 0 to 1", (0.0, 1.0), check=_part
+        "start and end of the share of its tokens to draw from, 0 to 1", _WHOLE, check=_part
     )
     max_epochs: int | None = option(
         "number of epochs after which it takes no part", None, least=1, most=MAX_INT64
