@@ -104,6 +104,7 @@ class Copy:
             os.ftruncate(self._file, self._size + -(-self._size // BLOCK))
             os.utime(self._file)
         self._sums: list[str] | None = None
+        self._loading = threading.Lock()
         self._last, self._end = -2, 0  # block that was read last; end of those asked for ahead
 
     def __reduce__(self) -> Any:
@@ -144,8 +145,9 @@ class Copy:
         if self._mirror.num_first > 0:
             self._mirror.num_first -= stop - start
             return False
-        if self._sums is None:
-            self._sums = load_sums()
+        with self._loading:
+            if self._sums is None:
+                self._sums = load_sums()
         try:
             blocks = range(start // BLOCK, -(-stop // BLOCK))
             return all(self._fill(block, fetch) for block in blocks)

@@ -21,15 +21,7 @@ from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
 from millrace.forks import Renewed
 from millrace.names import BIN, IDX, INFO
-from millrace.storage import (
-    BUCKET_SCHEMES,
-    Access,
-    Bytes,
-    Identity,
-    StoredFile,
-    gather_range,
-    read_file,
-)
+from millrace.storage import BUCKET_SCHEMES, Access, Bytes, Identity, StoredFile, gather_range
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
 from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 from millrace.storage.msc import ProfileStore
@@ -163,6 +155,8 @@ class ObjectStorage(Renewed):
         found = self.ask(folder + slash, lambda store, key: store.list_with_delimiter(key or None))
         start = bucket_of(prefix)[0] + "/"
         for entry in found["objects"]:
+            if start.startswith("az:"):  # Azure lists ETags without the quotes of its other replies
+                entry = {**entry, "e_tag": '"{}"'.format(entry["e_tag"].strip('"'))}
             if (path := start + entry["path"]).startswith(prefix):
                 yield path, identity_of(entry)
 
@@ -376,8 +370,10 @@ class ObjectFile(Ahead):
         """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             if self._path.endswith(BIN):
-                sidecar = read_file(self._storage, self._path.removesuffix(BIN) + INFO)
-                sums = json.loads(sidecar)["checksums"]
+                path = self._path.removesuffix(BIN) + INFO
+                sidecar = ObjectFile(self._storage, path, self._storage.stat(path))
+                # By this thread: the pool's others may all wait for these checksums.
+                sums = json.loads(bytes(sidecar._fetch(0, sidecar.size)))["checksums"]
                 kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
                 if kind == ("xxh3_64", BLOCK, self.size):
                     return list(sums["bin"]["blocks"])
