@@ -16,13 +16,14 @@ from common import HIGHER, LOWER, Report, Row, alternate, finish, number_of_runs
 
 LENGTH, BATCH, RATE = 4096, 32, 100e6
 NOTES = [
-    "410 MB, 50,000 samples of 4,096 uint16 tokens, in SeaweedFS behind a proxy: a link of 100 MB "
+    "820 MB, 100,000 samples of 4,096 uint16 tokens, in SeaweedFS behind a proxy: a link of 100 MB "
     "a second that all connections share. Each side is a new process with nothing on the node; "
     "seconds and samples from after its imports, in batches of 32, shuffled.",
     "MosaicML Streaming 0.13.0: `MDSWriter` with its default shards of 67 MB, `StreamingDataset` "
     "and a torch DataLoader without workers. Ours: `ObjectStorage(mirror=...)` and `Loader`, over "
     "a `ShardedDataset` of a shuffle's shards, and over a `GPTDataset` of one token file.",
-    "The link: our samples a second, start included, beside those of 100 MB.",
+    "The link: our samples a second, start included, beside those of 100 MB. In a random order the "
+    "first hundreds of samples need every block, and most are read when all blocks are there.",
 ]
 
 OURS = """
@@ -73,7 +74,7 @@ def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--peer", default=sys.executable, help="a Python with Streaming")
     options = arguments.parse_args()
-    runs, num_samples = number_of_runs(options), 5_000 if options.quick else 50_000
+    runs, num_samples = number_of_runs(options), 5_000 if options.quick else 100_000
     report = Report("A mirror of all the data: a cold epoch", NOTES, runs, peer="Streaming or link")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
         folder = Path(name)
@@ -112,7 +113,14 @@ def main() -> None:
             report.rows += [
                 Row.compare(f"{order}: first batch", *firsts, "s", better=LOWER, bar=5),
                 Row.compare(f"{order}: epoch", *rates, "samples/s", better=HIGHER, bar=2),
-                Row.compare(f"{order}: link", rates[0], link, "samples/s", better=HIGHER, bar=0.9),
+                Row.compare(
+                    f"{order}: link",
+                    rates[0],
+                    link,
+                    "samples/s",
+                    better=HIGHER,
+                    bar=0.9 if place == "shards" else None,
+                ),
             ]
     finish(report, options)
 

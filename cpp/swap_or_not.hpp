@@ -10,8 +10,7 @@
 namespace millrace {
 
 // Writes the place of each number, or (`is_inverse`) the number at each place. A pure function of
-// number, size and key, in constant memory. Throws std::invalid_argument for a number outside
-// [0, size).
+// number, size and key. Throws std::invalid_argument for a number outside [0, size).
 //
 // A round has a random K, and pairs each x with the partner (K - x) mod size; a random bit of the pair
 // decides whether the two change places. So each round is its own inverse, and the inverse takes the

@@ -169,6 +169,8 @@ def plain_json(value: Any, place: str = "the value", *, keeps_none: bool = True)
         keeps_none: Whether mappings keep entries whose value is None.
     """
     plain: Any = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+    if plain is None or type(plain) in (bool, int, str):
+        return plain
     if isinstance(plain, Mapping):
         for key in plain:
             if not isinstance(key, str):
@@ -181,8 +183,6 @@ def plain_json(value: Any, place: str = "the value", *, keeps_none: bool = True)
     if isinstance(plain, (list, tuple)):
         parts = enumerate(plain)
         return [plain_json(part, f"{place}[{n}]", keeps_none=keeps_none) for n, part in parts]
-    if plain is None or isinstance(plain, bool):
-        return plain
     # torch.load with weights_only refuses derived classes, such as members of an enum.
     converters: dict[type, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
     is_finite = not isinstance(plain, float) or math.isfinite(plain)

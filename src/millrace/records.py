@@ -59,7 +59,7 @@ _PLAIN: dict[Any, str] = {
 
 def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
     """A value of a type, or a ValueError with its place."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    origin, arguments = _parts_of(kind)
     if origin in (Union, types.UnionType):
         (kind,) = (one for one in arguments if one is not type(None))
         return None if value is None else _read(kind, value, place)
@@ -94,6 +94,11 @@ def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
         }
         return kind(**entries_of)  # type: ignore[operator]
     return value
+
+
+@functools.cache
+def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
 from tests.shard_folders import write_sequences
 
-BLOCK, SAMPLE, NUM_BLOCKS = 1 << 17, 1 << 12, 20
+BLOCK, SAMPLE, NUM_BLOCKS = 1 << 17, 1 << 11, 20
 DATA = np.random.default_rng(0).integers(0, 256, NUM_BLOCKS * BLOCK).astype(np.uint8)
 METADATA = 1 << 16  # that a file system may count as a part of the files
 
@@ -59,7 +59,7 @@ def misses_of_the_best_cache(samples: list[int], capacity: int) -> int:
 
 
 def taken(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+    return sum(path.stat().st_blocks * 512 for path in folder.glob("*.data"))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
@@ -92,6 +92,21 @@ def test_it_saves_what_the_best_cache_would(
         there = taken(folder) // BLOCK * BLOCK
     assert limit - BLOCK < taken(folder) <= limit + METADATA
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_shards_that_are_read_on_come_before_they_are_needed(
+    tmp_path: Path, bucket: Bucket, proxy: Proxy
+) -> None:
+    write_sequences(tmp_path / "in", DATA.view(np.uint16).reshape(-1, SAMPLE // 2), 8)
+    storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
+    dataset = ShardedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
+    for step in ([0, 1], [2, 3]):
+        dataset.prefetch(step)
+    proxy.reset()
+    deadline = time.monotonic() + 60
+    while (copy := taken(tmp_path / "mirror") // BLOCK) < mirror._AHEAD:
+        assert time.monotonic() < deadline, f"only {copy} blocks came"
+        time.sleep(0.01)
 
 
 def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:

@@ -12,6 +12,7 @@ from millrace import IndexedDataset
 from millrace.errors import ConfigError, StorageError
 from millrace.storage import storage_of
 from millrace.storage.objects import ObjectStorage
+from millrace.storage.transfers import start_pieces
 from tests.buckets.conftest import Bucket, on_each_server
 from tests.buckets.servers import Proxy
 from tests.conftest import results_of_processes
@@ -60,6 +61,9 @@ def test_what_is_announced_is_asked_for_once(bucket: Bucket, proxy: Proxy) -> No
     assert proxy.count("GET") == len(offsets) + 2
     file.read(0, file.size)
     assert proxy.count("GET") == len(offsets) + 5  # of 8 MiB at most
+    asked: list[int] = []
+    start_pieces(lambda start, _: asked.append(start), [(500, 9), (0, 9), (509, 9), (70, 9)])
+    assert asked == [500, 0, 70]  # first what is needed first
 
 
 @on_each_server

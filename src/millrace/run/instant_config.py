@@ -64,10 +64,9 @@ class InstantSource:
 
     def __post_init__(self) -> None:
         part_range(0, self.part)
-        vars(self).update(
-            prefix=check_path("prefix", self.prefix),
-            part=(float(self.part[0]), float(self.part[1])),
-        )
+        object.__setattr__(self, "prefix", check_path("prefix", self.prefix))
+        if self.part is not InstantSource.part:  # thousands share the tuple
+            object.__setattr__(self, "part", tuple(map(float, self.part)))
         _check_given(self, weight=_weight, dtype=_dtype, max_epochs=_count)
         if self.weight == 0:
             raise ConfigError("the weight is 0: leave it out, to draw nothing until a phase does")
@@ -241,7 +240,7 @@ def _check_given(one: Any, **checks: Callable[[str, Any], Any]) -> None:
     """Checks the arguments of these names that are not None."""
     for name, check in checks.items():
         if (value := getattr(one, name)) is not None:
-            vars(one)[name] = check(name, value)
+            object.__setattr__(one, name, check(name, value))
 
 
 def _checked_sources(sources: Any) -> dict[str, InstantSource]:

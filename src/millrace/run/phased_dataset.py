@@ -112,6 +112,8 @@ class PhasedDataset(BlendedDataset):
         return dataset_numbers, draws
 
     def _options_of(self, draws: Any) -> SampleOptions:
+        if self.options is not None:
+            return self.options
         first, last = (draws[place][0] // len(self.stores) for place in (0, -1))
         if first < last:
             lengths = [view.sequence_length for view in self._views[first:]]
@@ -230,12 +232,11 @@ class _HeldOutDataset(PhasedDataset):
         return Phases(self._ranges, [phase._replace(weights=weights)])
 
 
-class _OnDemand:
-    """A list of datasets, each of which is made when it is asked for."""
+class _OnDemand(dict[int, GPTDataset]):
+    """A list of datasets by their numbers, each of which is made when it is asked for."""
 
     def __init__(self, size: int, make: Any) -> None:
         self._size, self._make = size, make
-        self._datasets: dict[int, GPTDataset] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OnDemand, (self._size, self._make)
@@ -243,10 +244,9 @@ class _OnDemand:
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, number: int) -> GPTDataset:
-        if number not in self._datasets:
-            self._datasets[number] = self._make(number)
-        return self._datasets[number]
+    def __missing__(self, number: int) -> GPTDataset:
+        self[number] = self._make(number)
+        return self[number]
 
 
 def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,9 @@ class Shards(OpenTokens):
             return readers[-1].size
 
         check_sizes(self.prefix, self.metadata, size_of)
+        for reader, following in pairwise(readers):
+            if hasattr(reader, "following"):
+                reader.following = following
         self.reader: JoinedFiles = JoinedFiles(readers)
         self.is_mapped = self.reader.is_mapped
         identities = [reader.identity for reader in readers]

@@ -21,14 +21,15 @@ from typing import Any
 
 import numpy as np
 
+from millrace import _native
 from millrace.files import blake2b, checksum, file_lock
-from millrace.storage import Bytes, Identity
+from millrace.storage import Bytes, Identity, Numbers
 from millrace.storage.copies import own_folder
 
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
 FIRST = 3 << 19  # bytes that a process reads exactly: for a fingerprint, and a first batch at once
 _THERE, _ROOM = b"\1", b"\2"
-_AHEAD = 8  # blocks that are asked for where an order reads on
+_AHEAD = 12  # blocks that are asked for where an order reads on
 _SPARE = 256  # descriptors that are left for requests, locks of blocks and other files
 _EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
@@ -121,14 +122,29 @@ class Copy:
         data = os.pread(self._file, stop - start, start)  # a map that is cut short is a bus error
         return np.frombuffer(data, np.uint8) if len(data) == stop - start else None
 
-    def next_blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The blocks that come next where bytes [start, stop) read on, each of them once."""
+    def is_whole(self) -> bool:
+        num_blocks = -(-self._size // BLOCK)
+        return self._marks(0, num_blocks) == _THERE * num_blocks
+
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes | None:
+        """Pieces, one after the other, if all blocks are there: in one call of the core."""
+        with contextlib.suppress(ValueError):  # it is cut short just now
+            if self.is_whole():
+                return _native.read_packed(self._file, self._size, byte_offsets, byte_counts)
+        return None
+
+    def blocks_ahead(self, start: int, stop: int) -> tuple[int, int]:
+        """The blocks that are needed soon, where bytes [start, stop) read on: first, end."""
         block, last, self._last = start // BLOCK, self._last, stop // BLOCK
-        if block in (last, last + 1) and not self._mirror.is_full and self._mirror.num_first <= 0:
-            end = min(self._last + _AHEAD, -(-self._size // BLOCK))
-            first, self._end = max(self._last + 1, self._end), max(end, self._end)
-            for place in range(first * BLOCK, end * BLOCK, BLOCK):
-                yield place, min(place + BLOCK, self._size)
+        if block not in (last, last + 1) or self._mirror.is_full or self._mirror.num_first > 0:
+            return 0, 0
+        return self._last + 1, self._last + 1 + _AHEAD
+
+    def new_blocks(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Those of blocks [first, end) that nobody has asked for yet, as bytes."""
+        first, self._end = max(first, self._end), max(end, self._end)
+        for place in range(first * BLOCK, min(self._end * BLOCK, self._size), BLOCK):
+            yield place, min(place + BLOCK, self._size)
 
     def fill(
         self,

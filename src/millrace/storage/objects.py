@@ -21,7 +21,15 @@ from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
 from millrace.forks import Renewed
 from millrace.names import BIN, IDX, INFO
-from millrace.storage import BUCKET_SCHEMES, Access, Bytes, Identity, StoredFile, gather_range
+from millrace.storage import (
+    BUCKET_SCHEMES,
+    Access,
+    Bytes,
+    Identity,
+    Numbers,
+    StoredFile,
+    gather_range,
+)
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
 from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 from millrace.storage.msc import ProfileStore
@@ -338,6 +346,8 @@ class PinnedObjects:
 class ObjectFile(Ahead):
     """An object as it was when it was opened, read by ranges."""
 
+    _renewed = ("_parts", "_lock", "following")
+
     def __init__(
         self, storage: ObjectStorage, path: str, identity: Identity, mirror: Mirror | None = None
     ) -> None:
@@ -351,14 +361,43 @@ class ObjectFile(Ahead):
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return gather_range(self, byte_offset, byte_offset + num_bytes)
 
+    def after_fork(self) -> None:
+        super().after_fork()
+        self.following: ObjectFile | None = None  # which is read after this one
+
+    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
+        if self._copy is None or not self._copy.is_whole():
+            super().prefetch(byte_offsets, byte_counts)
+        elif len(byte_offsets) > 0:
+            last = int(byte_offsets[-1])
+            self._fill_ahead(self._copy, last, last + int(byte_counts[-1]))
+
+    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
+        data = None if self._copy is None else self._copy.gather(byte_offsets, byte_counts)
+        if data is None:
+            return super().gather(byte_offsets, byte_counts)
+        if self._parts:
+            with self._lock:
+                self._parts.clear()  # they were announced before all of the copy was there
+        return data
+
     def start(self, start: int, stop: int) -> Any:
         if self._copy is not None:
-            for block in self._copy.next_blocks(start, stop):
-                self._storage.pool.submit(self._copy.fill, *block, self._fetch, self._sums)
+            self._fill_ahead(self._copy, start, stop)
             if (data := self._copy.read(start, stop)) is not None:
                 return data
         _note_use()
         return self._storage.pool.submit(self._fetch_or_fill, start, stop)
+
+    def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
+        """Asks for the blocks that come next where bytes [start, stop) read on."""
+        file: ObjectFile | None = self
+        first, end = copy.blocks_ahead(start, stop)
+        while file is not None and file._copy is not None and end > first:
+            for block in file._copy.new_blocks(first, end):
+                self._storage.pool.submit(file._copy.fill, *block, file._fetch, file._sums)
+            first, end = 0, end - -(-file.size // BLOCK)
+            file = file.following
 
     def _fetch_or_fill(self, start: int, stop: int) -> Any:
         copy, data = self._copy, None

@@ -43,7 +43,7 @@ class Ahead(Renewed):
     """A file whose pieces are asked for when they are announced, and kept until they are read."""
 
     size: int
-    _renewed = ("_parts", "_lock")
+    _renewed: tuple[str, ...] = ("_parts", "_lock")
 
     def start(self, start: int, stop: int) -> Any:
         """Bytes [start, stop) if they are here, or a `Future` of them."""
@@ -100,7 +100,8 @@ def start_pieces(start: Callable[[int, int], Any], pieces: list[Piece]) -> list[
         for at in range(offset, offset + count, _MOST_BYTES)
     ]
     parts: list[list[Part]] = [[] for _ in pieces]
-    for group in _neighbours(sorted(chunks)):
+    groups = _neighbours(sorted(chunks))
+    for group in sorted(groups, key=lambda group: min(number for *_, number in group)):
         first = group[0][0]
         body = start(first, max(offset + count for offset, count, _ in group))
         for offset, count, number in group:
