@@ -15,7 +15,7 @@ from millrace.checks import check_path
 from millrace.engine.run import Run
 from millrace.engine.tasks import Task
 from millrace.errors import ConfigError
-from millrace.names import BIN, IDX, LOSS_ARRAY
+from millrace.names import BIN, LOSS_ARRAY
 from millrace.storage import exists, read_file
 from millrace.storage.objects import bucket_of, by_environment
 from millrace.store.publish import files_of
@@ -98,7 +98,6 @@ class Upload:
         if not self._run.stored("is up"):
             self._check_claim()
             for name in self._last:
-                self._remove_leftovers(name, names)
                 _put_last(source + name, self._target + name)
             self._run.store("is up", True)
         _delete(self._claim_path)
@@ -107,22 +106,16 @@ class Upload:
 
     def send_pairs(self, source: str, prefixes: Iterable[str]) -> None:
         """The same for pairs below a path prefix."""
-        start = len(source)
-        self.send(
-            source, [prefix[start:] + name for prefix in prefixes for name in pair_names(prefix)]
-        )
-
-    def _remove_leftovers(self, last: str, names: Sequence[str]) -> None:
-        """Removes sidecars of an upload that has died."""
-        prefix = last.removesuffix(IDX)
-        if prefix != last:
-            for name in {*files_of(prefix), prefix + LOSS_ARRAY} - {*names, last}:
-                _delete(self._target + name)
+        paths = [path for one in prefixes for path in (*files_of(one), one + LOSS_ARRAY)]
+        self.send(source, [path.removeprefix(source) for path in paths])
 
 
 def _put_task(context: tuple[str, str], task: Task) -> tuple[None, list[str]]:
-    source, target = context
-    put_file(source + task.payload, target + task.payload)
+    source, target = (first + task.payload for first in context)
+    if source.endswith(BIN) or os.path.exists(source):
+        put_file(source, target)
+    else:
+        _delete(target)  # a sidecar that an upload which has died may have left
     return None, []
 
 
@@ -164,10 +157,3 @@ def _put(path: str, data: bytes, mode: str) -> bool:
 def _delete(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         by_environment().ask(path, lambda store, key: store.delete(key))
-
-
-def pair_names(prefix: str) -> list[str]:
-    """What follows a path prefix in the paths of the files of a pair, the index last."""
-    paths = [path for path in (*files_of(prefix), prefix + LOSS_ARRAY) if os.path.exists(path)]
-    names = [path.removeprefix(prefix) for path in paths if not path.endswith((BIN, IDX))]
-    return [*names, BIN, IDX]
