@@ -174,7 +174,7 @@ def ceph(folder: Path) -> Iterator[str]:
     (folder / "keyring").write_text("".join(entries))
     for name in ("mon", "osd", "rgw"):
         (folder / name).mkdir()
-    environment = "CEPH_CONF=/dev/null", f"CEPH_ARGS={_CEPH.format(*ports, **own)}"
+    options = " ".join(_CEPH.format(*ports, **own).split())
 
     def make_bucket() -> None:
         from obstore import sign
@@ -185,7 +185,7 @@ def ceph(folder: Path) -> Iterator[str]:
     with file_lock("/tmp/millrace-ceph.lock"), contextlib.ExitStack() as stack:  # it takes 4 GiB
         for step in _CEPH_STEPS.strip().splitlines():
             words = [word.format(*ports, **own, keys=[*KEYS.values()]) for word in step.split()]
-            command = ["env", *environment, *words]
+            command = ["env", "CEPH_CONF=/dev/null", f"CEPH_ARGS={options}", *words]
             if "-f" in words:
                 is_ready = make_bucket if words[0] == "radosgw" else lambda: None
                 stack.enter_context(process(command, folder, is_ready))
