@@ -34,8 +34,10 @@ _AZURE_SIGNATURE = (
 )
 _SCRIPTS = Path(sysconfig.get_path("scripts"))
 _AZURITE = _SCRIPTS.parent / "azurite/node_modules/azurite/dist/src/blob/main.js"
-_ERROR = "<?xml version='1.0'?><Error><Code>{}</Code></Error>"
-_ANSWERS = {"503": (503, "SlowDown"), "expired": (400, "ExpiredToken")}  # of faults
+_ANSWERS = {  # of faults
+    "503": (503, b"<Error><Code>SlowDown</Code></Error>"),
+    "expired": (400, b"<Error><Code>ExpiredToken</Code></Error>"),
+}
 
 
 def options_for(address: str) -> dict[str, Any]:
@@ -268,8 +270,7 @@ class Proxy(ThreadingHTTPServer):
         fault = self.fault_of(f"{to.command} {to.path}")
         time.sleep(self.latency)
         if fault in _ANSWERS:
-            status, code = _ANSWERS[fault]
-            body = _ERROR.format(code).encode()
+            status, body = _ANSWERS[fault]
             to.send(status, body, [("Content-Length", str(len(body)))])
             return
         headers = {name.lower(): text for name, text in to.headers.items()}

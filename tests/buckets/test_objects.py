@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError, StorageError
-from millrace.storage import storage_of
 from millrace.storage.objects import ObjectStorage
 from millrace.storage.transfers import start_pieces
 from tests.buckets.conftest import Bucket, on_each_server
@@ -148,29 +147,20 @@ def test_servers_without_conditions_or_ranges(
 def read_in_child(storage: Any, path: str, out: Any) -> None:
     try:
         out.put(storage.open(path, "file").read(0, 5).tobytes().decode())
+        storage.open(f"{path}b", "file").prefetch(np.arange(5), np.ones(5, int))
     except StorageError as error:
         out.put(str(error))
 
 
-def test_a_fork_is_an_error_that_says_what_to_do(bucket: Bucket) -> None:
-    path, storage = bucket.put("a", b"12345"), bucket.storage()
+def test_other_processes(bucket: Bucket, proxy: Proxy) -> None:
+    """A forked one is told what to do; the end of Python does not wait for 300 s of retries."""
+    path, storage = bucket.put("a", b"12345"), bucket.storage(time_limit=300.0)
+    bucket.put("ab", b"12345")
     storage.open(path, "file").read(0, 5)
+    proxy.add_fault("503", "GET .*/ab")
     for method, answer in (("fork", "forkserver or spawn"), ("spawn", "12345")):
         (result,) = results_of_processes(method, read_in_child, [(storage, path)])
         assert answer in result
-
-
-def announce(path: str, out: Any) -> None:
-    file: Any = storage_of(path).open(path, "file")
-    file.prefetch(np.arange(5), np.ones(5, int))
-    out.put(None)
-
-
-def test_the_end_of_python_does_not_wait(bucket: Bucket, proxy: Proxy) -> None:
-    """Requests that are tried again in threads end with the program; their limit is 300 s."""
-    path = bucket.put("a", b"12345")
-    proxy.add_fault("503", "GET")
-    results_of_processes("spawn", announce, [(path,)])
 
 
 def test_copies_of_indices(tmp_path: Path) -> None:

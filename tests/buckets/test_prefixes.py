@@ -3,7 +3,6 @@
 import multiprocessing
 import pickle
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from millrace.tokenizing import tokenize
 from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
 from tests.conftest import make_texts, results_of_processes, write_jsonl
+from tests.feed.helpers import wait_for
 from tests.shard_folders import make_sequences, write_sequences
 
 SERVERS = ["s3", "gs", "az", "file"]
@@ -119,11 +119,7 @@ def test_a_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None
     proxy.reset()
     with Loader(remote, micro_batch_size=4, prefetch=1) as loader:
         next(loader)
-        for _ in range(1000):
-            if proxy.count("GET .*bin") > 99:
-                break
-            time.sleep(0.01)
-    assert proxy.count("GET .*bin") > 99  # of 200 samples
+        wait_for(lambda: proxy.count("GET .*bin") > 99)  # of 200 samples
 
 
 def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, capsys: Any) -> None:
