@@ -45,8 +45,8 @@ NOTES = [
     "same texts in memory, shuffled, too (neighbours share words), in batches of 64.",
     "First batch: from `open_rows` with an empty cache folder to the first batch of 8, of {first} "
     "GB (the same texts over and over) that are not in the page cache; the limit is for 10 GB. "
-    "With a cache: the same of {cached:.0f} MB, against `millrace.tokenize` alone; the index of rows "
-    "and the check of the encoder take half a second of it.",
+    "With a cache: the same of {cached:.0f} MB, against `millrace.tokenize` alone. Half a second "
+    "of it is the index of the rows and the check of the encoder.",
 ]
 
 

@@ -115,10 +115,17 @@ def test_it_knows_the_built_order(folder: Path, capsys: pytest.CaptureFixture[st
     assert "has the data of" in text
     limit = re.search("with more than about ([0-9,]+) samples", text)
     assert limit is not None
-    for growth, change in ((0.99, "no sample changes"), (1.02, "position 0 is the first one")):
-        num_samples = int(int(limit[1].replace(",", "")) * growth)
-        (folder / "longer.yaml").write_text(path.read_text().replace("1000", str(num_samples)))
-        assert main(["plan", str(folder / "longer.yaml"), "--diff", str(path)]) == 0
+    most = int(limit[1].replace(",", ""))
+    write_documents(folder / "other", np.split(np.arange(900) + 7, [50]))  # of the same lengths
+    for changed, to, change in (
+        ("1000", str(int(most * 0.99)), "no sample changes"),
+        ("1000", str(int(most * 1.02)), "position 0 is the first one"),
+        ("/web", "/other", "content"),
+        ("seed: 1", "seed: 1\nboundaries: documents", "view.boundaries: nothing, now 'documents'"),
+        ("seed: 1", "seed: 1\nloss_ranges: apply", "view.loss_ranges: False, now True"),
+    ):
+        (folder / "new.yaml").write_text(path.read_text().replace(changed, to))
+        assert main(["plan", str(folder / "new.yaml"), "--diff", str(path)]) == 0
         assert change in capsys.readouterr().out
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import datasets
@@ -23,16 +24,16 @@ KINDS = ["function", "state", "iterable"]
 
 
 class Stateful:
-    """A source with a state of its own, which is taken from a copy after each row."""
+    """A source with a state of its own, which it goes on changing, as it does what it was given."""
 
     def __init__(self, rows: list[Any]) -> None:
         self.rows, self.start, self.now = rows, 0, {"at": [0]}
 
     def state_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(self.now))  # type: ignore[no-any-return]
+        return self.now
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.start = state["at"][0]  # `now` changes with the first row, as with many libraries
+        self.start = state["at"].pop()  # `now` changes with the first row, as with many libraries
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(self.start, len(self.rows)):
@@ -158,9 +159,15 @@ def test_it_resumes_from_every_step_with_threads(packing: str, kind: str) -> Non
         return Loader(dataset, micro_batch_size=2, prefetch=4)
 
     assert assert_resumes(loader) >= 10
+
+    def drawn(dataset: StreamDataset) -> list[Any]:
+        return [batch["tokens"].tolist() for batch in Loader(dataset, micro_batch_size=2)]
+
     one = loader()
-    batches = [batch["tokens"].tolist() for batch in one]
+    batches = drawn(one.dataset)
     assert one.batch(3)["tokens"].tolist() == batches[3]
+    with ThreadPoolExecutor(3) as pool:  # several loaders of one dataset at once
+        assert [*pool.map(drawn, [one.dataset] * 3)] == [batches] * 3
     if kind != "function":  # functions of a test cannot be pickled
         other = pickle.loads(pickle.dumps(loader()))
         assert [batch["tokens"].tolist() for batch in other] == batches
@@ -213,6 +220,13 @@ def test_an_iterator_is_refused_when_a_state_is_saved() -> None:
     assert next(loader)["tokens"][:, 0].tolist() == [*b"345"]  # it goes on
     with pytest.raises(ResumeError, match="cannot begin again"):
         loader.batch(0)
+    stream = datasets.Dataset.from_list([{"text": str(n)} for n in range(9)]).to_iterable_dataset()
+    stream = datasets.concatenate_datasets([stream, stream.shuffle(buffer_size=5)])
+    loader = Loader(StreamDataset(stream, BYTES, sequence_length=4), micro_batch_size=3)
+    assert len([*loader]) == 6
+    with pytest.raises(ConfigError, match=r"lacks the rows in the buffer.*give shuffle_buffer"):
+        loader.state_dict()
+    assert len([*Loader(loader.dataset, micro_batch_size=3)]) == 6
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

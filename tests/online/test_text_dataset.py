@@ -429,6 +429,33 @@ def test_a_cache_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert ord("c") in build(moved, cache).tokens([0]).tokens
 
 
+def test_a_file_that_changes_before_or_under_the_job_is_refused(tmp_path: Path) -> None:
+    paths = [write_rows(tmp_path / f"{name}.jsonl", [{"text": name * 9}]) for name in "ab"]
+    form: Any = {"cache": tmp_path, "order": "gpt", "seed": 1, "sequence_length": 12, "workers": 1}
+    rows = open_rows(paths, cache=tmp_path)
+    write_rows(paths[1], [{"text": "c" * 9}])
+    with pytest.raises(TextError, match=r"b\.jsonl was written to"):
+        TextDataset(rows, Marked(), **form)
+    write_rows(paths[1], [{"text": "b" * 9}])
+    tokens = TextDataset(paths, Marked(), **form).tokens([0]).tokens.tolist()
+    assert {ord("b")} < {*tokens} <= {*b"ab", EOD}
+
+
+def test_what_waits_when_python_ends_is_not_encoded() -> None:
+    code = """if True:
+        import time; from tests.online.test_text_dataset import *
+        class Slow(Marked):
+            def encode(self, rows):
+                print(len(rows), flush=True)
+                time.sleep(0.3)
+                return super().encode(rows)
+        dataset = TextDataset([{"text": "a"}] * 2000, Slow(), sequence_length=4)
+        next(loader := Loader(dataset, micro_batch_size=4))"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert 1 <= len(result.stdout.split()) < 4  # of five blocks that are announced
+
+
 def show_temporary(path: Path) -> None:
     """Prints the folder of token files, which a forked child, too, can read."""
     dataset = TextDataset(path, BYTES, order="gpt", seed=1, sequence_length=8)

@@ -1,6 +1,9 @@
 """The instant order, its mixture and its phases: equal to the slow model, and the laws of both."""
 
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +189,17 @@ def test_bad_orders_are_refused() -> None:
     for draws in (MixtureTree([ONE]).draws, InstantOrder(100, "a", 1, sequence_length=8).spans):
         with pytest.raises(ValueError, match="sample number is -1"):
             draws(np.array([-1]))
+
+
+def test_a_state_is_saved_while_another_thread_draws(request: pytest.FixtureRequest) -> None:
+    plan: Plan = [(4 * n, 8, {"a": 1 + n % 2, "b": 1}) for n in range(2000)]
+    phases = phases_of({"a": 9000, "b": 9000}, plan)
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=phases.stretch_of, args=(7999,))
+    thread.start()
+    while thread.is_alive():
+        assert phases.past(1) == [(0, 0)]
 
 
 def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:

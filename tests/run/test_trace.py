@@ -12,7 +12,7 @@ import pytest
 
 from millrace import ConfigError, DatasetConfig, IndexedDatasetBuilder, build_datasets
 from millrace.cli import main
-from millrace.inspect import Trace
+from millrace.inspect import Trace, check_held_out
 from millrace.run import InstantConfig
 from millrace.run.skips import Skips
 from tests.run.test_instant_runs import History, write_sources
@@ -38,10 +38,14 @@ def check_trace(dataset: Any, num: int, skips: Any = ()) -> None:
             assert document[part.start : part.stop].tolist() == part.tokens
             holders[part.source, part.document].append(number)
     for name in trace.names:
-        for document in range(trace.store(trace.sources(name)[0]).num_documents):
+        documents, pairs = range(trace.store(trace.sources(name)[0]).num_documents), []
+        for document in documents:
             visits = trace.visits(name, document, samples[-1] + 1)
             expected = sorted({*holders[name, document]})
             assert [visit.sample for visit in visits] == expected, (name, document)
+            pairs += [(document, sample) for sample in expected]
+        visits = trace.visits(name, documents, samples[-1] + 1)
+        assert sorted((visit.document, visit.sample) for visit in visits) == pairs
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,6 +96,13 @@ def test_a_trace_of_a_built_run_is_its_samples(seed: int, tmp_path: Path) -> Non
         warnings.simplefilter("ignore")
         for dataset in build_datasets(config):
             check_trace(dataset, len(dataset))
+
+
+def test_a_source_that_has_a_name_is_not_another_that_ends_with_it(tmp_path: Path) -> None:
+    sources = write_sources(tmp_path, {"web": 900}, web=1)
+    sources["x/web"] = sources["y/code"] = {**sources["web"], "part": [0, 0.5]}
+    trace = Trace(build_datasets(InstantConfig(sources=sources, seed=1, sequence_length=8)).train)
+    assert [trace.sources(name) for name in ("web", "x/web", "code")] == [[0], [1], [2]]
 
 
 def test_steps_are_the_schedules(tmp_path: Path) -> None:
@@ -148,6 +159,10 @@ def test_the_verb(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     assert report.startswith("1 ")
     assert "2 documents of the run come from the list" in report
     assert "Equal text elsewhere is not found" in report
+    run = Trace.of("run.yaml")
+    for one in check_held_out(run, "a.jsonl")["seen"]:
+        visits = run.visits("a", one["visit"].document)
+        assert one["visit"].sample == min(own.sample for own in visits if own.position is not None)
     assert trace("--held-out", "a.jsonl", "--step", "0").startswith("0 40 documents")
     assert "there is no source c" in trace("--source", "c", "--document", "0")
     assert "the sample must be between 0 and 93" in trace("--sample", "94")

@@ -88,8 +88,9 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
     seen: dict[Any, Visit] = {}
     for source, origins in documents.items():
         for visit in trace.visits(source, [*origins], until):
-            if visit.position is not None:
-                seen.setdefault((source, visit.document), visit)
+            first = seen.get((source, visit.document), visit)
+            if visit.position is not None and visit.sample <= first.sample:  # parts of a file
+                seen[source, visit.document] = visit
     visits = [
         {"origin": documents[source][document], "visit": visit}
         for (source, document), visit in seen.items()

@@ -265,11 +265,14 @@ def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[st
 
 
 def _key_of(config: AnyConfig) -> Any:
-    """What decides the order of the training of a run, but for its end."""
+    """What decides the training samples of a run in a built order, but for its end."""
     if isinstance(config, InstantConfig):
         return {"order": "instant"}
-    split = plan_run(config).splits[0]
-    return {} if split is None else set_key(config, split) | {"size": None}
+    split, view = plan_run(config).splits[0], config.sample_options.identity()
+    view["loss_ranges"] = config.loss_ranges == "apply"
+    content = [] if split is None else [one.file.fingerprint for one in split.datasets]
+    key = {} if split is None else set_key(config, split) | {"size": None}
+    return {**key, "content": content, "view": view}
 
 
 def format_forecast(one: Forecast) -> str:

@@ -249,12 +249,11 @@ class Trace:
         return None if origin is None else dict(origin._asdict())
 
     def sources(self, name: str) -> list[int]:
-        """The numbers of the sources of a name, or the last part of it."""
-        names = enumerate(self.names)
-        numbers = [number for number, one in names if name in (one, os.path.basename(one))]
-        if not numbers:
-            raise ConfigError(f"there is no source {name}; there are {shown(self.names)}")
-        return numbers
+        """The numbers of the sources of a name; if there are none, of those that end with it."""
+        for names in (self.names, [*map(os.path.basename, self.names)]):
+            if name in names:
+                return [number for number, one in enumerate(names) if name == one]
+        raise ConfigError(f"there is no source {name}; there are {shown(self.names)}")
 
     def visits(self, source: str, documents: Any, until: int | None = None) -> Iterator[Visit]:
         """The samples with tokens of a document, or of several.
@@ -275,29 +274,33 @@ class Trace:
             count = store.num_documents if isinstance(store, IndexedDataset) else len(store)
             for document in numbers.tolist():
                 check_int(f"the document of {source}", document, 0, count - 1)
-            for samples in filter(len, self._candidates(place, numbers, stop)):
+            for wanted, samples in self._candidates(place, numbers, stop):
+                if len(samples) == 0:
+                    continue
                 sequences, _, _, bounds = self._dataset.spans(samples)
                 owners = store.documents_of(sequences)
-                here = np.flatnonzero(np.isin(owners, numbers))
+                here = np.flatnonzero(np.isin(owners, wanted))
                 holders = np.repeat(samples, np.diff(bounds))[here].tolist()
                 for sample, document in sorted({*zip(holders, owners[here].tolist(), strict=True)}):
                     yield self._visit(sample, source=self.names[place], document=document)
 
-    def _candidates(self, source: int, documents: NDArray[np.int64], stop: int) -> Iterator[Any]:
-        """Samples before `stop`, of which some hold tokens of documents: ascending arrays."""
+    def _candidates(
+        self, source: int, documents: NDArray[np.int64], stop: int
+    ) -> Iterator[tuple[Any, NDArray[np.int64]]]:
+        """Some of the documents, and ascending samples before `stop` that may hold their tokens."""
         store, dataset = self.store(source), self._dataset
         if isinstance(dataset, PhasedDataset):
             for document in documents.tolist():
                 start, end = store.check_documents(document, document + 1)
                 tokens = _first_token(store, start), _first_token(store, end)
                 if tokens[0] < tokens[1]:
-                    yield from dataset.find(source, tokens, stop)
+                    yield from ((document, one) for one in dataset.find(source, tokens, stop))
             return
         for first in range(0, stop, _CHUNK_SIZE):
             numbers = np.arange(first, min(first + _CHUNK_SIZE, stop))
             if isinstance(dataset, BlendedDataset):
                 numbers = numbers[dataset.order.draws(numbers)[0] == source]
-            yield numbers
+            yield documents, numbers
 
 
 def _first_token(store: IndexedDataset, sequence: int) -> int:

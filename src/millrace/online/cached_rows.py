@@ -19,7 +19,7 @@ from millrace.encoding.row_encoders import RowEncoder, TextRows, encode_rows
 from millrace.engine import Progress
 from millrace.errors import CacheError, ConfigError, DataError, MillraceError, TextError
 from millrace.files import SAY_AFTER, atomic_file, writers_lock
-from millrace.names import JOURNAL, QUARANTINE
+from millrace.names import IDX, JOURNAL, QUARANTINE
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
 from millrace.store import IndexedDataset
 from millrace.text import BadDocumentError
@@ -58,7 +58,7 @@ def tokenized(
             try:
                 with writers_lock(f"{place}.lock", place + LINES, limit=limit):
                     if (store := _finished(place, prefix)) is None:
-                        _make(rows, encoder, place, **options)
+                        _make(rows, encoder, place, prefix, **options)
                         store = IndexedDataset(prefix)
                         break
             except BlockingIOError:
@@ -104,8 +104,8 @@ def _wait_for_owner(place: str, error: Exception) -> bool:
     return num_waits > 0
 
 
-def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
-    """Runs the job."""
+def _make(rows: Rows, encoder: RowEncoder, place: str, prefix: str, **options: Any) -> None:
+    """Runs the job; TextError if the files of the rows have changed meanwhile."""
     lines = place + LINES
     has_lines = isinstance(rows.parts[0], MemoryPart) or len(rows) < len(rows.range())
     if has_lines:
@@ -136,7 +136,12 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
     except TextError as error:
         line = re.compile(re.escape(lines) + r", line (\d+)")
         raise TextError(line.sub(lambda one: rows.place(int(one[1]) - 1), str(error))) from None
-    rows.read(np.arange(min(len(rows), 1)))  # an error if the files have changed meanwhile
+    try:
+        for part in rows.parts:
+            part.read(np.empty(0, np.int64))  # an error if its file has changed
+    except TextError:  # the tokens may be of other rows than the name of their files says
+        os.unlink(prefix + IDX)
+        raise
     if has_lines:
         with contextlib.suppress(FileNotFoundError):
             _name_rows(rows, place + QUARANTINE)

@@ -23,6 +23,7 @@ from millrace.ragged import sizes_of, spread
 from millrace.samples.loss_ranges import LossRanges
 from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
+from millrace.storage.transfers import closing
 from millrace.store import IndexedDataset
 
 
@@ -185,7 +186,7 @@ class RowDocuments(DocumentSamples, Renewed):
                         del self._blocks[old]
 
     def _ahead(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
-        if not threading.main_thread().is_alive():
+        if closing.is_set():
             raise RuntimeError("Python ends, so nobody needs what waits here")
         return self._encoded(numbers, rows)
 

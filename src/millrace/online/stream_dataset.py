@@ -1,13 +1,14 @@
 """Samples of rows that can only be read in turn: a shuffle buffer, a packer, and a small state."""
 
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT32, check_choice, check_int, shown
+from millrace.checks import MAX_INT32, check_choice, check_int, plain_json, shown
 from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_rows
 from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
@@ -19,9 +20,13 @@ from millrace.samples.fields import SampleOptions
 from millrace.samples.tokens import EMPTY, TokenBatch
 
 _PACKINGS = ("documents", "joined", "packs")
-_REMEDY = (
-    "give a function from a row number to the rows from there on, or an object with state_dict and "
-    "load_state_dict"
+_NO_STATE = (
+    "an iterator has no state: give a function from a row number to the rows from there on, or an "
+    "object with state_dict and load_state_dict"
+)
+_LACKS_BUFFER = (
+    "the state of a Hugging Face dataset lacks the rows in the buffer of its `shuffle`, which "
+    "would be lost: give shuffle_buffer here instead"
 )
 
 _Entry = tuple[int, Any, dict[str, Any]]
@@ -62,10 +67,21 @@ def token_batch(samples: Sequence[Sequence[Piece]]) -> TokenBatch:
     )
 
 
+def _has_buffer(source: Any) -> bool:
+    """Whether a dataset of Hugging Face, or one that it is made of, has a shuffle buffer."""
+    pending = [getattr(source, "_ex_iterable", None)]
+    for one in pending:
+        if type(one).__name__ == "BufferShuffledExamplesIterable":
+            return True
+        inner = [getattr(one, "ex_iterable", None), *(getattr(one, "ex_iterables", None) or ())]
+        pending += [each for each in inner if each is not None]
+    return False
+
+
 class RowStream(Renewed):
     """A `TokenStream` of rows: see `StreamDataset`."""
 
-    _renewed = ("_reading", "_after")
+    _renewed = ("_lock", "_reading", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
         if not (callable(source) or isinstance(source, Iterable)):
@@ -82,13 +98,15 @@ class RowStream(Renewed):
             options[name] = check_int(name, options[name], least, limit)
         self._options, self._has_begun = options, False
         self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
-        self._can_resume = not isinstance(source, Iterator) or self._has_state
-        self._first = {"window": 0, "source": source.state_dict() if self._has_state else 0}
+        is_spent = isinstance(source, Iterator) and not self._has_state
+        self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
+        self._first = {"window": 0, "source": self._source_state() if self._has_state else 0}
         kind = "own" if options["packing"] == "documents" else "all"
         self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
 
     def after_fork(self) -> None:
+        self._lock = threading.Lock()  # a loader may begin while an earlier one still reads
         self._reading: Iterator[Any] = iter(())  # of entries, or of samples
         self._after: Any = None  # the state behind what was read
 
@@ -97,14 +115,15 @@ class RowStream(Renewed):
         state, is_packed = state or self._first, self._options["packing"] != "documents"
         for name in ("window", "row", "token"):
             check_int(f"{name}, of the stream's state,", state[name], 0)
-        if state != self._after:
-            self._reading = self._packed(state) if is_packed else self._entries(state)
-        self._after = None  # after an error, the place is read again
         size = 1 if is_packed else self._options["rows_per_sample"]
-        entries: list[Any] = list(itertools.islice(self._reading, count * size))
+        with self._lock:
+            if state != self._after:
+                self._reading = self._packed(state) if is_packed else self._entries(state)
+            self._after = None  # after an error, the place is read again
+            entries: list[Any] = list(itertools.islice(self._reading, count * size))
+            self._after = after = entries[-1][-1] if entries else state
         samples = [one for one, _ in entries] if is_packed else self._samples_of(entries, size, own)
-        self._after = entries[-1][-1] if entries else state
-        return token_batch(samples), self._after
+        return token_batch(samples), after
 
     def _entries(self, state: Any) -> Iterator[_Entry]:
         """The rows from a state on, in the shuffled order."""
@@ -131,16 +150,21 @@ class RowStream(Renewed):
                 yield number, row, {**before, "row": place}
             if not read:
                 return
-            source = self._source.state_dict() if self._has_state else source + len(read)
+            source = self._source_state() if self._has_state else source + len(read)
             skipped = 0
+
+    def _source_state(self) -> Any:
+        """A copy of the source's state: the source may go on in the dict that it gives."""
+        return plain_json(self._source.state_dict(), "the state of the source")
 
     def _rows_from(self, state: Any) -> Iterator[Any]:
         source = self._source
-        if not self._can_resume and (self._has_begun or state != 0):
-            raise ResumeError(f"an iterator cannot begin again: {_REMEDY}")
+        is_first = state == self._first["source"] and (self._has_state or not self._has_begun)
+        if self._obstacle and not is_first:
+            raise ResumeError(f"the source cannot begin again there: {self._obstacle}")
         self._has_begun = True
         if self._has_state:
-            source.load_state_dict(state)
+            source.load_state_dict(plain_json(state))
             return iter(source)
         state = check_int("source, of the stream's state,", state, 0)
         rows = source(state) if callable(source) else itertools.islice(source, state, None)
@@ -212,8 +236,8 @@ class RowStream(Renewed):
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the samples, but for the rows; ConfigError if they cannot be read again."""
-        if consumed_samples and not self._can_resume:
-            raise ConfigError(f"an iterator has no state, so this run cannot resume: {_REMEDY}")
+        if consumed_samples and self._obstacle:
+            raise ConfigError(f"this run could not resume: {self._obstacle}")
         sizes = [self._capacity, self._extra]
         entries = {"kind": "row stream", "sizes": sizes, "encoder": self._encoder.fingerprint()}
         return {**entries, **self._options}
@@ -231,7 +255,8 @@ class StreamDataset(TokenStreamDataset):
         source: A function from a row number to an iterable of the rows from there on; an object
             with `state_dict` and `load_state_dict`, such as a Hugging Face streaming dataset; or
             another iterable, of which the first rows are read again after a resume. Rows are
-            dictionaries. An iterator cannot resume: a loader's `state_dict` says so.
+            dictionaries. An iterator cannot resume, nor a Hugging Face dataset with a shuffle of its
+            own: a loader's `state_dict` says so.
         encoder: What makes documents of rows: `TextRows`, or another `RowEncoder`.
         packing: "documents": `rows_per_sample` rows a sample, cut or padded; "joined": documents
             one after the other, cut into samples; "packs": whole documents, until the next one

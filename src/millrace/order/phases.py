@@ -267,7 +267,8 @@ class Phases:
         if sample_number == 0:
             return []
         self.stretch_of(sample_number - 1)
-        return sorted(pair for pair in self._known.items() if pair[0] < sample_number)
+        known = [*self._known.items()]  # at once: other threads may add to it
+        return sorted(pair for pair in known if pair[0] < sample_number)
 
     def length_of(self, phase: int) -> int:
         return self._phases[phase].sequence_length
