@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -164,7 +164,7 @@ def _plan(as_json: bool = False, **values: Any) -> str:
             file.write(image.encode())
     if not as_json:
         return text
-    report = vars(one) | {"buckets": budget and asdict(budget)}
+    report = {**vars(one), "buckets": budget}
     return json.dumps(report, default=np.ndarray.tolist)
 
 
