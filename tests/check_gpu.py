@@ -2,13 +2,13 @@
 
     python -m tests.check_gpu
 
-It needs CUDA and transformers, and stops at the first difference.
+It needs CUDA and what the tests need, and stops at the first difference.
 """
 
 import inspect
-import itertools
 import tempfile
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader
+from millrace import GPTDataset, IndexedDataset, Loader
 from millrace.order import PackedOrder
 from millrace.outputs import document_starts, mask_blocks, padding_free
 from millrace.torch import to_device
+from tests.conftest import write_documents
+from tests.test_outputs import check_model
 
 ROW, HEADS, WIDTH, VOCABULARY = 2048, 4, 64, 1000
 CUDA = torch.device("cuda")
@@ -35,17 +36,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         packs = make_packs(Path(folder) / "text")
         check_attention(packs)
-        check_model(packs)
+        for number in range(8):
+            one = packs.tokens([number])
+            check_model(one, "sdpa", vocabulary=VOCABULARY, device="cuda", atol=1e-3, rtol=1e-3)
+        print("a model's logits of 8 packs are those of their documents", flush=True)
         check_copies(packs)
 
 
 def make_packs(prefix: Path) -> GPTDataset:
     """Packs of documents of 1 to 900 tokens, in which each token is the last one and 1."""
     generator = np.random.default_rng(1)
-    with IndexedDatasetBuilder(prefix, dtype=np.int32) as builder:
-        for length in generator.integers(1, 900, 4000).tolist():
-            tokens = generator.integers(VOCABULARY) + np.arange(length)
-            builder.add_document(tokens % VOCABULARY, [length])
+    lengths = generator.integers(1, 900, 4000).tolist()
+    firsts = generator.integers(VOCABULARY, size=4000).tolist()
+    bounds = zip(firsts, lengths, strict=True)
+    documents = [np.arange(first, first + size) for first, size in bounds]
+    write_documents(prefix, [document % VOCABULARY for document in documents], np.int32)
     data = IndexedDataset(prefix)
     order = PackedOrder(data.sequence_lengths, ROW, seed=3, num_samples=1000)
     options: Any = {"sequence_length": ROW, "add_extra_token": False, "boundaries": "documents"}
@@ -70,7 +75,7 @@ def check_attention(packs: GPTDataset) -> None:
         ]
         longest = row["max_length_q"]
         varied = varlen_attn(*flat, edges, edges, longest, longest, **CAUSAL)
-        for start, stop in itertools.pairwise(row["cu_seq_lens_q"].tolist()):
+        for start, stop in pairwise(row["cu_seq_lens_q"].tolist()):
             alone = [one[start:stop].transpose(0, 1)[None] for one in flat]
             expected = torch.nn.functional.scaled_dot_product_attention(*alone, is_causal=True)[0]
             sample = int(start >= batch.ends[0])
@@ -91,25 +96,6 @@ def mask_of(starts: Any) -> BlockMask:
 
     blocks = {name: torch.from_numpy(one).to(CUDA) for name, one in mask_blocks(starts).items()}
     return BlockMask.from_kv_blocks(**blocks, mask_mod=is_seen, seq_lengths=(size, size))
-
-
-def check_model(packs: GPTDataset) -> None:
-    """A model of transformers on packs against the same documents one by one."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512}
-    heads = {"num_hidden_layers": 4, "num_attention_heads": 4, "use_cache": False}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, attn_implementation="sdpa")).to(CUDA)
-    copy = to_device("cuda")
-    with torch.no_grad():
-        for number in range(8):
-            row = copy(padding_free(packs.tokens([number])))
-            inputs = {name: row[name] for name in ("input_ids", "position_ids")}
-            packed = model(**inputs).logits[0]
-            edges = row["cu_seq_lens_q"].tolist()
-            documents = [row["input_ids"][:, a:b] for a, b in itertools.pairwise(edges)]
-            alone = torch.cat([model(input_ids=one).logits[0] for one in documents])
-            torch.testing.assert_close(packed, alone, atol=1e-3, rtol=1e-3)
-    print("a model's logits of 8 packs are those of their documents", flush=True)
 
 
 def check_copies(packs: GPTDataset) -> None:

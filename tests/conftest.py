@@ -107,6 +107,21 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
+@pytest.fixture
+def verb(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a verb in this process, which must end with the status; returns what it prints."""
+
+    def run(*words: object, status: int = 0) -> str:
+        from millrace.cli import main
+
+        capsys.readouterr()
+        ended_with, text = main([*map(str, words)]), capsys.readouterr()
+        assert ended_with == status, text.err
+        return text.out + text.err
+
+    return run
+
+
 def results_of_processes(
     method: str, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]], num_each: int = 1
 ) -> list[Any]:

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.cli import main
 from millrace.inspect import forecast
 from tests.conftest import write_documents
-from tests.run.test_instant_runs import History
+from tests.run.test_instant_runs import History, write_sources
 
 RUN = """
-order: {order}
+order: instant
 seq-length: 8
 dtype: uint16
 global-batch-size: 4
@@ -38,16 +37,15 @@ skips: [[{skip}, 44]]
 
 
 def write_run(own: Path, name: str = "run.yaml", **changes: Any) -> str:
-    values = {"order": "instant", "samples": 300, "weight": 20, "code": 30, "until": 120}
-    values |= {"length": 5, "skip": 40, "more": "", "folder": own, **changes}
+    values = {"samples": 300, "weight": 20, "code": 30, "until": 120, "length": 5}
+    values |= {"skip": 40, "more": "", "folder": own, **changes}
     (own / name).write_text(RUN.format(**values))
     return str(own / name)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for number, (name, size) in enumerate({"web": 900, "code": 200}.items()):
-        write_documents(tmp_path / name, np.split(np.arange(size) + 10_000 * number, [50]))
+    write_sources(tmp_path, {"web": 900, "code": 200})
     return tmp_path
 
 
@@ -70,17 +68,17 @@ def test_it_counts_what_the_model_draws(seed: int, tmp_path: Path) -> None:
     for place, name in enumerate(one.sources):
         counts = [drawn[number, name] for number in range(len(one.samples))]
         assert one.samples[:, place].tolist() == counts
-        assert one.repeats[:, place].sum() == model.repeated()[name]
-        if (position := model.positions()[name]) is not None:
+        source = model.sources[name]
+        assert one.repeats[:, place].sum() == source.repeated
+        if (position := source.position) is not None:
             size = (history.sizes[name] // position.window - 1) * position.window
             assert one.epochs[-1, place] == pytest.approx(position.epoch + position.past / size)
             assert one.unseen[-1, place] == history.sizes[name] - size < 2 * position.window
 
 
-def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report(folder: Path, verb: Any) -> None:
     run = write_run(folder)
-    assert main(["plan", run, "--picture", str(folder / "run.html")]) == 0
-    text = capsys.readouterr().out
+    text = verb("plan", run, "--picture", folder / "run.html")
     for line in (
         "phase 0: samples 0 to 100, 8 tokens each, steps 0 to 24, 4 are skipped",
         "phase 1: samples 100 to 120, 8 tokens each, steps 24 to 29",
@@ -93,65 +91,52 @@ def test_the_report(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (folder / "run.html").read_text()
     assert page.count("<title>") == 64
     assert "web 80" in page
-    assert main(["plan", run, "--json"]) == 0
-    one = json.loads(capsys.readouterr().out)
+    one = json.loads(verb("plan", run, "--json"))
     assert np.sum(one["samples"]) == 300
     assert one["caps"] == [["code", 120]]
     options = ["--seconds", "0.01", "--step-time", "0.001", "--keep-cache"]
-    assert main(["bench", run, *options]) == 0
-    assert "300 samples of 8 tokens, 2 bytes a token" in capsys.readouterr().out
-    assert main(["index", run, "--cache", str(folder)]) == 1
-    assert "the order is instant, for which nothing is built" in capsys.readouterr().err
+    assert "300 samples of 8 tokens, 2 bytes a token" in verb("bench", run, *options)
+    refusal = verb("index", run, "--cache", folder, status=1)
+    assert "the order is instant, for which nothing is built" in refusal
 
 
-def test_it_knows_the_built_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "gpt.yaml"
-    text = f"data-path: [3, {folder}/web, 1, {folder}/web]\\nsplit: 1,0,0\\nseq-length: 8\\n"
-    path.write_text(text.replace("\\n", "\n") + "train-samples: 1000\neval-iters: 0\nseed: 1\n")
-    assert main(["plan", str(path)]) == 0
-    text = capsys.readouterr().out
-    assert "  750   6,000    6.67" in text
-    assert "warning: more than 4 epochs of" in text
-    assert "has the data of" in text
-    limit = re.search("with more than about ([0-9,]+) samples", text)
-    assert limit is not None
-    most = int(limit[1].replace(",", ""))
+def test_it_knows_the_built_order(folder: Path, verb: Any) -> None:
+    path, new = folder / "gpt.yaml", folder / "new.yaml"
+    rest = "split: 1,0,0\nseq-length: 8\ntrain-samples: 1000\neval-iters: 0\nseed: 1\n"
+    path.write_text(f"data-path: [3, {folder}/web, 1, {folder}/web]\n{rest}")
+    text = verb("plan", path)
+    for line in ("  750   6,000    6.67", "warning: more than 4 epochs of", "has the data of"):
+        assert line in text
+    [limit] = re.findall("with more than about ([0-9,]+) samples", text)
+    most = int(limit.replace(",", ""))
     write_documents(folder / "other", np.split(np.arange(900) + 7, [50]))  # of the same lengths
     for changed, to, change in (
-        ("1000", str(int(most * 0.99)), "no sample changes"),
-        ("1000", str(int(most * 1.02)), "position 0 is the first one"),
+        ("1000", f"{most * 0.99:.0f}", "no sample changes"),
+        ("1000", f"{most * 1.02:.0f}", "position 0 is the first one"),
         ("/web", "/other", "content"),
         ("seed: 1", "seed: 1\nboundaries: documents", "view.boundaries: nothing, now 'documents'"),
         ("seed: 1", "seed: 1\nloss_ranges: apply", "view.loss_ranges: False, now True"),
     ):
-        (folder / "new.yaml").write_text(path.read_text().replace(changed, to))
-        assert main(["plan", str(folder / "new.yaml"), "--diff", str(path)]) == 0
-        assert change in capsys.readouterr().out
+        new.write_text(path.read_text().replace(changed, to))
+        assert change in verb("plan", new, "--diff", path)
 
 
 @pytest.mark.parametrize(
     ("changes", "first", "text"),
     [
-        ({}, None, "no sample changes that both runs have"),
         ({"samples": 900}, None, "no sample changes that both runs have"),
-        (
-            {"code": 31},
-            96,
-            "position 96 is the first one that changes; all before it stay, with the steps below",
-        ),
+        ({"code": 31}, 96, "position 96 is the first one that changes; all before it stay, with"),
         ({"until": 124}, 116, "phases.2 from sample 120"),
         ({"skip": 32}, 32, "skips: [], now [[32, 44]]"),
         ({"weight": 21}, 0, "phases.0 from sample 0.shares.code: 0."),
     ],
 )
 def test_a_change(
-    changes: dict[str, Any], first: int | None, text: str, folder: Path, capsys: Any
+    changes: dict[str, Any], first: int | None, text: str, folder: Path, verb: Any
 ) -> None:
-    old, new = write_run(folder), write_run(folder, "new.yaml", **changes)
-    assert main(["plan", "--diff", old, new]) == 0
-    assert text in capsys.readouterr().out
-    assert main(["plan", "--diff", old, new, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["first_changed_sample"] == first
+    runs = "--diff", write_run(folder), write_run(folder, "new.yaml", **changes)
+    assert text in verb("plan", *runs)
+    assert json.loads(verb("plan", *runs, "--json"))["first_changed_sample"] == first
 
 
 @pytest.mark.parametrize(
@@ -164,12 +149,9 @@ def test_a_change(
         ({"length": "8, weights: {web: 0}"}, "phase 2: all of its sources have reached max_epochs"),
         ({"code": "1, code: 2"}, "it gives code twice: leave one out"),
         ({"folder": "/nowhere"}, "source web: /nowhere/web.bin not found: give its path"),
-        ({"order": "gpt"}, "only the instant order has sources: give `order: instant`"),
     ],
 )
-def test_bad_input(changes: dict[str, Any], message: str, folder: Path, capsys: Any) -> None:
-    path = write_run(folder, **changes)
-    assert main(["plan", path]) == 1
-    error = capsys.readouterr().err
+def test_bad_input(changes: dict[str, Any], message: str, folder: Path, verb: Any) -> None:
+    error = verb("plan", write_run(folder, **changes), status=1)
     assert message in error
     assert error.count("\n") == 1

@@ -27,7 +27,7 @@ from millrace.outputs import (
     torchtitan,
 )
 from millrace.samples import TokenBatch
-from millrace.torch import to_tensors
+from millrace.torch import to_device, to_tensors
 from tests.conftest import write_documents
 
 ROW = 16
@@ -204,23 +204,30 @@ def test_blocks_of_flex_attention_are_those_that_torch_makes(documents: Document
             torch.testing.assert_close(tensor, getattr(theirs, name), check_stride=True)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_a_model_of_transformers_sees_each_document_alone(attention: str) -> None:
+def check_model(
+    batch: TokenBatch, attention: str, *, vocabulary: int, device: str = "cpu", **tolerance: float
+) -> None:
+    """A model of transformers gives a packed row the logits of its documents one by one."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = LlamaConfig(
-        **sizes, num_attention_heads=2, use_cache=False, attn_implementation=attention
-    )
-    model = LlamaForCausalLM(config).eval()
-    documents = [[[3, 1, 4, 1, 5], [9], [2, 6, 5, 3]], [[5, 8, 9, 7]]]
-    row = {name: torch.as_tensor(one) for name, one in padding_free(batch_of(documents)).items()}
+    sizes = {"vocab_size": vocabulary, "hidden_size": 16, "intermediate_size": 32}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "use_cache": False}
+    config = LlamaConfig(**sizes, **heads, attn_implementation=attention)
+    model, row = LlamaForCausalLM(config).eval().to(device), to_device(device)(padding_free(batch))
+    assert batch.part_starts is not None
     with torch.no_grad():
         packed = model(input_ids=row["input_ids"], position_ids=row["position_ids"]).logits[0]
-        each = (torch.tensor([one]) for sample in documents for one in sample)
-        alone = torch.cat([model(input_ids=one).logits[0] for one in each])
-    torch.testing.assert_close(packed, alone)
+        each = np.split(batch.tokens.astype(np.int64), batch.part_starts[1:])
+        documents = [torch.from_numpy(one[None]).to(device) for one in each]
+        alone = torch.cat([model(input_ids=one).logits[0] for one in documents])
+    torch.testing.assert_close(packed, alone, **tolerance)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_of_transformers_sees_each_document_alone(attention: str) -> None:
+    documents = [[[3, 1, 4, 1, 5], [9], [2, 6, 5, 3]], [[5, 8, 9, 7]]]
+    check_model(batch_of(documents), attention, vocabulary=50)
 
 
 def test_packs_of_a_token_file_come_in_any_form(tmp_path: Any) -> None:

@@ -101,10 +101,6 @@ def hostile_row(draw: random.Random) -> dict[str, Any]:
     return {"messages": messages, **({"tools": tools} if has_tools else {})}
 
 
-class UndecidedError(Exception):
-    """A row that the checker cannot judge."""
-
-
 class Spans(NamedTuple):
     """Of a turn in a text: what must be trained on, and what may."""
 
@@ -159,13 +155,10 @@ class Checker:
         return all(text in self.text(at + 1) for at in self.turns for text in texts(self.row[at]))
 
     def check(self, documents: Sequence[Document]) -> list[str]:
-        """What is wrong; UndecidedError for a row that cannot be judged."""
+        """What is wrong; TextError for a row that cannot be judged."""
         if not self.is_shown(is_call=True):
             return ["a tool call is left out"]
-        try:
-            times = Counter(turn for one in documents for turn in self.trained_turns(one))
-        except TextError as error:
-            raise UndecidedError from error
+        times = Counter(turn for one in documents for turn in self.trained_turns(one))
         self.wrong += [f"turn {turn} {times[turn]} times" for turn in times if times[turn] > 1]
         for turn in self.turns:
             said, is_call = self.row[turn]["content"].strip(), "tool_calls" in self.row[turn]
@@ -285,7 +278,7 @@ def check_template(name: str, num_chats: int, seed: int) -> Result:
             else:
                 wrong = checker.check(documents)
                 result.wrong.extend(f"{name}, seed {seed}, chat {number}: {one}" for one in wrong)
-        except (UndecidedError, TextError):  # the template refuses the chat, or its beginnings
+        except TextError:  # the template refuses the chat, or its beginnings
             outcome = "undecided" if documents else "not shown"
         result.counts.update({outcome: 1, "documents": len(documents)})
         result.counts.update([f"{outcome}: {problem}"] if problem else [])

@@ -28,9 +28,8 @@ UNTRAINED = {"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    train_tokenizer(folder / "tokenizer.json", SPECIAL)
-    return folder
+    path = train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json", SPECIAL)
+    return path.parent
 
 
 def config(folder: Path, tmp_path: Path, **values: Any) -> Tokenizer:

@@ -16,46 +16,32 @@ from millrace import (
     IndexedDataset,
     IndexedDatasetBuilder,
     build_datasets,
+    megatron,
     write_loss_ranges,
 )
 from millrace.cache.loss_files import joined_ranges
-from millrace.cli import main
-from millrace.encoding import Tokenizer
-from millrace.encoding.row_encoders import EncodedRows
 from millrace.jobs import convert, merge, shuffle, split
-from millrace.online import open_rows
-from millrace.online.cached_rows import tokenized
 from millrace.run.arguments import config_from
 from millrace.tokenizing import TokenizeResult, tokenize
 from tests.jobs.kills import deaths_of, finished_tasks
-from tests.online.encoders import Marked, write_rows
+from tests.online.encoders import BYTES, Marked, write_rows
 from tests.store.test_faults import size_limit
-
-TEXTS = [f"mill race {n}" for n in range(9)]
-REPORT = {"rows": 9, "trained tokens": 81}  # of letters below "m"
-
-
-class Below(Marked):
-    """Trains on letters below another one, and counts."""
-
-    def __init__(self, letter: str = "m") -> None:
-        self.letter = letter
-
-    def encode(self, rows: Any) -> EncodedRows:
-        encoded = super().encode(rows)
-        trained = encoded.tokens < ord(self.letter)
-        report = {"rows": len(rows), "trained tokens": int(trained.sum())}
-        return encoded._replace(trained=trained, report=report)
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"letter": self.letter}
 
 
 def run_job(path: Path, letter: str = "m", **options: Any) -> TokenizeResult:
     """Tokenizes beside the file of rows, to `out_text_document`."""
-    encoder = Below(letter)
-    prefix = path.parent / "out"
-    return tokenize([path], prefix, Tokenizer("bytes"), row_encoder=encoder, workers=1, **options)
+    own: Any = {"row_encoder": Marked(letter), "workers": 1, **options}
+    return tokenize([path], path.parent / "out", BYTES.tokenizer, **own)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "a.jsonl", [{"text": f"mill race {n}"} for n in range(9)])
+
+
+@pytest.fixture
+def pair(path: Path) -> Path:
+    return Path(run_job(path).prefixes["text"])
 
 
 def samples(prefix: Path, loss_ranges: str = "refuse") -> GPTDataset:
@@ -63,9 +49,9 @@ def samples(prefix: Path, loss_ranges: str = "refuse") -> GPTDataset:
     return GPTDataset(IndexedDataset(prefix), loss_ranges=loss_ranges, **options)
 
 
-def assert_refused(prefix: Path | str) -> None:
-    with pytest.raises(ConfigError, match="which tokens are not trained on"):
-        samples(Path(prefix))
+def assert_refused(prefix: Path) -> None:
+    with pytest.raises(ConfigError, match=r'info\.json says .* loss_ranges="apply".*"ignore"'):
+        samples(prefix)
 
 
 def assert_mask_is_missing(prefix: Path) -> None:
@@ -75,64 +61,41 @@ def assert_mask_is_missing(prefix: Path) -> None:
 
 
 def assert_mask_is(prefix: Path, letter: str) -> None:
+    assert_refused(prefix)
     batch = samples(prefix, "apply").batch(range(5))
     expected = batch["labels"] < ord(letter)
     expected[:, -1] = False  # there is no label
     assert (batch["loss_mask"] == expected).all()
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> Path:
-    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    return Path(run_job(path).prefixes["text"])
+    assert samples(prefix, "ignore").batch(range(5))["loss_mask"][:, :-1].all()
 
 
 # ---- who trains on such a pair ----
 
 
-def test_a_pair_with_a_mask_is_refused_until_something_is_said_of_it(pair: Path) -> None:
-    with pytest.raises(ConfigError, match=r'info\.json says .* loss_ranges="apply".*"ignore"'):
-        samples(pair)
-    assert_mask_is(pair, "m")
-    ignored = samples(pair, "ignore").batch(range(5))
-    assert ignored["loss_mask"][:, :-1].all()
+@pytest.mark.parametrize("order", [{}, {"order": "millrace.order:PackPlan"}])
+def test_a_run_says_what_becomes_of_masks(order: Any, pair: Path) -> None:
+    def build(loss_ranges: str) -> Any:
+        arguments = {"train_data_path": str(pair), "seq_length": 32, "num_samples": [4, 0, 0]}
+        arguments |= {"data_cache_path": f"{pair}.cache", "loss_ranges": loss_ranges}
+        return build_datasets(config_from({**arguments, **order})).train.batch(range(4))
+
+    # From the second on, the plan is found in the cache folder, whatever was said when it was made.
+    whole = build("ignore")["loss_mask"]
+    with pytest.raises(ConfigError, match="which tokens are not trained on"):
+        build("refuse")
+    batch = build("apply")
+    assert 0 < batch["loss_mask"].sum() < whole.sum()
+    assert not (batch["loss_mask"] > 0)[batch["labels"] >= ord("m")].any()
+    with pytest.raises(ConfigError, match="loss_ranges must be one of"):
+        build("all")
     sidecar = Path(f"{pair}.info.json")
     sidecar.write_text(sidecar.read_text()[:-9])  # what is damaged cannot say that there is none
     assert_refused(pair)
 
 
-@pytest.mark.parametrize("order", [{}, {"order": "millrace.order:PackPlan"}])
-def test_a_run_says_what_becomes_of_masks(tmp_path: Path, order: Any) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    pair = f"{tmp_path}/out_text_document"
-
-    def build(loss_ranges: str) -> Any:
-        arguments = {"train_data_path": pair, "seq_length": 32, "num_samples": [4, 0, 0]}
-        arguments |= {"data_cache_path": str(tmp_path / "cache"), "loss_ranges": loss_ranges}
-        batch = build_datasets(config_from({**arguments, **order})).train.batch(range(4))
-        return batch["loss_mask"], (batch["labels"] >= ord("m")) & (batch["loss_mask"] > 0)
-
-    tokenize([path], tmp_path / "out", Tokenizer("bytes"), append_eod=True, workers=1)
-    content = Path(pair + ".bin").read_bytes()
-    build("refuse")  # there is no mask yet
-    run_job(path, restart=True)
-    assert Path(pair + ".bin").read_bytes() == content
-    # The second time, the plan is found in the cache folder, whatever was said when it was made.
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="which tokens are not trained on"):
-            build("refuse")
-        assert build("apply")[0].sum() < build("ignore")[0].sum()
-        assert not build("apply")[1].any()
-    with pytest.raises(ConfigError, match="loss_ranges must be one of"):
-        build("all")
-
-
 def test_megatrons_dataset_cannot_mask(pair: Path) -> None:
-    from millrace import megatron
-
     tokenizer = SimpleNamespace(eod=256, pad=1, vocab_size=999, unique_identifiers={})
     names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-
     options: Any = {"split": "1,0,0", "random_seed": 1, "sequence_length": 8}
     options |= {"blend": ([str(pair)], None), "tokenizer": tokenizer, **dict.fromkeys(names, False)}
 
@@ -150,15 +113,13 @@ def test_megatrons_dataset_cannot_mask(pair: Path) -> None:
 # ---- the job ----
 
 
-def test_death_at_every_step_leaves_no_pair_without_its_mask(pair: Path) -> None:
+def test_death_at_every_step_leaves_no_pair_without_its_mask(path: Path, pair: Path) -> None:
     """The new pair has the tokens of the old one, and another mask."""
-    path, old = pair.parent / "a.jsonl", pair.with_suffix(".bin").read_bytes()
+    old = pair.with_suffix(".bin").read_bytes()
     for _ in deaths_of(lambda: run_job(path, "f", restart=True), 1):
-        data = IndexedDataset(pair)
-        info = data.info()
+        info = IndexedDataset(pair).info()
         assert info is not None
         if Path(f"{pair}.loss.json").exists():
-            assert_refused(pair)
             assert_mask_is(pair, info.provenance["row_encoder"]["letter"])
         else:
             assert_mask_is_missing(pair)
@@ -177,22 +138,16 @@ def test_a_full_disk_that_has_room_for_all_but_the_mask(tmp_path: Path) -> None:
     assert_mask_is(pair, "m")
 
 
-def test_the_report_survives_kills_and_stays_in_a_cache(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    kept = [finished_tasks(tmp_path) for _ in deaths_of(lambda: run_job(path))]
+def test_the_report_survives_kills(path: Path) -> None:
+    kept = [finished_tasks(path.parent) for _ in deaths_of(lambda: run_job(path))]
     assert any(kept)
     result = run_job(path)  # it is there already
     info = IndexedDataset(result.prefixes["text"]).info()
     assert info is not None
-    assert result.report == info.provenance["report"] == REPORT
-    options: Any = {"show_progress": False, "on_error": "stop", "workers": 1}
-    for _ in range(2):
-        store, report = tokenized(open_rows(path), Below(), str(tmp_path / "cache"), **options)
-        assert report == {**REPORT, "tokens": store.num_tokens}
+    assert result.report == info.provenance["report"] == {"rows": 9, "trained tokens": 81}
 
 
-def test_without_checksums_the_sidecar_still_names_the_mask(pair: Path) -> None:
-    path = pair.parent / "a.jsonl"
+def test_without_checksums_the_sidecar_still_names_the_mask(path: Path, pair: Path) -> None:
     run_job(path, checksums=False, restart=True)
     assert_mask_is(pair, "m")
     Path(f"{pair}.loss.json").unlink()  # the job is not whole any more
@@ -243,7 +198,7 @@ def test_merge_split_and_convert_carry_the_mask(
         assert ("loss_ranges" in getattr(info, "provenance", {})) == has_mask
 
 
-def test_what_cannot_keep_a_mask_refuses_it(pair: Path, capsys: Any) -> None:
+def test_what_cannot_keep_a_mask_refuses_it(pair: Path, verb: Any) -> None:
     to = pair.parent / "to"
     with pytest.raises(ConfigError, match="an array cannot keep it: give --no-loss-ranges"):
         convert(pair, f"{to}.npy")
@@ -252,23 +207,18 @@ def test_what_cannot_keep_a_mask_refuses_it(pair: Path, capsys: Any) -> None:
     with pytest.raises(ConfigError, match="millrace convert --no-loss-ranges"):
         shuffle(None, input_list=[(1, pair)], output_dir=to, seq_len=4)
     convert(pair, f"{to}.npy", loss_ranges=False)
-    assert main(["merge", str(pair), "--output-prefix", str(to), "--no-loss-ranges"]) == 0
+    verb("merge", pair, "--output-prefix", to, "--no-loss-ranges")
     assert ranges_of(to) is None
     assert samples(to).batch([0])["loss_mask"][:, :-1].all()
-    # A pair that replaces another takes its mask away.
-    convert(to, pair)
+    convert(to, pair)  # a pair that replaces another takes its mask away
     assert ranges_of(pair) is None
 
 
-def test_verify_and_inspect_know_the_mask(pair: Path, capsys: Any) -> None:
-    assert main(["verify", str(pair)]) == 0
-    assert "27 ranges of tokens are not trained on" in capsys.readouterr().out
-    assert main(["inspect", str(pair), "--json"]) == 0
-    provenance = json.loads(capsys.readouterr().out)["provenance"]
-    assert provenance["report"]["rows"] == len(TEXTS)
+def test_verify_and_inspect_know_the_mask(pair: Path, verb: Any) -> None:
+    assert "27 ranges of tokens are not trained on" in verb("verify", pair)
+    assert json.loads(verb("inspect", pair, "--json"))["provenance"]["report"]["rows"] == 9
     array = Path(f"{pair}.loss-ranges.npy")
     array.write_bytes(array.read_bytes()[:-1] + b"\1")
-    assert main(["verify", str(pair)]) == 1
-    assert "loss-ranges.npy" in capsys.readouterr().out
+    assert "loss-ranges.npy" in verb("verify", pair, status=1)
     with pytest.raises(DataError, match=r"loss-ranges\.npy"):
         merge([pair], pair.parent / "all")

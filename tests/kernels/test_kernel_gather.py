@@ -577,14 +577,18 @@ def test_any_form_equals_its_twin(data: st.DataObject) -> None:
             rows_or_error(call, *inputs, shape, module.RowForm(**form))
             for call, inputs in ((module.gather_samples, parts), (module.fill_rows, gathered[:2]))
         ]
+        starts = (np.cumsum(gathered[4]) - gathered[4])[gathered[4] > 0]
+        own = module.RowForm(**form | {"share_labels": False})
+        rows.append(rows_or_error(module.fill_rows, *gathered[:2], shape, own, starts))
         results.append((gathered, rows))
     (gathered, rows), (expected_gathered, expected_rows) = results
     assert_same(gathered, expected_gathered)
-    for actual, expected in zip(rows, expected_rows, strict=True):
+    forms = form, form, form | {"share_labels": False}
+    for actual, expected, one in zip(rows, expected_rows, forms, strict=True):
         if isinstance(expected, ValueError):
             assert isinstance(actual, ValueError)
         else:
-            assert_same_rows(actual, expected, form)
+            assert_same_rows(actual, expected, one)
 
 
 def rows_or_error(call: Any, *arguments: Any) -> Any:
@@ -618,25 +622,6 @@ def test_rows_of_any_length_equal_their_twin(dtype: Any, token_dtype: str, lengt
                 module.fill_rows(tokens, ends, shape, module.RowForm(**form)) for module in MODULES
             )
             assert_same_rows(actual, expected, form)
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_rows_that_end_with_their_parts_equal_their_twin(seed: int) -> None:
-    random = np.random.default_rng(seed)
-    options = options_of(sequence_length=8, pad_token=random.choice([None, 3]), eod_token=7)
-    sizes = random.integers(0, options.sequence_length + options.add_extra_token + 1, 5)
-    ends = np.cumsum(sizes)
-    tokens = random.integers(0, 9, ends[-1])
-    firsts = (ends - sizes)[sizes > 0]
-    starts = np.union1d(firsts, np.flatnonzero(random.random(len(tokens)) < random.random()))
-    fields = ["tokens", "labels", "loss_mask", "position_ids"]
-    form: dict[str, Any] = {name: bool(random.random() < 0.8) for name in fields}
-    form |= {"token_dtype": random.choice(["int64", "int32"]), "share_labels": False}
-    actual, expected = (
-        module.fill_rows(tokens, ends, options, module.RowForm(**form), starts)
-        for module in MODULES
-    )
-    assert_same_rows(actual, expected, form)
 
 
 @pytest.mark.parametrize("starts", [[], [0], [1, 3], [0, 0, 3], [0, 4], [0, 3, 6], [-1, 0, 3]])

@@ -1,5 +1,6 @@
 """Encoders, rows and comparisons of the tests of raw rows."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +18,17 @@ EOD = 256
 CASES = [pytest.param(40), pytest.param(1000, marks=pytest.mark.long)]
 """Numbers of random cases of a law: of `make test`, and of `make test-laws`."""
 
+Document = list[tuple[int, bool]]
+"""Tokens, each with whether it is trained on."""
+
 
 class Marked:
-    """Texts as bytes, of which letters below "m" are trained on; a second document for "again"."""
+    """Texts as bytes, with letters below one trained on; a second document for "again"."""
 
-    dtype = np.dtype(np.uint16)
+    dtype, columns = np.dtype(np.uint16), ("text", "again")
+
+    def __init__(self, letter: str = "m") -> None:
+        self.letter = letter
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         repeated = [one for row in rows for one in [row] * (1 + bool(row.get("again")))]
@@ -29,25 +36,33 @@ class Marked:
         sizes = np.cumsum([0, *(1 + bool(row.get("again")) for row in rows)])
         own = np.add.reduceat(counts, sizes[:-1]) if len(rows) else counts
         places = {int(np.searchsorted(sizes, n, side="right")) - 1: problems[n] for n in problems}
-        return EncodedRows(tokens, ends, tokens < ord("m"), own, places)
+        trained = tokens < ord(self.letter)
+        report = {"rows": len(rows), "trained tokens": int(trained.sum())}
+        return EncodedRows(tokens, ends, trained, own, places, report)
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"kind": "marked"}
+        return {"kind": "marked", "letter": self.letter}
 
 
 def write_rows(path: Path, rows: Sequence[Any]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """Writes rows as lines of JSON; a text is a line as it is."""
+    lines = [
+        row if isinstance(row, str) else json.dumps(row, ensure_ascii=False, default=str)
+        for row in rows
+    ]
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode(errors="surrogatepass"))
     return path
+
+
+def documents_in(batch: Any) -> list[Document]:
+    """The documents of encoded rows, or the samples of a token batch, token by token."""
+    trained = [True] * len(batch.tokens) if batch.trained is None else batch.trained.tolist()
+    pairs = list(zip(batch.tokens.tolist(), trained, strict=True))
+    return [pairs[start:stop] for start, stop in itertools.pairwise([0, *batch.ends.tolist()])]
 
 
 def assert_same_tokens(one: TokenBatch, other: TokenBatch) -> None:
     """Tokens, targets and documents of two token batches; where each comes from may differ."""
-    assert one.tokens.tolist() == other.tokens.tolist()
-    assert one.ends.tolist() == other.ends.tolist()
-    masks = [
-        np.ones(len(batch.tokens), np.bool_) if batch.trained is None else batch.trained
-        for batch in (one, other)
-    ]
-    assert masks[0].tolist() == masks[1].tolist()
+    assert documents_in(one) == documents_in(other)
     for name in ("part_starts", "part_sequence", "part_offset"):
         assert getattr(one, name).tolist() == getattr(other, name).tolist(), name

@@ -221,10 +221,3 @@ class Model:
     def _end_stretch(self) -> None:
         self.stretch.end(self.sources)
         self.stretch = None
-
-    def positions(self) -> dict[str, Position | None]:
-        return {name: source.position for name, source in self.sources.items()}
-
-    def repeated(self) -> dict[str, int]:
-        """Tokens that a source showed of epochs that another length ended (S7)."""
-        return {name: source.repeated for name, source in self.sources.items()}

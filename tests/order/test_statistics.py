@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from millrace import _native
 from millrace.order.instant import InstantOrder, source_key
+from tests.kernels.test_kernel_permutation import check_sizes, normal_score
 from tests.order.instant_model import Position, Source
 
 NUM, EPOCHS, BINS, LENGTH = 5000, 400, 50, 4
@@ -49,12 +49,6 @@ def p_values(orders: np.ndarray) -> dict[str, float]:
     return {name: math.erfc(abs(score) / math.sqrt(2)) for name, score in scores.items()}
 
 
-def normal_score(chi_square: float, degrees: int) -> float:
-    """Wilson and Hilferty's score of a chi-square."""
-    spread = 2 / (9 * degrees)
-    return float(((chi_square / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
-
-
 @pytest.mark.parametrize("draw", [instant, shuffle])
 def test_statistics_are_those_of_random_orders(draw: Callable[[int], np.ndarray]) -> None:
     values = [value for seed in SEEDS for value in p_values(draw(seed)).values()]
@@ -63,17 +57,7 @@ def test_statistics_are_those_of_random_orders(draw: Callable[[int], np.ndarray]
 
 
 def test_every_size_is_permuted() -> None:
-    for size in range(1, 70_001):
-        places = _native.swap_or_not(np.arange(size), size, size, False)
-        assert np.array_equal(np.bincount(places), np.ones(size))
-
-
-def test_sizes_beside_powers_of_two_are_permuted() -> None:
-    for size in (2**power + more for power in range(1, 41) for more in (-1, 0, 1)):
-        numbers = np.append(np.random.default_rng(1).integers(0, size, 3000), [0, size - 1])
-        places = _native.swap_or_not(numbers, size, 5, False)
-        assert np.all((places >= 0) & (places < size))
-        np.testing.assert_array_equal(_native.swap_or_not(places, size, 5, True), numbers)
+    check_sizes(range(70_001))
 
 
 def test_samples_of_large_numbers_are_the_models() -> None:

@@ -18,7 +18,6 @@ from millrace import (
     IndexedDataset,
     IndexedDatasetBuilder,
     Loader,
-    LossRanges,
     ResumeError,
     TransformedDataset,
     build_datasets,
@@ -37,17 +36,17 @@ STEP = 12  # samples of all ranks
 
 def write_sources(folder: Path, sizes: dict[str, int], **weights: float) -> dict[str, Any]:
     """Token files whose tokens tell the source and the place: 10,000 for each source. Documents
-    have one sequence or two; some are empty."""
+    have up to three sequences, and some are empty."""
     rng = random.Random(len(sizes))
     for number, (name, size) in enumerate(sizes.items()):
-        ends = sorted([*(rng.randrange(size) for _ in range(size // 6)), size])
+        ends = sorted([*(rng.randrange(size) for _ in range(size // 4)), size])
         with IndexedDatasetBuilder(folder / name, np.uint16) as builder:
             start = 0
             while ends:
-                own = [ends.pop(0) for _ in range(rng.randint(1, min(len(ends), 2)))]
-                tokens = np.arange(start, own[-1]) + 10_000 * number
-                builder.add_document(tokens, np.diff(own, prepend=start))
-                start = own[-1]
+                bounds = [start, *(ends.pop(0) for _ in range(rng.randint(0, min(len(ends), 3))))]
+                start = bounds[-1]
+                tokens = np.arange(bounds[0], start) + 10_000 * number
+                builder.add_document(tokens, np.diff(bounds))
     own = {name: {"weight": weight} for name, weight in weights.items()}
     return {name: {"prefix": folder / name} | own.get(name, {}) for name in sizes}
 
@@ -71,21 +70,29 @@ class History:
         sizes = {name: rng.randint(40, 900) for name in rng.sample(NAMES, rng.randint(1, 4))}
         self.rng, self.folder, self.sizes = rng, folder, sizes
         self.sources = write_sources(folder, sizes)
+        for name in sizes:  # every third token is not trained on
+            data = IndexedDataset(folder / name)
+            places = np.flatnonzero(data.tokens % 10_000 % 3 == 0)
+            ends = data.sequence_lengths.cumsum()
+            sequences = np.searchsorted(ends, places, "right")
+            offsets = places - (ends - data.sequence_lengths)[sequences]
+            write_loss_ranges(folder / name, np.stack([sequences, offsets, offsets + 1], axis=1))
         for name in list(sizes)[1:]:  # the first one has no cap, and always a weight
             if rng.random() < 0.4:
                 self.sources[name]["max-epochs"] = rng.randint(1, 4)
-        self.mix = rng.choice([1, rng.randint(1, max(min(sizes.values()) // 32, 1))])
         ends = sorted(rng.sample(range(400), 4))
         self.skips = rng.choice([[], [ends[:2], ends[2:]]])
-        self.weights = {name: rng.choice([1, 0.2, rng.random() + 1e-6]) for name in sizes}
-        first = list(self.weights)[: rng.randint(1, len(sizes))]
-        for name in first:
-            self.sources[name]["weight"] = self.weights[name]
-        self.known = {name: self.weights[name] for name in first}
+        weights = {name: rng.choice([1, 0.2, rng.random() + 1e-6]) for name in sizes}
+        self.known = dict([*weights.items()][: rng.randint(1, len(sizes))])
+        for name, weight in self.known.items():
+            self.sources[name]["weight"] = weight
         self.length = rng.choice([4, 8, 8, 16])
         self.phases: list[dict[str, Any]] = [{}]
         self.model = [(0, self.length, dict(self.known))]
-        self.first_length = self.length
+        self.options: Any = {"sequence_length": self.length, "seed": 5, "skips": self.skips}
+        self.options |= {"access": rng.choice(["mmap", "file"]), "loss_ranges": "apply"}
+        most = max(min(sizes.values()) // 32, 1)
+        self.options["mix_window"] = rng.choice([1, rng.randint(1, most)])
 
     def add_phase(self, least: int) -> None:
         """A phase from a sample at `least` or later, at a multiple of a step."""
@@ -105,15 +112,14 @@ class History:
         self.model.append((start, self.length, dict(self.known)))
 
     def config(self) -> InstantConfig:
-        places = {"skips": self.skips, "dtype": "uint16"}
-        own = {"sequence_length": self.first_length, "seed": 5, "phases": self.phases, **places}
-        return InstantConfig(sources=self.sources, mix_window=self.mix, **own)
+        options = {**self.options, "phases": self.phases}
+        return InstantConfig(sources=self.sources, dtype="uint16", **options)
 
     def make_model(self) -> Model:
-        sources = {}
+        sources, mix = {}, self.options["mix_window"]
         for name, size in self.sizes.items():
             documents = IndexedDataset(self.folder / name).document_lengths.cumsum()
-            sources[name] = size, self.sources[name].get("max-epochs"), self.mix, documents
+            sources[name] = size, self.sources[name].get("max-epochs"), mix, documents
         return Model(5, sources, self.model, self.skips)
 
     def expected(self, num: int) -> list[list[int]]:
@@ -129,10 +135,10 @@ class History:
         assert all(len({*tokens}) == len(tokens) for tokens in drawn.values())
         lengths = [length for _, length, _ in self.model]
         if all(long % short == 0 for long, short in pairwise(lengths)):
-            assert not any(model.repeated().values())
+            assert not any(source.repeated for source in model.sources.values())
             for (name, epoch), tokens in drawn.items():
                 if not self.skips and (name, epoch + 1) in drawn:
-                    windows = [self.mix * length for length in lengths]
+                    windows = [self.options["mix_window"] * length for length in lengths]
                     sizes = [(self.sizes[name] // n - 1) * n for n in windows]
                     assert len(tokens) in sizes
         return samples
@@ -142,18 +148,17 @@ def drawn(config: InstantConfig, states: Any, steps: int, ranks: int) -> tuple[l
     """The next samples of all ranks, in the global order, and the state behind them."""
     loaders = []
     for rank in range(ranks):
-        share = {"data_parallel_rank": rank, "data_parallel_size": ranks}
-        loaders.append(
-            Loader(train_of(config), micro_batch_size=STEP // ranks, prefetch=0, **share)
-        )
+        share: Any = {"data_parallel_rank": rank, "data_parallel_size": ranks, "threads": ranks}
+        train = pickle.loads(pickle.dumps(train_of(config)))
+        loaders.append(Loader(train, micro_batch_size=STEP // ranks, **share))
         if states is not None:
             loaders[-1].load_state_dict(states)
     samples = []
     for _ in range(steps):
         for loader in loaders:
             batch = next(loader)
-            rows = np.append(batch["tokens"], batch["labels"][:, -1:], axis=1)
-            samples += rows.tolist()
+            samples += np.append(batch["tokens"], batch["labels"][:, -1:], axis=1).tolist()
+            assert np.array_equal(batch["loss_mask"], batch["labels"] % 10_000 % 3 > 0)
     return samples, loaders[-1].state_dict()
 
 
@@ -163,8 +168,7 @@ def test_a_run_with_changes_is_the_models(seed: int, tmp_path: Path) -> None:
     rng, samples, states = random.Random(seed), [], None
     history = History(rng, tmp_path)
     for _ in range(3):
-        steps = rng.randint(1, 8)
-        more, states = drawn(history.config(), states, steps, rng.choice([1, 2, 3]))
+        more, states = drawn(history.config(), states, rng.randint(1, 8), rng.choice([1, 2, 3]))
         samples += more
         last = int(Skips(history.skips).samples(np.array([len(samples)]))[0])
         history.add_phase(max(last, history.model[-1][0]))
@@ -175,37 +179,20 @@ def test_a_run_with_changes_is_the_models(seed: int, tmp_path: Path) -> None:
 def test_documents_are_those_of_the_sequences(mix: int, tmp_path: Path) -> None:
     """Whole-file spans are cut where documents end, mapped or not."""
     fields = ("tokens", "position_ids", "cu_seqlens", "document_numbers", "max_seqlen")
+    sources, store = write_sources(tmp_path, {"a": 900}, a=1), IndexedDataset(tmp_path / "a")
     for access, boundaries in (("mmap", "documents"), ("file", "documents"), ("mmap", "eod")):
-        train = train_of(make_run(tmp_path, boundaries=boundaries, access=access, mix_window=mix))
+        options: Any = {"boundaries": boundaries, "access": access, "mix_window": mix}
+        train = train_of(make_run(tmp_path, sources, **options))
         batch = next(Loader(train, micro_batch_size=40, fields=fields))
         tokens = batch["tokens"].ravel()
-        sequences, documents = np.empty((2, len(tokens)), np.int64)
-        for place, name in enumerate(("web", "code")):
-            here, store = tokens // 10_000 == place, IndexedDataset(tmp_path / name)
-            ends = store.sequence_lengths.cumsum()
-            sequences[here] = np.searchsorted(ends, tokens[here] % 10_000, "right")
-            documents[here] = store.documents_of(sequences[here])
+        sequences = np.searchsorted(store.sequence_lengths.cumsum(), tokens, "right")
         is_first = (np.diff(tokens, prepend=-9) != 1) | (np.diff(sequences, prepend=-9) != 0)
         is_first[::8] = True
         assert batch["cu_seqlens"].tolist() == [*np.flatnonzero(is_first).tolist(), 320]
-        assert batch["document_numbers"].tolist() == documents[is_first].tolist()
+        documents = store.documents_of(sequences[is_first]).tolist()
+        assert batch["document_numbers"].tolist() == documents
         if boundaries == "documents":
             assert batch["position_ids"].max() + 1 == batch["max_seqlen"]
-
-
-@pytest.mark.parametrize("mix", [1, 4])
-def test_ranges_without_loss(mix: int, tmp_path: Path) -> None:
-    sources = write_sources(tmp_path, {"web": 900, "code": 700}, web=1, code=1)
-    for name in sources:
-        lengths = IndexedDataset(tmp_path / name).sequence_lengths
-        write_loss_ranges(tmp_path / name, [(n, 0, 2) for n in np.flatnonzero(lengths > 2)])
-    train = train_of(make_run(tmp_path, sources, loss_ranges="apply", mix_window=mix))
-    plain = train_of(make_run(tmp_path, sources, loss_ranges="ignore", mix_window=mix))
-    one = train.batch(np.arange(100))
-    other = TransformedDataset(plain, [LossRanges(plain)]).batch(np.arange(100))
-    assert 0 < one["loss_mask"].mean() < 0.9
-    for name, array in one.items():
-        np.testing.assert_array_equal(array, other[name])
 
 
 def test_only_what_is_drawn_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,32 +244,24 @@ def test_splits_end_with_documents(tmp_path: Path) -> None:
         build_datasets(small).valid[0]  # type: ignore[index]
 
 
-def saved(config: InstantConfig, steps: int) -> Any:
+def loader_of(config: InstantConfig, steps: int = 0) -> Loader:
     loader = Loader(train_of(config), micro_batch_size=10, prefetch=0)
     for _ in range(steps):
         next(loader)
-    return loader.state_dict()
+    return loader
 
 
 def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -> None:
-    make = lambda **changes: make_run(tmp_path, **changes)  # noqa: E731
     phases = [{"until": 50}, {"weights": {"code": 3}, "until": 210}, {"seq-length": 4}]
-    state = saved(make(phases=phases, skips=[(20, 30)]), 10)  # up to sample 110
     same = {"phases": phases, "skips": [(20, 30)]}
-    futures: list[dict[str, Any]] = [
-        {},
-        {"skips": [(20, 30), (110, 130)]},
-        {"skips": [(25, 30), (20, 25)]},
-        {"phases": [phases[0], {"weights": {"code": 3}}]},
-        {"phases": [phases[0], phases[1] | {"until": 110}, {"weights": {"web": 0}}]},
-        {"num_samples": (300, None, None), "access": "file"},
-    ]
-    for changes in futures:
-        loader = Loader(train_of(make(**same | changes)), micro_batch_size=10, prefetch=0)
-        loader.load_state_dict(state)
-        assert loader.consumed_samples == 100
-        next(loader)
-    pasts: list[tuple[dict[str, Any], str]] = [
+    state = loader_of(make_run(tmp_path, **same), 10).state_dict()  # up to sample 110
+    table: list[tuple[dict[str, Any], str | None]] = [
+        ({}, None),
+        ({"skips": [(20, 30), (110, 130)]}, None),
+        ({"skips": [(25, 30), (20, 25)]}, None),
+        ({"phases": [phases[0], {"weights": {"code": 3}}]}, None),
+        ({"phases": [phases[0], phases[1] | {"until": 110}, {"weights": {"web": 0}}]}, None),
+        ({"num_samples": (300, None, None), "access": "file"}, None),
         ({"seed": 4}, "seed: saved 3, now 4"),
         ({"skips": []}, "skips: saved 1 entries, now 0"),
         ({"skips": [(20, 30), (109, 119)]}, "skips: saved 1 entries, now 2"),
@@ -293,10 +272,15 @@ def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -
         ({"split": "9,1,0"}, r"sources.code.range\[1\]: saved 700, now 630"),
         ({"add_extra_token": False}, "add_extra_token"),
     ]
-    for changes, message in pasts:
-        loader = Loader(train_of(make(**same | changes)), micro_batch_size=10, prefetch=0)
-        with pytest.raises(ResumeError, match=message):
+    for changes, message in table:
+        loader = loader_of(make_run(tmp_path, **same | changes))
+        if message is None:
             loader.load_state_dict(state)
+            assert loader.consumed_samples == 100
+            next(loader)
+        else:
+            with pytest.raises(ResumeError, match=message):
+                loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -310,27 +294,23 @@ def test_other_content_is_refused_once_it_was_drawn(checksums: bool, tmp_path: P
     for name in weights:
         write(name, 0)
     config = make_run(tmp_path, sources, dtype="uint16")
-    state = saved(config, 3)
+    state = loader_of(config, 3).state_dict()
     assert state["fingerprint"]["sources"].keys() == {"web", "code"}
-    loader = Loader(train_of(config), micro_batch_size=10)
+    loader = loader_of(config)
     write("wiki", 7)  # which was not drawn
     loader.load_state_dict(state)
     write("code", 7)
-    loader = Loader(train_of(config), micro_batch_size=10)
     with pytest.raises(ResumeError, match=r"sources.code.content: saved"):
-        loader.load_state_dict(state)
+        loader_of(config).load_state_dict(state)
 
 
 def test_a_trial_repeats_each_source_as_the_run_does(tmp_path: Path) -> None:
     sizes = {"web": 9000, "code": 5000, "wiki": 3000}
     sources = write_sources(tmp_path, sizes, web=5, code=4)
+    sources["wiki"]["max-epochs"] = 3
     arguments: dict[str, Any] = {"order": "instant", "seq_length": 4, "global_batch_size": 10}
-    arguments |= {"sources": sources | {"wiki": {"prefix": tmp_path / "wiki", "max-epochs": 3}}}
-    arguments |= {
-        "num_samples": [9000, 50, 0],
-        "split": "9,1,0",
-        "skips": [[200, 300], [2003, 2009]],
-    }
+    arguments |= {"sources": sources, "num_samples": [9000, 50, 0], "split": "9,1,0"}
+    arguments["skips"] = [[200, 300], [2003, 2009]]
     phases = [{"until": 3000}, {"weights": {"wiki": 6, "web": 0}, "until": 6506}]
     arguments["phases"] = [*phases, {"weights": {"web": 3}, "seq-length": 2}]
     run, trial = (config_from(arguments | more) for more in ({}, {"trial": 0.1}))
@@ -338,18 +318,15 @@ def test_a_trial_repeats_each_source_as_the_run_does(tmp_path: Path) -> None:
     assert (trial.skips, trial.num_samples) == ([(20, 30), (200, 201)], (900, 50, 0))
     assert [phase.until for phase in trial.phases] == [301, 651, None]
     large, small = (build_datasets(config) for config in (run, trial))
-    np.testing.assert_array_equal(
-        large.valid.batch([0])["tokens"], small.valid.batch([0])["tokens"]
-    )
+    valid = [one.valid.batch([0])["tokens"].tolist() for one in (large, small)]
+    assert valid[0] == valid[1]
     for share in (0.3, 0.4, 0.7, 1):
-        counts = []
+        epochs = []
         for dataset in (large.train, small.train):
-            end = int(len(dataset) * share) // 10 * 10
-            counts.append({})
-            for start in range(0, end, 10):
-                for name, (_, epochs) in dataset.sources_of(np.arange(start, start + 10)).items():
-                    counts[-1][name] = epochs
-        assert counts[0] == pytest.approx(counts[1], rel=0.03, abs=0.03)
+            steps = np.arange(int(len(dataset) * share) // 10 * 10).reshape(-1, 10)
+            drawn = [pair for step in steps for pair in dataset.sources_of(step).items()]
+            epochs.append({name: one for name, (_, one) in drawn})
+        assert epochs[0] == pytest.approx(epochs[1], rel=0.03, abs=0.03)
     for changes in ({"trial": 0}, {"trial": 1.5}, {"trial": 0.1, "split": "0,1,0"}):
         with pytest.raises(ConfigError, match="trial"):
             config_from(arguments | changes)
@@ -358,21 +335,19 @@ def test_a_trial_repeats_each_source_as_the_run_does(tmp_path: Path) -> None:
 def test_many_sources_have_a_checksum(tmp_path: Path) -> None:
     write_documents(tmp_path / "a", [np.arange(100)])
     sources = {f"s{n}": {"prefix": tmp_path / "a", "weight": 1 + n} for n in range(65)}
-    state = saved(make_run(tmp_path, sources), 1)
+    state = loader_of(make_run(tmp_path, sources), 1).state_dict()
     past = state["fingerprint"]
     assert len(past["phases"]["0 from sample 0"]["shares"]) == 32
     assert 0 < len(past["sources"]) <= 10  # that were drawn
     sources["s3"]["weight"] = 9
-    loader = Loader(train_of(make_run(tmp_path, sources)), micro_batch_size=10)
     with pytest.raises(ResumeError, match=r"0 from sample 0.shares"):
-        loader.load_state_dict(state)
+        loader_of(make_run(tmp_path, sources)).load_state_dict(state)
 
 
 def test_a_batch_has_one_length(tmp_path: Path) -> None:
-    phases = [{"until": 20}, {"seq-length": 4}]
-    train = train_of(make_run(tmp_path, phases=phases, skips=[(5, 11)]))
-    assert train[13]["tokens"].size == 8
-    assert train[14]["tokens"].size == 4
+    same: Any = {"phases": [{"until": 20}, {"seq-length": 4}], "skips": [(5, 11)]}
+    train = train_of(make_run(tmp_path, **same))
+    assert [train[n]["tokens"].size for n in (13, 14)] == [8, 4]
     with pytest.raises(ConfigError, match=r"of 8 and of 4 tokens, as a phase starts in it"):
         train.batch(np.arange(8, 16))
     Loader(train, micro_batch_size=7)
@@ -380,7 +355,7 @@ def test_a_batch_has_one_length(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"phase 1, from sample 20, .* at 8 and at 16"):
             Loader(dataset, micro_batch_size=4, data_parallel_size=2)
     sampler = GlobalBatchSampler(14, global_batch_size=4, micro_batch_size=2)
-    Loader(train_of(make_run(tmp_path, phases=phases, skips=[(5, 11)])), sampler=sampler)
+    Loader(train_of(make_run(tmp_path, **same)), sampler=sampler)
 
 
 def test_transforms_see_the_numbers_of_the_run(tmp_path: Path) -> None:
@@ -405,16 +380,6 @@ def test_transforms_see_the_numbers_of_the_run(tmp_path: Path) -> None:
         assert batch["dataset_numbers"].tolist() == (batch["tokens"][:, 0] < 10_000).tolist()
 
 
-def test_copies_draw_the_same(tmp_path: Path) -> None:
-    train = train_of(make_run(tmp_path, mix_window=2, phases=[{"until": 20}, {"seq-length": 4}]))
-    before = train.batch(np.arange(30, 60))["tokens"]
-    copy = pickle.loads(pickle.dumps(train))
-    np.testing.assert_array_equal(copy.batch(np.arange(30, 60))["tokens"], before)
-    with Loader(train, micro_batch_size=5, consumed_samples=30, threads=3) as loader:
-        rows = np.concatenate([next(loader)["tokens"] for _ in range(6)])
-    np.testing.assert_array_equal(rows, before)
-
-
 def test_an_empty_batch_is_of_a_source_that_takes_part(tmp_path: Path) -> None:
     write_documents(tmp_path / "short", [np.arange(9)])
     sources = {**write_sources(tmp_path, {"web": 900}, web=1), "a": tmp_path / "short"}
@@ -423,55 +388,49 @@ def test_an_empty_batch_is_of_a_source_that_takes_part(tmp_path: Path) -> None:
 
 def test_frozen_run(tmp_path: Path) -> None:
     train = train_of(make_run(tmp_path, phases=[{"until": 8}, {"seq-length": 4}], skips=[(2, 4)]))
-    assert train.batch(range(6))["tokens"][:, 0].tolist() == FROZEN
-    assert train.batch([10, 10**15])["tokens"][:, 0].tolist() == FROZEN_LATER
-
-
-FROZEN = [465, 10291, 177, 10107, 17, 161]
-FROZEN_LATER = [237, 344]
+    firsts = [train.batch(numbers)["tokens"][:, 0].tolist() for numbers in (range(6), [10, 10**15])]
+    assert firsts == [[465, 10291, 177, 10107, 17, 161], [237, 344]]
 
 
 @pytest.mark.parametrize("weights", [("3", "1"), ("", "")])
-def test_megatrons_arguments_run_in_either_order(weights: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["gpt", "instant"])
+def test_megatrons_arguments_run_in_either_order(order: str, weights: Any, tmp_path: Path) -> None:
     write_sources(tmp_path, {"web": 900, "code": 300})
     path, (first, second) = tmp_path / "run.yaml", weights
-    for order in ("gpt", "instant"):
-        path.write_text(
-            f"order: {order}\ndata-path: {first} {tmp_path}/web {second} {tmp_path}/code\n"
-            "split: 90,10,0\nseq-length: 8\ntrain-samples: 80\nglobal-batch-size: 8\n"
-            "eval-iters: 1\neval-interval: 100\n"
-        )
-        train, valid, test = build_datasets(config_from(read_arguments(path)))
-        assert len(train) >= 80
-        assert len(valid) == 8
-        assert test is None
-        tokens = np.concatenate([one["tokens"] for one in Loader(train, micro_batch_size=8)])[:80]
-        assert tokens.shape == (80, 8)
-        assert abs((tokens[:, 0] < 10_000).sum() - 60) <= 2
+    path.write_text(
+        f"order: {order}\ndata-path: {first} {tmp_path}/web {second} {tmp_path}/code\n"
+        "split: 90,10,0\nseq-length: 8\ntrain-samples: 80\nglobal-batch-size: 8\n"
+        "eval-iters: 1\neval-interval: 100\n"
+    )
+    train, valid, test = build_datasets(config_from(read_arguments(path)))
+    assert (len(valid), test) == (8, None)
+    tokens = np.concatenate([one["tokens"] for one in Loader(train, micro_batch_size=8)])[:80]
+    assert tokens.shape == (80, 8)
+    assert abs((tokens[:, 0] < 10_000).sum() - 60) <= 2
 
 
 def test_weights_from_sizes(tmp_path: Path) -> None:
+    def shares(alpha: float) -> dict[str, float]:
+        past = train_of(make_run(tmp_path, sources, alpha=alpha)).fingerprint(1)
+        return past["phases"]["0 from sample 0"]["shares"]  # type: ignore[no-any-return]
+
     sources = write_sources(tmp_path, {"web": 900, "code": 100})
-    train = train_of(make_run(tmp_path, sources, alpha=0.5))
-    past = train.fingerprint(1)["phases"]["0 from sample 0"]["shares"]
-    assert past == {"web": pytest.approx(0.75), "code": pytest.approx(0.25)}
+    assert shares(0.5) == {"web": pytest.approx(0.75), "code": pytest.approx(0.25)}
     sources["web"]["part"] = [0, 1 / 9]
-    train = train_of(make_run(tmp_path, sources, alpha=1))
-    assert train.fingerprint(1)["phases"]["0 from sample 0"]["shares"]["code"] == 0.5
+    assert shares(1)["code"] == 0.5
     write_documents(tmp_path / "empty", [])
+    sources["empty"] = {"prefix": tmp_path / "empty"}
     for alpha in (0, 1):
         with pytest.raises(ConfigError, match="source empty has 0 tokens"):
-            train_of(make_run(tmp_path, {**sources, "empty": tmp_path / "empty"}, alpha=alpha))
+            shares(alpha)
 
 
 def test_a_run_stays_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if the process goes to a folder with others of these names before they are opened."""
-    (tmp_path / "sub").mkdir()
-    for folder, first in ((tmp_path / "sub", 900), (tmp_path, 0)):
-        write_documents(folder / "a", [np.arange(first, first + 100)])
+    """Also if the process goes to another folder before they are opened."""
+    write_documents(tmp_path / "a", [np.arange(100)])
     monkeypatch.chdir(tmp_path)
     train = train_of(make_run(tmp_path, {"a": {"prefix": "a", "weight": 1}}, dtype="uint16"))
-    monkeypatch.chdir("sub")
+    monkeypatch.chdir("/")
     assert train[0]["tokens"].max() < 100
 
 
@@ -485,7 +444,6 @@ def test_a_run_stays_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"alpha": 1.0}, "source web has a weight, and there is alpha"),
         ({"phases": [{"weights": {"wep": 1}}]}, "phase 0: there is no source wep: add it"),
         ({"phases": [{"weights": {"web": "x"}}]}, "phase 0: the weight of web must be a num"),
-        ({"phases": [{"weights": {"web": 1e301}}]}, "phase 0: the weight of web must be between"),
         ({"phases": [{"weights": {"web": 0, "code": 0}}]}, "phase 0 has no source"),
         ({"phases": [{"until": 9}]}, "the last phase has `until` 9"),
         ({"phases": [{}, {}]}, "phase 0 has no `until`"),
@@ -531,8 +489,6 @@ def test_arguments_of_another_order_are_refused() -> None:
     named = config_from({**rest, "order": "instant", "data_path": "3 x/a 1 b"})
     assert isinstance(named, InstantConfig)
     assert named.split == "969, 30, 1"
-    assert {name: (one.prefix, one.weight) for name, one in named.sources.items()} == {
-        "a": ("x/a", 3),
-        "b": ("b", 1),
-    }
+    sources = [(name, one.prefix, one.weight) for name, one in named.sources.items()]
+    assert sources == [("a", "x/a", 3), ("b", "b", 1)]
     assert config_from({**rest, "order": "gpt"}) == config_from(rest)

@@ -4,14 +4,14 @@ import json
 import random
 import warnings
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from millrace import ConfigError, DatasetConfig, IndexedDatasetBuilder, build_datasets
-from millrace.cli import main
+from millrace import ConfigError, DatasetConfig, build_datasets
 from millrace.inspect import Trace, check_held_out
 from millrace.run import InstantConfig
 from millrace.run.skips import Skips
@@ -70,14 +70,10 @@ def test_a_trace_of_an_instant_run_is_its_samples(seed: int, tmp_path: Path) -> 
 def test_a_trace_of_a_built_run_is_its_samples(seed: int, tmp_path: Path) -> None:
     """Megatron-LM's order and packs: blends, splits, epochs, EOD masks, several sequences in a
     document, empty ones."""
-    rng, random_ = random.Random(seed), np.random.default_rng(seed)
-    prefixes = [str(tmp_path / name) for name in "abc"[: rng.randint(1, 3)]]
-    for prefix in prefixes:
-        with IndexedDatasetBuilder(prefix, np.uint16) as builder:
-            for _ in range(rng.randint(20, 50)):
-                lengths = random_.integers(0, 12, rng.randint(0, 3))
-                tokens = random_.integers(1, 300, int(lengths.sum()))
-                builder.add_document(tokens, lengths=lengths)
+    rng = random.Random(seed)
+    sizes = {name: rng.randint(100, 300) for name in "abc"[: rng.randint(1, 3)]}
+    write_sources(tmp_path, sizes)
+    prefixes = [str(tmp_path / name) for name in sizes]
     packs = {"order": "millrace.order:PackPlan", "order_options": {"long_documents": "split"}}
     weights = rng.choice([None, [rng.random() + 0.1 for _ in prefixes]])
     config = DatasetConfig(
@@ -86,7 +82,7 @@ def test_a_trace_of_a_built_run_is_its_samples(seed: int, tmp_path: Path) -> Non
         blend=(prefixes, weights),
         split="6,2,2",
         num_samples=rng.choice([(20, 5, 5), (150, 5, 5)]),
-        eod_token=7,
+        eod_token=rng.randrange(100),
         eod_mask_loss=rng.random() < 0.5,
         pad_token=rng.choice([None, 9]),
         add_extra_token=rng.random() < 0.7,
@@ -125,46 +121,41 @@ def test_steps_are_the_schedules(tmp_path: Path) -> None:
         trace.step(6)
 
 
-def test_the_verb(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"id": f"d{n}", "text": "word " * (n % 5)}) for n in range(40)]
     for name in ("a", "b"):  # the same lines in both
         Path(f"{name}.jsonl").write_text("\n".join(lines))
         job = ["--input", f"{name}.jsonl", "--output-prefix", name, "--tokenizer", "bytes"]
-        assert main(["tokenize", *job]) == 0
+        verb("tokenize", *job)
     sources = ", ".join(f"{name}: {{prefix: {name}_text_document, weight: 1}}" for name in "ab")
     Path("run.yaml").write_text(
         f"{{order: instant, seq-length: 16, global-batch-size: 4, num-samples: [90, 0, 0], "
         f"skips: [[2, 6]], sources: {{{sources}}}}}"
     )
     Path("lines.txt").write_text("a.jsonl:6\nb.jsonl:8\n")
-
-    def trace(*options: str) -> str:
-        capsys.readouterr()
-        status = main(["trace", "run.yaml", *options])
-        text = capsys.readouterr()
-        return f"{status} {text.out}{text.err}"
-
-    (sample,) = json.loads(trace("--sample", "3", "--json")[2:])
+    trace = partial(verb, "trace", "run.yaml")
+    [sample] = json.loads(trace("--sample", 3, "--json"))
     assert sample["position"] is None
     part = sample["parts"][-1]
     line, name = part["origin"]["line"], part["source"]
     assert "".join(text for _, text in part["texts"]) in "word word word word "
-    assert f"{name}.jsonl line {line}, id d{line - 1}" in trace("--sample", "3")
+    assert f"{name}.jsonl line {line}, id d{line - 1}" in trace("--sample", 3)
     assert "\n  sample 3, skipped\n" in trace("--line", f"{tmp_path}/{name}.jsonl:{line}")
-    assert "in no sample" in trace("--source", "a", "--document", "0")
-    assert "and more" in trace("--source", "a", "--document", "4", "--limit", "1")
-    assert "no document of the run comes from a.jsonl:41" in trace("--line", "a.jsonl:41")
-    report = trace("--held-out", "lines.txt")
-    assert report.startswith("1 ")
-    assert "2 documents of the run come from the list" in report
-    assert "Equal text elsewhere is not found" in report
+    assert "in no sample" in trace("--source", "a", "--document", 0)
+    assert "and more" in trace("--source", "a", "--document", 4, "--limit", 1)
+    assert trace("--held-out", "a.jsonl", "--step", 0).startswith("40 documents")
+    for words, text in (
+        (["--held-out", "lines.txt"], "2 documents of the run come from the list"),
+        (["--held-out", "lines.txt"], "Equal text elsewhere is not found"),
+        (["--line", "a.jsonl:41"], "no document of the run comes from a.jsonl:41"),
+        (["--source", "c", "--document", 0], "there is no source c"),
+        (["--sample", 94], "the sample must be between 0 and 93"),
+    ):
+        assert text in trace(*words, status=1)
     run = Trace.of("run.yaml")
     for one in check_held_out(run, "a.jsonl")["seen"]:
         visits = run.visits("a", one["visit"].document)
         assert one["visit"].sample == min(own.sample for own in visits if own.position is not None)
-    assert trace("--held-out", "a.jsonl", "--step", "0").startswith("0 40 documents")
-    assert "there is no source c" in trace("--source", "c", "--document", "0")
-    assert "the sample must be between 0 and 93" in trace("--sample", "94")
     Path("a_text_document.origins.parquet").unlink()
-    assert "`millrace tokenize` writes" in trace("--held-out", "lines.txt")
+    assert "`millrace tokenize` writes" in trace("--held-out", "lines.txt", status=1)
