@@ -163,17 +163,18 @@ def test_loaders_resume_with_any_ranks(tmp_path: Path) -> None:
         loader(rows=rows[1:]).load_state_dict(state)
 
 
-def test_a_split_is_a_range_of_documents(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("encoder", "num_pairs"), [(Marked(), 2), (BYTES, 1)])
+def test_a_split_is_a_range_of_documents(tmp_path: Path, encoder: Any, num_pairs: int) -> None:
     rows = [{"text": f"{n:02}"} for n in range(20)]
     parts = open_rows(write_rows(tmp_path / "a.jsonl", rows), cache=tmp_path / "c").split("8,2,0")
     form: Any = {"seed": 1, "sequence_length": 3, "add_extra_token": False}
     for share, part in ((range(16), parts[0]), (range(16, 20), parts[1])):
         expected = sorted([*f"{n:02}".encode(), EOD] for n in share)
         for options in ({}, {"cache": tmp_path / "c"}, {"order": "packs", "cache": tmp_path / "c"}):
-            dataset = TextDataset(part, Marked(), **form, **options)
+            dataset = TextDataset(part, encoder, **form, **options)
             tokens = dataset.tokens(range(len(share))).tokens.reshape(-1, 3)
             assert sorted(tokens.tolist()) == expected
-    assert len([*(tmp_path / "c").glob("*.bin")]) == 1  # of all rows, for both parts
+    assert len([*(tmp_path / "c").glob("*.bin")]) == num_pairs  # of all rows, for both parts
 
 
 def test_bad_rows(tmp_path: Path) -> None:
@@ -215,11 +216,10 @@ def test_rows_of_memory_with_values_that_json_lacks(tmp_path: Path) -> None:
         dataset = TextDataset(source, BYTES, sequence_length=4, cache=place, workers=1)
         assert dataset[0]["tokens"].tolist() == [ord("a")] * 4
         wrong = [*rows, {"text": ("a", "b")}]
-        with pytest.raises(TextError, match='row 1 of the list: the value of "text"'):
+        with pytest.raises(TextError, match='list, row 1: the value of "text"'):
             TextDataset(wrong, BYTES, sequence_length=4, cache=place, workers=1).batch([1])
-    with pytest.raises(TextError, match='row 0 of the list: the value of "text"'):
+    with pytest.raises(TextError, match='list, row 0: the value of "text"'):
         TextDataset([{"text": 5}], Marked(), sequence_length=4, cache=tmp_path, workers=1)
-    assert not [*tmp_path.glob("*.rows.jsonl")]
     wrong += [{"text": 5}, "no row"]
     form: Any = {"sequence_length": 4, "cache": tmp_path, "workers": 1}
     cached = TextDataset(wrong, BYTES, on_error="quarantine", **form)
@@ -228,23 +228,18 @@ def test_rows_of_memory_with_values_that_json_lacks(tmp_path: Path) -> None:
     places = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(one["file"], one["line"]) for one in places] == [("list", n) for n in (1, 2, 3)]
     assert "is 'no row'; a dictionary" in places[2]["reason"]
-    assert not [*tmp_path.glob("*.rows.jsonl")]
 
 
-class Columns(Marked):
-    columns = ("text", "again")
-
-
-def test_only_columns_that_are_read_must_be_plain(tmp_path: Path) -> None:
+def test_rows_of_memory_go_to_the_encoder_as_they_are(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows: list[Any] = [{"text": "a", "again": np.bool_(False), "messages": chat, 5: "x"}]
-    rows[0]["at"] = date(2020, 1, 1)
-    form: Any = {"sequence_length": 4, "cache": tmp_path, "workers": 1}
-    for encoder in (Columns(), ChatEncoder(BYTES.tokenizer)):
+    rows: list[Any] = [{"text": "a", "again": np.bool_(False), "messages": chat, 5: "x"}] * 600
+    rows[0] = {**rows[0], "at": date(2020, 1, 1)}
+    for encoder in (Marked(), ChatEncoder(BYTES.tokenizer)):
         online = TextDataset(rows, encoder, sequence_length=4)
-        assert_same_tokens(online.tokens([0]), TextDataset(rows, encoder, **form).tokens([0]))
-    with pytest.raises(ConfigError, match=r"row 0 of the list cannot be written.*columns"):
-        TextDataset(rows, Marked(), **form | {"cache": tmp_path / "other"})
+        for workers in (1, 2):
+            form: Any = {"sequence_length": 4, "cache": tmp_path / f"{workers}", "workers": workers}
+            cached = TextDataset(rows, encoder, **form)
+            assert_same_tokens(online.tokens([0, 599]), cached.tokens([0, 599]))
     for wrong, reason in (
         ({"content": date(2020, 1, 1)}, "content is .*date"),
         ({"x": {"y": {1: "a"}}}, r"x\.y has the key 1"),
@@ -252,7 +247,7 @@ def test_only_columns_that_are_read_must_be_plain(tmp_path: Path) -> None:
     ):
         rows[0]["messages"] = [chat[0], {**chat[1], **wrong}]
         for cache in (None, tmp_path):
-            with pytest.raises(TextError, match=rf"row 0 of the list: messages\[1\]\.{reason}"):
+            with pytest.raises(TextError, match=rf"list, row 0: messages\[1\]\.{reason}"):
                 TextDataset(rows, encoder, **form | {"cache": cache})[0]
 
 
@@ -265,12 +260,13 @@ def test_a_part_of_a_file_has_its_limit_and_its_lines(tmp_path: Path) -> None:
     dataset = TextDataset(rows.range(1), Marked(), **form)
     assert dataset.tokens(range(3)).ends.tolist() == [5, 7, 7]
     assert dataset.report["cut documents"] == 1
-    found = [path.read_text().splitlines() for path in tmp_path.glob("*.quarantine.jsonl")]
-    for entry in map(json.loads, itertools.chain(*found)):  # of all rows, and of the part
-        assert entry["file"] == str(tmp_path / "a.jsonl")
-        reason = {4: "longer than 500 bytes", 6: "not valid JSON"}[entry["line"]]
-        assert reason in entry["reason"]
-    assert list(map(len, found)) == [2, 2]
+    [path] = tmp_path.glob("*.quarantine.jsonl")
+    entries = [*map(json.loads, path.read_text().splitlines())]
+    reasons = {4: "longer than 500 bytes", 6: "not valid JSON"}
+    assert [one["line"] for one in entries] == [*reasons]
+    for one in entries:
+        assert one["file"] == str(tmp_path / "a.jsonl")
+        assert reasons[one["line"]] in one["reason"]
 
 
 def test_the_report_counts_what_was_read(tmp_path: Path) -> None:
@@ -281,7 +277,10 @@ def test_the_report_counts_what_was_read(tmp_path: Path) -> None:
     # Of "zzz" nothing is trained on; the first token, and EOD, are never trained on.
     own = {"cut documents": 1, "tokens behind the cut": 5, "samples without a target": 3}
     assert dataset.report == {"rows": 5, "tokens": 21, **own}
-    assert TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path).report == dataset.report
+    cached = TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path)
+    assert cached.report == {"rows": 5, "tokens": 21}
+    cached.batch([0, 1, 2, 3, 4])
+    assert cached.report == dataset.report
     assert TextDataset(rows, BYTES, sequence_length=4, seed=1)[0]["tokens"].shape == (4,)
 
 
@@ -330,7 +329,7 @@ def test_threads_encode_at_once_and_give_the_same_samples() -> None:
 
 def test_rows_that_become_several_documents_need_the_cache(tmp_path: Path) -> None:
     rows = [{"text": "a"}, {"text": "b", "again": True}]
-    with pytest.raises(TextError, match=r"row 1 of the list becomes several.*cache"):
+    with pytest.raises(TextError, match=r"list, row 1 becomes several.*cache"):
         TextDataset(rows, Marked(), sequence_length=4).batch([1])
     cached = TextDataset(rows, Marked(), sequence_length=4, cache=tmp_path)
     assert cached.tokens([0, 1, 2]).tokens[::2].tolist() == [*b"abb"]
@@ -369,7 +368,6 @@ def test_weak_and_full_file_systems(tmp_path: Path, limit: int | None) -> None:
     errors = [one.communicate(timeout=100)[1] for one in processes]
     if limit is None:
         assert [one.returncode for one in processes] == [0, 0, 0], errors
-        assert not [*(tmp_path / "cache").glob("*.rows.jsonl")]
     else:
         assert re.search("CacheError: .*cache/rows-.*cannot be written.*Free space", errors[0])
 
@@ -384,11 +382,14 @@ def contents(cache: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in cache.iterdir() if path.suffix in endings}
 
 
-def test_a_cache_survives_death_at_every_step(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"text": f"row {n}"} for n in range(9)])
-    expected = build(path, tmp_path / "whole")
-    for _ in deaths_of(lambda: build(path, tmp_path / "cache"), 5):
-        assert_same_tokens(build(path, tmp_path / "after").tokens([0, 3]), expected.tokens([0, 3]))
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_cache_survives_death_at_every_step(tmp_path: Path, in_memory: bool) -> None:
+    rows = [{"text": f"row {n}"} for n in range(9)]
+    source = rows if in_memory else write_rows(tmp_path / "a.jsonl", rows)
+    expected = build(source, tmp_path / "whole")
+    for _ in deaths_of(lambda: build(source, tmp_path / "cache"), 5):
+        after = build(source, tmp_path / "after").tokens([0, 3])
+        assert_same_tokens(after, expected.tokens([0, 3]))
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
     assert not [*(tmp_path / "cache").glob("*.journal")]
 
