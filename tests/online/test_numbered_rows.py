@@ -151,10 +151,10 @@ def test_rows_of_memory() -> None:
         found = pickle.loads(pickle.dumps(open_rows(source)))
         assert found.rows([299, 0]) == [rows[299], rows[0]]
         assert found.fingerprint()["parts"] == [["memory", 300, source._fingerprint]]
-        assert found.place(7) == "row 7 of the Dataset"
+        assert found.place(7) == "Dataset, row 7"
     mixed = open_rows(({"text": "a"}, 5, {"n": np.int64(1)}))
     assert mixed.rows([0, 2]) == [{"text": "a"}, {"n": 1}]
-    with pytest.raises(TextError, match="row 1 of the tuple: the row is 5; a dictionary"):
+    with pytest.raises(TextError, match="tuple, row 1: the row is 5; a dictionary"):
         mixed.rows([1])
     assert mixed.fingerprint() != open_rows(({"text": "b"}, 5, {"n": 1})).fingerprint()
     assert len(open_rows([])) == 0

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -131,19 +132,19 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
         check(drawn, [one[0] for one in own if len(one) == 1])
         if on_error != "stop" and encoder is BYTES:  # a text without tokens is a bad one
             documents = [[one for one in row if one] for row in documents]
-        bad = [number for number, one in enumerate(documents) if not one]
+        is_shared = encoder is BYTES and on_error == "stop"  # so all rows are tokenised
+        read = range(len(rows)) if is_shared else range(first, last + 1)
+        bad = [number for number in read if not documents[number]]
         make = partial(TextDataset, part, encoder, cache=place / "cache", workers=1, **form)
         if on_error == "stop" and bad:
             with pytest.raises(TextError) as stopped:
                 make()
             assert any(f"{rows.place(number)}: " in str(stopped.value) for number in bad)
-            assert not [*place.glob("cache/*.rows.jsonl")]
             return
         cached = make(on_error=on_error)
         kept = [*itertools.chain.from_iterable(documents[first : last + 1])]
         assert on_error == "stop" or len(cached) == len(kept)
         check(documents_in(cached.tokens(range(len(kept)))), kept)
-        assert not [*place.glob("cache/*.rows.jsonl")]
         behind = [len(one) - size for one in kept if len(one) > size]
         untrained = [one for one in kept if not any(trained for _, trained in one[1:size])]
         counts = {"cut documents": len(behind), "tokens behind the cut": sum(behind)}
@@ -156,14 +157,12 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
         if on_error == "quarantine":
             files = [path.read_text() for path in place.glob("cache/*.quarantine.jsonl")]
             entries = [json.loads(line) for text in files for line in text.splitlines()]
-            assert {(one["file"], one["line"]) for one in entries} == {*map(rows.locate, bad)}
-            # In the file that the job reads, a list stands for what cannot be a line.
-            assert not any("JSON list" in one["reason"] for one in entries)
+            unit = "row" if in_memory else "line"
+            places = {f"{one['file']}, {unit} {one['line']}" for one in entries}
+            assert places == {*map(rows.place, bad)}
         if refused or on_error != "stop":
             return
         assert {name: online.report[name] for name in counts} == counts
-        if all(len(one) == 1 for one in documents):
-            [_] = place.glob("cache/*.bin")  # of all rows, for each part of them
         online = pickle.loads(pickle.dumps(online))
         online.prefetch(case["named"])  # which decides nothing
         assert_same_tokens(online.tokens(numbers), cached.tokens(numbers))
@@ -221,23 +220,25 @@ def test_orders_of_token_files_are_those_of_the_cache(
     law()
 
 
-def test_only_columns_that_are_read_must_be_plain(tmp_path: Path) -> None:
+def test_rows_of_memory_go_to_the_encoder_as_they_are(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = [{"text": "a", "again": np.bool_(False), "messages": chat, 5: "x"}]
-    rows[0]["at"] = date(2020, 1, 1)
-    form: Any = {"sequence_length": 4, "workers": 1}
-    for one in (Marked(), ChatEncoder(BYTES.tokenizer)):
-        online, cached = (TextDataset(rows, one, cache=cache, **form) for cache in (None, tmp_path))
-        assert_same_tokens(online.tokens([0]), cached.tokens([0]))
-
-    class All(Marked):
-        columns = None  # type: ignore[assignment]
-
-    with pytest.raises(ConfigError, match=r"row 0 of the list cannot be written.*columns"):
-        TextDataset(rows, All(), cache=tmp_path / "other", **form)
-    for cache in (None, tmp_path):  # JSON would make a list of a tuple
-        with pytest.raises(TextError, match='row 0 of the list: the value of "text"'):
-            TextDataset([{"text": ("a", "b")}], BYTES, cache=cache, **form)[0]
+    rows: list[Any] = [{"text": "a", "again": np.bool_(False), "messages": chat, 5: "x"}] * 600
+    rows[0] = {**rows[0], "at": date(2020, 1, 1)}
+    for encoder in (Marked(), ChatEncoder(BYTES.tokenizer)):
+        online = TextDataset(rows, encoder, sequence_length=4)
+        for workers in (1, 2):
+            form: Any = {"sequence_length": 4, "cache": tmp_path / f"{workers}", "workers": workers}
+            cached = TextDataset(rows, encoder, **form)
+            assert_same_tokens(online.tokens([0, 599]), cached.tokens([0, 599]))
+    for wrong, reason in (
+        ({"content": date(2020, 1, 1)}, "content is .*date"),
+        ({"x": {"y": {1: "a"}}}, r"x\.y has the key 1"),
+        ({"x": [math.nan]}, r"x\[0\] is nan"),
+    ):
+        rows[0]["messages"] = [chat[0], {**chat[1], **wrong}]
+        for cache in (None, tmp_path):
+            with pytest.raises(TextError, match=rf"list, row 0: messages\[1\]\.{reason}"):
+                TextDataset(rows, encoder, **form | {"cache": cache})[0]
 
 
 def test_threads_encode_rows_of_several_steps_at_once(tmp_path: Path) -> None:
@@ -291,11 +292,14 @@ def test_a_full_disk(tmp_path: Path) -> None:
         build(MANY[:400], tmp_path / "cache")
 
 
-def test_a_cache_survives_death_at_every_step(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [{"text": f"row {n}"} for n in range(9)])
-    expected = build(path, tmp_path / "whole")
-    for _ in deaths_of(lambda: build(path, tmp_path / "cache"), 5):
-        assert_same_tokens(build(path, tmp_path / "after").tokens([0, 3]), expected.tokens([0, 3]))
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_cache_survives_death_at_every_step(tmp_path: Path, in_memory: bool) -> None:
+    rows = [{"text": f"row {n}"} for n in range(9)]
+    source = rows if in_memory else write_rows(tmp_path / "a.jsonl", rows)
+    expected = build(source, tmp_path / "whole")
+    for _ in deaths_of(lambda: build(source, tmp_path / "cache"), 5):
+        after = build(source, tmp_path / "after").tokens([0, 3])
+        assert_same_tokens(after, expected.tokens([0, 3]))
     assert contents(tmp_path / "cache") == contents(tmp_path / "whole")
     assert not [*(tmp_path / "cache").glob("*.journal")]
 

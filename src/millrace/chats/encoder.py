@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.chats.conversations import COLUMNS, conversation_of, texts_in
+from millrace.chats.conversations import conversation_of, texts_in
 from millrace.chats.markers import any_of
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
@@ -40,7 +40,6 @@ class ChatEncoder:
     Attributes:
         rules: What a probe conversation told of the template, `stops` above all.
         dtype: Dtype of the tokens, the tokenizer's.
-        columns: The columns of rows that are read.
 
     Raises:
         ConfigError: A template that cannot be used or whose masks cannot be proven; a tokenizer
@@ -54,8 +53,6 @@ class ChatEncoder:
     >>> rows.counts.tolist(), rows.problems
     ([1, 0], {1: "none of the 0 messages is an assistant's"})
     """
-
-    columns = COLUMNS
 
     def __init__(
         self, tokenizer: Tokenizer, template: str | os.PathLike[str] | None = None, **options: Any

@@ -23,8 +23,6 @@ from millrace.errors import TextError
 
 Span = tuple[int, int]
 
-_SPACE = re.compile(r"\s*")
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rules:
@@ -124,6 +122,7 @@ class _Proof:
         marker = Marker(self.text, template.literals)
         marked = template.render(marker.marked(self.messages), chat.tools)
         self.shown, self.lost = marker.find(marked)
+        self._opening = re.compile(rf"((?:{rules.special.pattern})\s*)*")
         self.without_prompt: list[int] = []
         self._starts: dict[Any, int] = {}  # of turns that are rendered alike, from their content on
         self._stops: dict[Any, Span] = {}
@@ -158,33 +157,21 @@ class _Proof:
         begin, end = shown.begin, shown.end
         # A template rewrites history by leaving pieces out, or by other text around a turn. So
         # turns between the same texts, with no piece left out before, have been rendered alike,
-        # and the first of them stands for all: also of those that begin with the same tag, if the
-        # prompt, which may hold it, ends with it.
+        # and the first of them stands for all. The prompt of a turn may hold tags with which its
+        # content begins: they are text before it.
+        words = self._opening.match(self.text, begin, end).end()  # type: ignore[union-attr]
         key: Any = message
         if message < min(self.lost, default=len(self.messages)):
             role, kinds = self.messages[message - 1]["role"], [one.kind for one in shown.pieces]
-            opening = self._end_of_tag(begin)
-            alike = (role, *self.messages[message], *kinds, self.text[shown.before : opening])
-            if opening == begin or alike in self._starts or self._prompt_ends_by(message, opening):
-                key = alike
+            key = (role, *self.messages[message], *kinds, self.text[shown.before : words])
         if key not in self._starts:
-            self._starts[key] = self._start(message, shown) - begin
+            self._starts[key] = self._start(message, shown, words) - begin
         around = key, self.text[end : shown.after]
         if around not in self._stops:
             first, last = self._stop(message, shown)
             self._stops[around] = first - end, last - end
         first, last = self._stops[around]
         return self._trained(shown, begin + self._starts[key], (end + first, end + last))
-
-    def _end_of_tag(self, begin: int) -> int:
-        """The end of a tag at a place, and of the white space behind it; without one, the place."""
-        tag = self.rules.special.match(self.text, begin)
-        space = tag and _SPACE.match(self.text, tag.end())
-        return space.end() if space else begin
-
-    def _prompt_ends_by(self, message: int, place: int) -> bool:
-        prompt = self._rendered(message, message, True)
-        return prompt is not None and len(prompt) <= place
 
     def _shown(self, message: int) -> Shown:
         if CALL in self.lost.get(message, ()):
@@ -204,8 +191,9 @@ class _Proof:
             raise TextError("where texts part may depend on the words")
         return text
 
-    def _start(self, message: int, shown: Shown) -> int:
-        """Where the generation prompt ends, or where the text says something else than it."""
+    def _start(self, message: int, shown: Shown, words: int) -> int:
+        """Where the generation prompt ends, or where the text says something else than it: where
+        the turn's words begin, behind tags, at the latest."""
         prompt = self._rendered(message, message, True)
         if prompt is None:
             return shown.begin
@@ -220,11 +208,9 @@ class _Proof:
                 "another way than when it is trained"
             )
         # The prompt ends with something else than the turn begins with, such as "<think>".
-        tags = self.rules.special.finditer(self.text, shown.before, max(start, shown.begin))
-        spans = [tag.span() for tag in tags]
-        if start > shown.begin:  # only tags of the content can be the prompt's, not its words
-            return max((end for _, end in spans if shown.begin < end <= start), default=shown.begin)
-        return min((first for first, end in spans if first < start < end), default=start)
+        tags = self.rules.special.finditer(self.text, shown.before, words)
+        cut = [tag.start() for tag in tags if tag.start() < start < tag.end()]
+        return min([start, words, *cut])
 
     def _stop(self, message: int, shown: Shown) -> Span:
         """The stop token after the last piece, up to which the chat that ends with the turn must be

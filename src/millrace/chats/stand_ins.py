@@ -6,7 +6,7 @@ writes the same for all words, so the mask is the stand-in's.
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,18 +18,19 @@ from millrace.errors import TextError
 
 _NUMBERS = [f"90417{number:04d}" for number in range(40)]
 """For the words of each message: longer chats are rarely of one shape."""
-_NUMBER = re.compile("90417([0-9]{4})")
+_NUMBER, _WIDTH = re.compile("90417([0-9]{4})"), 9
 
 _Shape = tuple[tuple[str, str, Weight], ...]
 """The role, the content with a number for its words, and the weight of each message."""
 
 
 class _StandIn(NamedTuple):
-    """A document of a stand-in, cut at its numbers and spans; its turns count the parts."""
+    """A document with numbers in place of words."""
 
-    parts: list[str]
-    numbers: list[tuple[int, int]]  # their parts, and their messages
     document: Document
+    pieces: list[str]  # of its text: every second one is a number
+    messages: list[int]  # of the numbers
+    ends: list[int]  # of the numbers
 
 
 def prove_chat(chat: Conversation, rules: Rules) -> list[Document]:
@@ -39,24 +40,21 @@ def prove_chat(chat: Conversation, rules: Rules) -> list[Document]:
     stand_ins = _stand_ins(shape, rules) if shape else None
     if stand_ins is None:
         return prove(chat, rules)
-    documents = []
-    for parts, numbers, document in stand_ins:
-        parts = [*parts]
-        for place, message in numbers:
-            parts[place] = words[message]
-        places = [*itertools.accumulate(map(len, parts), initial=0)]
-        documents.append(_moved(document, "".join(parts), places))
-    return documents
+    return [_with_words(one, words) for one in stand_ins]
 
 
-def _moved(document: Document, text: str, places: Mapping[int, int] | Sequence[int]) -> Document:
-    """The document with another text, in which its turns are at other places."""
+def _with_words(stand_in: _StandIn, words: list[str]) -> Document:
+    document, pieces, messages, ends = stand_in
+    own, pieces = [words[message] for message in messages], [*pieces]
+    pieces[1::2] = own
+    shifts = [*itertools.accumulate((len(word) - _WIDTH for word in own), initial=0)]
 
     def moved(span: Span) -> Span:
-        return places[span[0]], places[span[1]]
+        first, last = span
+        return first + shifts[bisect_right(ends, first)], last + shifts[bisect_right(ends, last)]
 
     turns = [Turn([*map(moved, spans)], moved(stop)) for spans, stop in document.turns]
-    return Document(text, turns, document.routes)
+    return Document("".join(pieces), turns, document.routes)
 
 
 def _shape_of(chat: Conversation, rules: Rules) -> tuple[_Shape, list[str]]:
@@ -91,10 +89,6 @@ def _stand_ins(shape: _Shape, rules: Rules) -> list[_StandIn] | None:
 
 
 def _cut(document: Document) -> _StandIn:
-    spans = [*document.spans, *(turn.stop for turn in document.turns)]
-    numbers = [match.span() for match in _NUMBER.finditer(document.text)]
-    cuts = sorted({0, len(document.text), *itertools.chain(*spans, *numbers)})
-    parts = [document.text[start:end] for start, end in itertools.pairwise(cuts)]
-    matches = [(place, _NUMBER.fullmatch(one)) for place, one in enumerate(parts)]
-    held = [(place, int(match[1])) for place, match in matches if match]
-    return _StandIn(parts, held, _moved(document, "", {cut: n for n, cut in enumerate(cuts)}))
+    pieces = _NUMBER.split(document.text)
+    ends = [match.end() for match in _NUMBER.finditer(document.text)]
+    return _StandIn(document, pieces, [int(number) for number in pieces[1::2]], ends)

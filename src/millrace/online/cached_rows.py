@@ -1,38 +1,34 @@
 """Rows that are tokenised once: token files in the cache folder, found again by their content."""
 
-import base64
 import contextlib
 import glob
-import json
 import logging
 import os
-import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from millrace.cache import arrays
-from millrace.checks import plain_json
 from millrace.encoding import Tokenizer
-from millrace.encoding.row_encoders import RowEncoder, TextRows, encode_rows
+from millrace.encoding.row_encoders import RowEncoder, TextRows
 from millrace.engine import Progress
-from millrace.errors import CacheError, ConfigError, DataError, MillraceError, TextError
-from millrace.files import SAY_AFTER, atomic_file, writers_lock
-from millrace.names import IDX, JOURNAL, QUARANTINE
+from millrace.errors import CacheError, ConfigError, DataError, MillraceError
+from millrace.files import SAY_AFTER, file_lock
+from millrace.names import JOURNAL
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
 from millrace.store import IndexedDataset
-from millrace.text import BadDocumentError
-from millrace.text.json_values import text_at
+from millrace.text import BadDocumentError, Documents, Format, InputFile, Part, Query
+from millrace.text.documents import Batch
+from millrace.text.json_values import id_text, text_at
 from millrace.tokenizing import tokenize
-
-LINES = ".rows.jsonl"
-"""Ending of the file of rows that are in memory, or part of all, while the job reads it."""
 
 OWNER = f"{JOURNAL}/owner"
 """Ending of the file that names the process of a job, on a file system without locks."""
 
 _PAUSE = 0.25  # seconds between two looks for that file
+_INPUT_SIZE = 1 << 23  # bytes of rows, which a worker encodes in a second
 
 
 def tokenized(
@@ -56,9 +52,9 @@ def tokenized(
     with Progress("wait for tokens", enabled=show_progress) as progress:
         while (store := _finished(place, prefix)) is None:
             try:
-                with writers_lock(f"{place}.lock", place + LINES, limit=limit):
+                with file_lock(f"{place}.lock", limit=limit):
                     if (store := _finished(place, prefix)) is None:
-                        _make(rows, encoder, place, prefix, **options)
+                        _make(rows, encoder, place, **options)
                         store = IndexedDataset(prefix)
                         break
             except BlockingIOError:
@@ -67,8 +63,6 @@ def tokenized(
                 progress.update(0, f"another process tokenises the rows ({size})")
             except (MillraceError, OSError) as error:
                 if not _wait_for_owner(place, error) and _finished(place, prefix) is None:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(place + LINES)
                     if isinstance(error, MillraceError):
                         raise
                     remedy = "Free space there, or give another cache; the next run continues"
@@ -104,19 +98,10 @@ def _wait_for_owner(place: str, error: Exception) -> bool:
     return num_waits > 0
 
 
-def _make(rows: Rows, encoder: RowEncoder, place: str, prefix: str, **options: Any) -> None:
-    """Runs the job; TextError if the files of the rows have changed meanwhile."""
-    lines = place + LINES
-    has_lines = isinstance(rows.parts[0], MemoryPart) or len(rows) < len(rows.range())
-    if has_lines:
-        inputs = [lines]
-        if not os.path.exists(lines):  # else of a run that was killed, or of another process
-            _write_lines(rows, encoder, lines, options["on_error"])
-        # The limit was that of the lines which were read; these have escapes.
-        options["max_document_size"] = max(os.path.getsize(lines), 1)
-    else:
-        inputs = [part.file.path for part in rows.parts]
-        options["max_document_size"] = rows.max_size
+def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
+    """Runs the job."""
+    inputs = _inputs_of(rows)
+    options["max_document_size"] = rows.max_size
     if isinstance(encoder, TextRows):
         options |= {"append_eod": encoder.append_eod, "prepend_bos": encoder.prepend_bos}
     else:
@@ -129,76 +114,52 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, prefix: str, **options: A
         version=arrays.fingerprint(encoder.fingerprint()),
     )
     try:
-        try:
-            tokenize(inputs, place, tokenizer, **options)
-        except ConfigError:  # of files that were moved or touched since a run that was killed
-            tokenize(inputs, place, tokenizer, restart=True, **options)
-    except TextError as error:
-        line = re.compile(re.escape(lines) + r", line (\d+)")
-        raise TextError(line.sub(lambda one: rows.place(int(one[1]) - 1), str(error))) from None
-    try:
-        for part in rows.parts:
-            part.read(np.empty(0, np.int64))  # an error if its file has changed
-    except TextError:  # the tokens may be of other rows than the name of their files says
-        os.unlink(prefix + IDX)
-        raise
-    if has_lines:
-        with contextlib.suppress(FileNotFoundError):
-            _name_rows(rows, place + QUARANTINE)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(lines)
+        tokenize(inputs, place, tokenizer, **options)
+    except ConfigError:  # of files that were moved or touched since a run that was killed
+        tokenize(inputs, place, tokenizer, restart=True, **options)
 
 
-def _write_lines(rows: Rows, encoder: RowEncoder, path: str, on_error: str) -> None:
-    """Writes rows in memory, or a part of all rows, as JSON lines, for a job that reads files."""
-    with atomic_file(path, durable=False) as file:
-        for start in range(0, len(rows), BLOCK):
-            numbers = np.arange(start, min(start + BLOCK, len(rows)))
-            for number, row in zip(numbers.tolist(), rows.read(numbers), strict=True):
+def _inputs_of(rows: Rows) -> list[InputFile]:
+    """The files of the rows; or inputs of some rows each, if these are in memory, or not all."""
+    files = [part.file for part in rows.parts]
+    if None not in files and len(rows) == len(rows.range()):
+        return files
+    sizes = [len(str(row)) for row in rows.read(np.arange(min(len(rows), BLOCK)))]
+    size = sum(sizes) // max(len(sizes), 1) + 1
+    blocks = rows.blocks(_INPUT_SIZE // size + 1)
+    return [_RowsFormat(part, numbers).input(size * len(numbers)) for part, numbers in blocks]
+
+
+class _RowsFormat(Format):
+    """Some rows of a part of `Rows`, as an input of a job."""
+
+    name = "rows"
+
+    def __init__(self, part: Any, numbers: range) -> None:
+        self._part, self._numbers, self.unit = part, numbers, part.unit
+        self._path, self.first_line = part.locate(numbers.start)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker gets its own of the rows in memory."""
+        if self._part.file is not None:
+            return vars(self)
+        rows = self._part.read(np.array(self._numbers, np.int64))
+        return {**vars(self), "_part": MemoryPart(rows), "_numbers": range(len(rows))}
+
+    def input(self, size: int) -> InputFile:
+        return InputFile(path=self._path, format=self, size=size, mtime_ns=None)
+
+    def read(self, part: Part, query: Query) -> Iterator[Documents]:
+        batch, (_, first) = Batch(query, part.size), self._part.locate(self._numbers.start)
+        for start in range(0, len(self._numbers), BLOCK):
+            numbers = self._numbers[start : start + BLOCK]
+            for number, row in zip(numbers, self._part.read(np.array(numbers)), strict=True):
+                line = self._part.locate(number)[1] - first
                 try:
-                    line = _line_of(row, encoder)
+                    if isinstance(row, BadDocumentError):
+                        raise row
+                    texts = [row] if query.whole else [text_at(row, query.keys[0])]
+                    batch.add(texts, line, id_=id_text(row.get(query.id_key)))
                 except BadDocumentError as error:
-                    if on_error == "stop":
-                        raise TextError(f"{rows.place(number)}: {error}") from None
-                    # A list, which the job rejects: `_name_rows` takes the reason out.
-                    line = json.dumps([str(error), repr(row)])
-                except ConfigError as error:
-                    raise ConfigError(f"{rows.place(number)} {error}") from None
-                file.write(line.encode() + b"\n")
-        file.flush()
-        os.utime(file.fileno(), ns=(0, 0))  # without locks, several processes may write the same
-
-
-def _line_of(row: Any, encoder: RowEncoder) -> str:
-    """What an encoder reads of a row, as JSON; BadDocumentError for a bad row."""
-    if isinstance(row, BadDocumentError):
-        raise row
-    if isinstance(encoder, TextRows):  # JSON would make lists of tuples, which are bad texts
-        return json.dumps({encoder.key: text_at(row, encoder.key)})
-    if (columns := getattr(encoder, "columns", None)) is not None:
-        # The names of others stay, for messages.
-        row = {str(name): value if name in columns else None for name, value in row.items()}
-    try:
-        return json.dumps(plain_json(row, "the row"))
-    except (TypeError, ValueError, RecursionError) as error:
-        for problem in encode_rows(encoder, [row]).problems.values():
-            raise BadDocumentError(problem) from None
-        raise ConfigError(
-            f"cannot be written as JSON ({error}): give texts, numbers, lists, dicts, or an "
-            "encoder that names the `columns` it reads"
-        ) from None
-
-
-def _name_rows(rows: Rows, path: str) -> None:
-    """Writes the places of rows into a quarantine file, in place of lines of the job's file."""
-    with open(path, "rb") as file:
-        entries = list(map(json.loads, file))
-    with atomic_file(path) as file:
-        for entry in entries:
-            entry["file"], entry["line"] = rows.locate(entry["line"] - 1)
-            entry["byte_offset"] = -1
-            row = json.loads(base64.b64decode(entry["bytes"]))
-            if isinstance(row, list):
-                entry["reason"], text = row
-                entry["bytes"] = base64.b64encode(text.encode()).decode()
-            file.write(json.dumps(entry).encode() + b"\n")
+                    query.reject(line, -1, str(error), repr(row).encode())
+            yield batch.take(line + 1, start + len(numbers), len(self._numbers))

@@ -23,7 +23,7 @@ from millrace.order.splits import Bookends
 from millrace.ragged import starts_of
 from millrace.samples.tokens import Numbers
 from millrace.text import BadDocumentError, InputFile, find_inputs
-from millrace.text.streams import STDIN
+from millrace.tokenizing.input_tasks import absolute
 
 _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
 BLOCK = 256
@@ -47,7 +47,7 @@ def folder_of(cache: str | os.PathLike[str] | None) -> str:
 class MemoryPart:
     """The rows of a sequence of dictionaries, or of a `datasets.Dataset`."""
 
-    form = "row {1} of the {0}"
+    file, unit = None, "row"
 
     def __init__(self, source: Any) -> None:
         self._source, self._is_dataset = source, _is_dataset(source)
@@ -60,14 +60,7 @@ class MemoryPart:
             columns = self._source[numbers.tolist()]  # one call, which reads few pages
             values = zip(*columns.values(), strict=True)
             return [dict(zip(columns, row, strict=True)) for row in values]
-        rows = [self._source[number] for number in numbers.tolist()]
-        problem = "the row is {}; a dictionary is needed"
-        return [
-            dict(row)
-            if isinstance(row, Mapping)
-            else BadDocumentError(problem.format(shown(row, 60)))
-            for row in rows
-        ]
+        return [_checked(self._source[number]) for number in numbers.tolist()]
 
     def locate(self, number: int) -> tuple[str, int]:
         return type(self._source).__name__, number
@@ -78,6 +71,12 @@ class MemoryPart:
             return ["memory", len(self), str(self._source._fingerprint)]
         lines = (json.dumps(row, default=str).encode() + b"\n" for row in self._source)
         return ["memory", len(self), checksum(lines)]
+
+
+def _checked(row: Any) -> Row:
+    if isinstance(row, Mapping | BadDocumentError):
+        return dict(row) if isinstance(row, Mapping) else row
+    return BadDocumentError(f"the row is {shown(row, 60)}; a dictionary is needed")
 
 
 class Rows:
@@ -112,21 +111,18 @@ class Rows:
         return rows
 
     def place(self, number: int) -> str:
-        """Where a row stands, for messages: "web.jsonl, line 7"."""
-        part, number = self._find(number)
-        return str(part.form.format(*part.locate(number)))
+        """Where a row stands, for messages: "web.jsonl, line 7", or "list, row 7"."""
+        part = int(np.searchsorted(self._starts, number + self.start, side="right")) - 1
+        file, line = self.parts[part].locate(int(number + self.start - self._starts[part]))
+        return f"{file}, {self.parts[part].unit} {line}"
 
-    def locate(self, number: int) -> tuple[str, int]:
-        """The file of a row, and its line or row there; in memory, the type and the row."""
-        part, number = self._find(number)
-        file, line = part.locate(number)
-        return str(file), int(line)
-
-    def _find(self, number: int) -> tuple[Any, int]:
-        """The part of a row, and the row's number there."""
-        number += self.start
-        part = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return self.parts[part], int(number - self._starts[part])
+    def blocks(self, size: int) -> list[tuple[Any, range]]:
+        """The rows in blocks of at most `size`: a part, and numbers in it. At least one block."""
+        blocks = []
+        for part, first, last in zip(self.parts, self._starts, self._starts[1:], strict=False):
+            numbers = range(max(self.start - first, 0), min(self.stop, last) - first)
+            blocks += [(part, numbers[one : one + size]) for one in range(0, len(numbers), size)]
+        return blocks or [(self.parts[0], range(0))]
 
     def fingerprint(self) -> dict[str, Any]:
         """What decides the rows, as plain values: their content, not where it stands."""
@@ -205,14 +201,16 @@ def open_rows(
     Example:
         >>> rows = open_rows([{"text": "mill"}, {"text": "race"}])
         >>> len(rows), rows.rows([1]), rows.place(1)
-        (2, [{'text': 'race'}], 'row 1 of the list')
+        (2, [{'text': 'race'}], 'list, row 1')
     """
     folder = folder_of(cache)
     max_size = check_int("max_document_size", max_document_size, 1)
     names: Any = [source] if isinstance(source, (str, bytes, os.PathLike)) else source
     is_list = isinstance(names, (list, tuple)) and len(names) > 0
     if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in names):
-        files = [_numbered(file) for file in find_inputs(list(map(_absolute, names)))]
+        # Another working directory does not change them.
+        paths = [absolute(os.fsdecode(name)) for name in names]
+        files = [_numbered(file) for file in find_inputs(paths)]
         kinds = [TableFile if file.format.unit == "row" else JsonLinesFile for file in files]
         pairs = zip(kinds, files, strict=True)
         return Rows([kind(file, folder, max_size) for kind, file in pairs], folder, max_size)
@@ -225,12 +223,6 @@ def open_rows(
 
 
 _NUMBERED = ("jsonl", "parquet", "arrow", "csv", "tsv")
-
-
-def _absolute(name: Any) -> str:
-    """A path that another working directory does not change."""
-    path = os.fsdecode(name)
-    return path if path == STDIN else absolute_path(path)
 
 
 def _numbered(file: InputFile) -> InputFile:

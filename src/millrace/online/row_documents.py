@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from millrace.cache.loss_files import ARRAY, read_loss_ranges
 from millrace.checks import MAX_INT64, check_int
-from millrace.encoding.row_encoders import RowEncoder, encode_rows
+from millrace.encoding.row_encoders import EncodedRows, encode_rows
 from millrace.errors import ConfigError, TextError
 from millrace.forks import Renewed
-from millrace.online.numbered_rows import BLOCK, Rows
+from millrace.online.numbered_rows import BLOCK
 from millrace.order import Spans
 from millrace.order.permutation import KeyedPermutation
 from millrace.ragged import sizes_of, spread
@@ -33,122 +32,56 @@ def epoch_order(count: int, seed: int, epoch: int) -> KeyedPermutation:
     return KeyedPermutation(count, seed << 64 | epoch)
 
 
-class DocumentSamples:
-    """A source of tokens whose samples are a document each, by the document's number.
+class StoredDocuments:
+    """The documents of token files, counted from document `first` on, as rows that are encoded
+    already: their numbers are the rows, and this is their encoder."""
 
-    Each epoch takes the documents in a new order; without a seed, as they stand.
-
-    Args:
-        count: Number of documents.
-        capacity: Number of tokens after which a document is cut.
-        identity: What decides the documents, as plain values.
-    """
-
-    def __init__(
-        self,
-        count: int,
-        capacity: int,
-        identity: dict[str, Any],
-        seed: int | None,
-        num_samples: int | None,
-    ) -> None:
-        self._count, self._capacity, self._seed = count, capacity, seed
-        self._identity = {**identity, "num_documents": count, "seed": seed}
-        num_samples = count if num_samples is None else num_samples
-        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
-        if num_samples > 0 and count == 0:
-            raise ConfigError(
-                f"num_samples is {num_samples}, but there are no rows: give at least one"
-            )
-
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def _documents(self, sample_numbers: Numbers) -> Numbers:
-        """The documents of some samples."""
-        epochs, numbers = np.divmod(sample_numbers, max(self._count, 1))
-        for epoch in {*epochs.tolist()} if self._seed is not None else ():
-            here = epochs == epoch
-            numbers[here] = epoch_order(self._count, self._seed, epoch).sources(numbers[here])
-        return numbers
-
-    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
-        """The same with and without token files: a run may go on with the one or the other."""
-        return self._identity
-
-
-def _document_batch(tokens: Any, ends: Numbers, trained: Any, numbers: Numbers) -> TokenBatch:
-    """Samples that are a document each: those with tokens are a part, by the document's number."""
-    sizes = sizes_of(ends)
-    has_tokens = sizes > 0
-    starts = (ends - sizes)[has_tokens]
-    parts: Any = {"part_starts": starts, "part_offset": np.zeros_like(starts)}
-    parts["part_sequence"] = numbers[has_tokens]
-    return EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)
-
-
-def _counts_of(behind: Numbers, num_labels: Numbers) -> dict[str, int]:
-    """What a report says of samples, by their tokens behind the cut, and labels to train on."""
-    return {
-        "cut documents": int(np.count_nonzero(behind)),
-        "tokens behind the cut": int(behind.sum()),
-        "samples without a target": int(np.count_nonzero(num_labels < 1)),
-    }
-
-
-class StoredDocuments(DocumentSamples):
-    """The documents of token files, counted from document `first` on."""
-
-    def __init__(self, store: IndexedDataset, first: int, has_mask: bool, *options: Any) -> None:
-        super().__init__(*options)
-        self._first = first
-        self._stored = StoredTokens(store, self)
+    def __init__(self, store: IndexedDataset, first: int, count: int, has_mask: bool) -> None:
+        self._first, self._count, self.dtype = first, count, store.dtype
+        self._stored = StoredTokens(store, self)  # type: ignore[arg-type]
         self._ranges = LossRanges(self._stored) if has_mask else None
 
-    @property
-    def report(self) -> dict[str, int]:
-        """Counts of all documents, as samples."""
-        store: Any = self._stored.store
-        bounds = store.document_indices[self._first : self._first + self._count + 1]
-        ends = np.append(0, np.cumsum(store.sequence_lengths, dtype=np.int64))
-        sizes = np.diff(ends[bounds])
-        behind = (sizes - self._capacity).clip(min=0)
-        num_labels = (sizes - behind - 1).clip(min=0)  # all tokens but the first
-        if self._ranges is not None:
-            sequences, starts, stops = read_loss_ranges(store)[ARRAY].T
-            off = stops.clip(max=self._capacity) - starts.clip(min=1)
-            off = np.bincount(sequences, off.clip(min=0), len(store)).astype(np.int64)
-            num_labels -= np.diff(np.append(0, np.cumsum(off))[bounds])
-        return _counts_of(behind, num_labels)
+    def __len__(self) -> int:
+        return self._count
+
+    def rows(self, numbers: Numbers) -> Numbers:
+        return numbers
 
     def spans(self, numbers: Numbers) -> Spans:
-        """Documents by number: their sequences, as far as the capacity goes."""
+        """The sequences of documents."""
         store: Any = self._stored.store
         firsts, stops = store.document_indices[self._first + np.stack((numbers, numbers + 1))]
-        samples, places = spread(stops - firsts)
-        sequences = firsts[samples] + places
+        documents, places = spread(stops - firsts)
+        sequences = firsts[documents] + places
+        counts = store.sequence_lengths[sequences].astype(np.int64)
         bounds = np.append(0, np.cumsum(stops - firsts))
-        lengths = store.sequence_lengths[sequences].astype(np.int64)
-        ends = np.append(0, np.cumsum(lengths))
-        before = ends[:-1] - ends[bounds[:-1]][samples]
-        counts = np.clip(self._capacity - before, 0, lengths)
         return Spans(sequences, np.zeros_like(counts), counts, bounds)
 
-    def tokens(self, sample_numbers: Numbers) -> TokenBatch:
-        """See `TokenSource`."""
-        numbers = self._documents(sample_numbers)
+    def encode(self, numbers: Numbers) -> EncodedRows:
+        """As `RowEncoder.encode`."""
         batch = self._stored.tokens(numbers)
         if self._ranges is not None:
             _, batch = self._ranges(batch, numbers)
-        return _document_batch(batch.tokens, batch.ends, batch.trained, numbers)
+        counts = np.ones(len(numbers), np.int64)
+        return EncodedRows(batch.tokens, batch.ends, batch.trained, counts, {})
 
 
-class RowDocuments(DocumentSamples, Renewed):
-    """The documents of rows, which are encoded when they are asked for.
+class RowDocuments(Renewed):
+    """A source of tokens whose samples are a document of a row each, by the row's number, which are
+    encoded when they are asked for.
 
-    If a loader says which samples follow, it reads their rows some at a time, and threads encode
-    them meanwhile. A sample does not depend on that: of a block that fails, the samples that are
-    asked for are made alone.
+    Each epoch takes the rows in a new order; without a seed, as they stand. If a loader says which
+    samples follow, this reads their rows some at a time, and threads encode them meanwhile. A
+    sample does not depend on that: of a block that fails, the samples that are asked for are made
+    alone.
+
+    Args:
+        rows: `Rows`, or `StoredDocuments`.
+        encoder: The encoder of the rows.
+        threads: Number of threads that encode.
+        capacity: Number of tokens after which a document is cut.
+        identity: What decides the documents, as plain values. It is the same with and without
+            token files: a run may go on with the one or the other.
 
     Attributes:
         report: Counts of the rows that this process has encoded.
@@ -158,9 +91,25 @@ class RowDocuments(DocumentSamples, Renewed):
     prefix = "rows"  # in messages
     _renewed = ("report", "_lock", "_pool", "_blocks")
 
-    def __init__(self, rows: Rows, encoder: RowEncoder, threads: int, *options: Any) -> None:
-        super().__init__(len(rows), *options)
+    def __init__(
+        self,
+        rows: Any,
+        encoder: Any,
+        threads: int,
+        capacity: int,
+        identity: dict[str, Any],
+        seed: int | None,
+        num_samples: int | None,
+    ) -> None:
         self._rows, self._encoder, self._threads = rows, encoder, threads
+        self._capacity, self._seed = capacity, seed
+        self._identity = {**identity, "num_documents": len(rows), "seed": seed}
+        num_samples = len(rows) if num_samples is None else num_samples
+        self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
+        if num_samples > 0 and len(rows) == 0:
+            raise ConfigError(
+                f"num_samples is {num_samples}, but there are no rows: give at least one"
+            )
         self.look_ahead = 2 * (threads + 1) * BLOCK  # two for each thread, and two that are used
         self.renew()
 
@@ -170,6 +119,12 @@ class RowDocuments(DocumentSamples, Renewed):
         self._pool = ThreadPoolExecutor(self._threads, "millrace-encoder")
         # By the number of each sample that was not asked for yet: its block, and its place there.
         self._blocks: dict[int, tuple[Future[TokenBatch], int]] = {}
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
+        return self._identity
 
     def prefetch(self, sample_numbers: Numbers) -> None:
         """Samples that are asked for soon, in this order."""
@@ -185,7 +140,7 @@ class RowDocuments(DocumentSamples, Renewed):
                     for old in list(itertools.islice(self._blocks, num_old)):
                         del self._blocks[old]
 
-    def _ahead(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
+    def _ahead(self, numbers: Numbers, rows: Any) -> TokenBatch:
         if closing.is_set():
             raise RuntimeError("Python ends, so nobody needs what waits here")
         return self._encoded(numbers, rows)
@@ -210,8 +165,17 @@ class RowDocuments(DocumentSamples, Renewed):
         numbers = self._documents(sample_numbers)
         return self._encoded(numbers, self._rows.rows(numbers))
 
-    def _encoded(self, numbers: Numbers, rows: list[dict[str, Any]]) -> TokenBatch:
-        """The documents of some rows."""
+    def _documents(self, sample_numbers: Numbers) -> Numbers:
+        """The rows of some samples."""
+        epochs, numbers = np.divmod(sample_numbers, max(len(self._rows), 1))
+        for epoch in {*epochs.tolist()} if self._seed is not None else ():
+            here = epochs == epoch
+            order = epoch_order(len(self._rows), self._seed, epoch)
+            numbers[here] = order.sources(numbers[here])
+        return numbers
+
+    def _encoded(self, numbers: Numbers, rows: Any) -> TokenBatch:
+        """The documents of some rows: those with tokens are a part, by the row's number."""
         encoded = encode_rows(self._encoder, rows)
         for place in np.flatnonzero(encoded.counts != 1)[:1].tolist():
             where = self._rows.place(int(numbers[place]))
@@ -236,7 +200,18 @@ class RowDocuments(DocumentSamples, Renewed):
         if trained is not None:
             sums = np.append(0, np.cumsum(trained))
             num_labels = sums[ends] - sums[ends - num_labels]
-        counts = {"rows": len(numbers), "tokens": len(encoded.tokens), **encoded.report}
+        counts = {
+            "rows": len(numbers),
+            "tokens": len(encoded.tokens),
+            **encoded.report,
+            "cut documents": int(np.count_nonzero(sizes > kept)),
+            "tokens behind the cut": int((sizes - kept).sum()),
+            "samples without a target": int(np.count_nonzero(num_labels < 1)),
+        }
         with self._lock:
-            self.report.update(counts | _counts_of(sizes - kept, num_labels))
-        return _document_batch(tokens, ends, trained, numbers)
+            self.report.update(counts)
+        has_tokens = kept > 0
+        starts = (ends - kept)[has_tokens]
+        parts: Any = {"part_starts": starts, "part_offset": np.zeros_like(starts)}
+        parts["part_sequence"] = numbers[has_tokens]
+        return EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)

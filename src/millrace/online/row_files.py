@@ -21,6 +21,7 @@ from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
 from millrace.files import atomic_file, checksum, writers_lock, xxh3
+from millrace.ragged import equal_runs
 from millrace.samples.tokens import Numbers
 from millrace.storage import FileStream, StoredFile, storage_of
 from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
@@ -46,13 +47,12 @@ class _RowFile:
 
     Attributes:
         file: The file.
-        form: Form of a row's place, of `locate`.
+        unit: What a row is called, "line" or "row".
         identity: What tells the rows from others, whatever the file's path.
     """
 
     def __init__(self, file: InputFile, notes: arrays.ArraySet) -> None:
-        self.file, self._notes = file, notes
-        self.form = f"{{}}, {file.format.unit} {{}}"
+        self.file, self._notes, self.unit = file, notes, file.format.unit
         self.identity = [file.format.name, file.size, f"{notes['xxh3'][0]:016x}"]
 
     def locate(self, number: int) -> tuple[str, int]:
@@ -125,25 +125,30 @@ class TableFile(_RowFile):
 
     def read(self, numbers: Numbers) -> list[Row]:
         rows: list[Any] = [None] * len(numbers)
+        order = np.argsort(numbers, kind="stable")
+        firsts = numbers[order]
+        groups = np.searchsorted(self._ends, firsts, side="right")
         with _opened(self.file):
-            for place in np.argsort(numbers, kind="stable").tolist():
-                [row] = records_of(self._slice(int(numbers[place])), self.file.path)
-                problem = row.pop(_PROBLEM, None)
-                rows[place] = BadDocumentError(problem) if problem else row
+            # Runs of consecutive rows in a group: `take` does not know all types of Arrow.
+            for run in equal_runs(firsts - np.arange(len(firsts)) + groups):
+                table = self._group(int(groups[run.start]))
+                start = int(firsts[run.start] - self._ends[groups[run.start]]) + len(table)
+                some = records_of(table.slice(start, run.stop - run.start), self.file.path)
+                for place, row in zip(order[run].tolist(), some, strict=True):
+                    problem = row.pop(_PROBLEM, None)
+                    rows[place] = BadDocumentError(problem) if problem else row
         return rows
 
-    def _slice(self, number: int) -> Any:
-        """A row as Arrow's table of one: `take` does not know all types."""
-        place = int(np.searchsorted(self._ends, number, side="right"))
+    def _group(self, number: int) -> Any:
+        """A group of rows as Arrow's table."""
         # Threads may read a group twice, and no harm is done: there is no lock that a fork keeps.
-        group = self._groups.get(place)
-        if group is None:
+        if (group := self._groups.get(number)) is None:
             format_: Any = self._table.format
-            group = format_.table(self._table.part(place, place + 1))
+            group = format_.table(self._table.part(number, number + 1))
             if sum(table.nbytes for table in [group, *self._groups.values()]) > _GROUP_MEMORY:
                 self._groups = {}
-            self._groups[place] = group
-        return group.slice(number - int(self._ends[place] - self._notes["counts"][place]), 1)
+            self._groups[number] = group
+        return group
 
 
 @contextlib.contextmanager

@@ -37,15 +37,13 @@ def _tokenized_part(
     rows: Rows, encoder: RowEncoder, folder: str, job: dict[str, Any]
 ) -> tuple[IndexedDataset, dict[str, int], int, int]:
     """Token files with the documents of some rows, the report of their job, and where the documents
-    start and stop in them. All splits share the files of all rows, if each row is a document."""
-    store, report = tokenized(rows.range(), encoder, folder, **job)
-    # At most one document a row, or at least one: then as many as rows are one each.
-    is_certain = job["on_error"] == "stop" or isinstance(encoder, TextRows)
-    if store.num_documents == len(rows.range()) and is_certain:
-        return store, report, rows.start, rows.stop
-    # Rows may have several documents or none: those of a part are made alone.
-    store, report = tokenized(rows, encoder, folder, **job)
-    return store, report, 0, store.num_documents
+    start and stop in them."""
+    # A text is a document, so all splits share the files of all rows. Others are made alone: their
+    # rows may have several documents or none.
+    is_shared = isinstance(encoder, TextRows) and job["on_error"] == "stop"
+    store, report = tokenized(rows.range() if is_shared else rows, encoder, folder, **job)
+    places = (rows.start, rows.stop) if is_shared else (0, store.num_documents)
+    return store, report, *places
 
 
 class TextDataset(TokenDataset):
@@ -131,16 +129,16 @@ class TextDataset(TokenDataset):
             "capacity": capacity,
             **({} if on_error == "stop" else {"on_error": on_error}),
         }
-        documents: Any = capacity, identity, seed, num_samples
+        documents: Any = threads, capacity, identity, seed, num_samples
         if is_online:
-            super().__init__(RowDocuments(rows, encoder, threads, *documents), options)
+            super().__init__(RowDocuments(rows, encoder, *documents), options)
             return
         folder = rows.folder if cache is None else folder_of(cache)
         job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
         store, self._job_report, start, stop = _tokenized_part(rows, encoder, folder, job)
         if order is None:
-            stored = StoredDocuments(store, start, has_mask, stop - start, *documents)
-            super().__init__(stored, options)
+            stored = StoredDocuments(store, start, stop - start, has_mask)
+            super().__init__(RowDocuments(stored, stored, *documents), options)
             return
         inputs = OrderInputs(
             num_sequences=len(store),
@@ -158,8 +156,6 @@ class TextDataset(TokenDataset):
 
     @property
     def report(self) -> Counter[str]:
-        """Counts of the rows: with token files those of their job, and of the samples here.
-
-        On the fly, of the rows that this process has tokenised, some of them ahead of their use.
-        """
-        return Counter({**self._job_report, **getattr(self.source, "report", {})})
+        """Counts of the rows that this process has read, some of them ahead of their use, and what
+        was cut of them. With token files, their job has counted all rows."""
+        return Counter({**getattr(self.source, "report", {}), **self._job_report})

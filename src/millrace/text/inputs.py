@@ -6,6 +6,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from millrace import checks
 from millrace.errors import ConfigError, TextError
@@ -24,7 +25,7 @@ _NOTES = re.compile(r"(readme|licen[cs]e|notice|copying|changelog|citation)\b.*"
 
 
 def find_inputs(
-    inputs: Sequence[str | os.PathLike[str]],
+    inputs: Sequence[str | os.PathLike[str] | InputFile],
     *,
     separator: str | None = None,
     format: Format | None = None,  # noqa: A002
@@ -36,7 +37,7 @@ def find_inputs(
         inputs: Files, folders, patterns (`*`, `?`, `[...]`, and `**` for any folders) and "-" for
             standard input. Of a folder, all files with a known ending are read, sorted by path,
             except hidden files, what this library writes, and notes such as README.md beside
-            tables. A file that is given twice is read twice.
+            tables. A file that is given twice is read twice. An `InputFile` stays as it is.
         separator: Text between the documents of plain text files; None: a file is a document.
         format: Format of all files; None: the names and first bytes of files tell it.
         others: List to which files of folders with an unknown ending are appended.
@@ -53,8 +54,8 @@ def find_inputs(
     >>> file.format.name, file.size
     ('jsonl', 13)
     """
-    paths = checks.check_paths("inputs", inputs)
-    if not paths:
+    entries = checks.check_list("inputs", inputs, "paths", _check_input)
+    if not entries:
         raise ConfigError("there are no inputs; give at least one file, folder or pattern")
     formats = known_formats(separator)
     if format is not None:
@@ -66,7 +67,11 @@ def find_inputs(
             )
         formats = [format]
     finder = _Finder(formats, [] if others is None else others)
-    return [finder.input_file(path) for entry in paths for path in finder.expand(entry)]
+    return [file for entry in entries for file in finder.files(entry)]
+
+
+def _check_input(name: str, value: Any) -> str | InputFile:
+    return value if isinstance(value, InputFile) else checks.check_path(name, value)
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[str]:
@@ -95,7 +100,10 @@ class _Finder:
         self._by_ending = {ending: format_ for format_ in formats for ending in format_.endings}
         self._pipes: dict[tuple[int, int], str] = {}
 
-    def input_file(self, path: str) -> InputFile:
+    def files(self, entry: str | InputFile) -> list[InputFile]:
+        return [entry] if isinstance(entry, InputFile) else [*map(self._file, self._expand(entry))]
+
+    def _file(self, path: str) -> InputFile:
         first_bytes = b""
         with streams.readable(path):
             status = os.fstat(0) if path == streams.STDIN else streams.status_of(path)
@@ -141,7 +149,7 @@ class _Finder:
             ending = os.path.splitext(name)[1]
         return self._by_ending.get(ending)
 
-    def expand(self, entry: str) -> Iterator[str]:
+    def _expand(self, entry: str) -> Iterator[str]:
         """The paths of one input; those of a folder or a pattern are sorted."""
         if streams.is_remote(entry):
             yield from self._objects(entry)

@@ -67,7 +67,10 @@ class TokenizeResult:
 
 
 def tokenize(
-    inputs: Sequence[StrPath], output_prefix: StrPath, tokenizer: Tokenizer, **options: Any
+    inputs: Sequence[StrPath | InputFile],
+    output_prefix: StrPath,
+    tokenizer: Tokenizer,
+    **options: Any,
 ) -> TokenizeResult:
     """Writes `{output_prefix}_{key}_document.bin/.idx` for each key.
 
@@ -81,7 +84,7 @@ def tokenize(
     same inputs and options returns its earlier result.
 
     Args:
-        inputs: Files, folders, patterns, or "-" for standard input.
+        inputs: Files, folders, patterns, "-" for standard input, or `InputFile`s.
         output_prefix: First part of the output paths; the folder must exist.
         tokenizer: The tokenizer. Its vocabulary decides the dtype: uint16 below 65,500 ids, else
             int32. If its encoder differs from the reference library on test cases or the first

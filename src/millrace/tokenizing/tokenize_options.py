@@ -14,7 +14,7 @@ from millrace.engine import ENGINES
 from millrace.engine.uploading import check_target
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
-from millrace.text import Format, SentenceSplitter, check_keys
+from millrace.text import Format, InputFile, SentenceSplitter, check_keys
 
 CHECK_RATE = 0.0002
 """Share of documents that are compared with the reference library. It is up to 80 times slower than
@@ -57,8 +57,8 @@ class TokenizeOptions:
     """The options of a tokenise job; a ConfigError for one that cannot work."""
 
     # fmt: off
-    inputs: Sequence[StrPath] = _input(
-        "files, folders, patterns, or - for standard input",
+    inputs: Sequence[StrPath | InputFile] = _input(
+        "files, folders, patterns, or - for standard input", check=lambda name, value: value,
         flags="--input", metavar="FILE", required=False, identity="never")
     json_keys: Sequence[str] = _input(
         "text keys or columns; dots reach into objects; each becomes a dataset", ("text",),
