@@ -107,7 +107,7 @@ class Phases:
             if not weights.any():
                 raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
             self._check_windows(np.flatnonzero(weights), number)
-        # Several threads may compute a stretch side by side: theirs are equal.
+        # Several threads may compute a stretch side by side, while another reads what is known.
         self._known: dict[int, int] = {}  # the phase of each stretch, by its start
         self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for
         self.stretch_of(0)
@@ -267,8 +267,7 @@ class Phases:
         if sample_number == 0:
             return []
         self.stretch_of(sample_number - 1)
-        known = [*self._known.items()]  # at once: other threads may add to it
-        return sorted(pair for pair in known if pair[0] < sample_number)
+        return sorted(pair for pair in self._known.copy().items() if pair[0] < sample_number)
 
     def length_of(self, phase: int) -> int:
         return self._phases[phase].sequence_length
