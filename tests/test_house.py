@@ -50,15 +50,14 @@ LARGER_ROOMS = {
     "text": (2200, "many formats"),
     "shuffling": (2280, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2360, "the names of another library"),
-    "order": (2080, "three orders, each with its mixture; windows of mixed documents"),
-    "run": (2370, "two orders, each with a configuration and datasets; trials"),
+    "order": (2070, "three orders, each with its mixture; windows of mixed documents"),
+    "run": (2250, "two orders, each with a configuration and datasets; trials"),
     "store": (2320, "verification could be a room of its own"),
     "samples": (2340, "token batches, rows, transforms, and the way through the core"),
 }
 WIDER_CLASSES = {
-    **dict.fromkeys(("IndexOptions", "DatasetConfig"), "Megatron-LM's arguments"),
+    **dict.fromkeys(("IndexOptions", "RunConfig"), "Megatron-LM's arguments"),
     "Loader": "a sampler's place, a queue, the last step",
-    "InstantConfig": "a run, from its sources to its sampler",
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
     **dict.fromkeys(("Description", "ShardsDescription", "Measurement", "Forecast"), "a report"),
     **dict.fromkeys(("TokenizeResult", "ShuffleResult"), "a report"),

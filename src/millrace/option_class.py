@@ -27,7 +27,7 @@ import operator
 import os
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -96,14 +96,15 @@ def check_options(options: Any) -> None:
     Raises:
         ConfigError: A value of another type, or outside its limits.
     """
-    for field in fields_of(type(options)):
+    for field in fields_of(type(options)):  # type: ignore[arg-type]
         object.__setattr__(options, field.name, field.check(getattr(options, field.name)))
 
 
 def identity_of(options: Any) -> dict[str, Any]:
     """The options that decide a job's output, as JSON values."""
-    fields = [one for one in fields_of(type(options)) if one.option.identity == "always"]
-    values = {field.name: getattr(options, field.name) for field in fields}
+    fields = fields_of(type(options))  # type: ignore[arg-type]
+    own = [one for one in fields if one.option.identity == "always"]
+    values = {field.name: getattr(options, field.name) for field in own}
     return {name: list(one) if isinstance(one, tuple) else one for name, one in values.items()}
 
 
@@ -200,15 +201,18 @@ class Field(NamedTuple):
         return settings | dict(self.option.settings)
 
 
-def fields_of(option_class: type) -> Iterator[Field]:
+@functools.cache
+def fields_of(option_class: type) -> Sequence[Field]:
     """The fields of an option class, in order."""
-    hints = get_type_hints(option_class)
+    hints, fields = get_type_hints(option_class), []
     for field in dataclasses.fields(option_class):
         hint = hints[field.name]
         kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
         kind = functools.reduce(operator.or_, [one for one in kinds if one is not types.NoneType])
         allows_none = types.NoneType in kinds
-        yield Field(field.name, field.default, kind, allows_none, field.metadata["option"])
+        own = field.metadata["option"]
+        fields.append(Field(field.name, field.default, kind, allows_none, own))
+    return fields
 
 
 def _text(name: str, value: Any) -> str:

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 
 from millrace.storage.objects import ObjectStorage, by_environment
-from tests.buckets.ceph import ceph
-from tests.buckets.servers import Proxy, azurite, environment_for, seaweedfs
+from tests.buckets import servers
+from tests.buckets.servers import Proxy
 
 _numbers = itertools.count()
-_SERVERS: dict[str, Callable[[Path], Any]] = {"s3": seaweedfs, "az": azurite, "ceph": ceph}
+_SERVERS: dict[str, Callable[[Path], Any]] = {
+    "s3": servers.seaweedfs,
+    "az": servers.azurite,
+    "ceph": servers.ceph,
+    "file": lambda folder: contextlib.nullcontext(""),
+}
 
 on_each_server = pytest.mark.parametrize(
     "bucket",
@@ -30,13 +35,11 @@ def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
     with contextlib.ExitStack() as stack:
 
         @functools.cache
-        def server(kind: str) -> str:
-            address: str = stack.enter_context(_SERVERS[kind](tmp_path_factory.mktemp(kind)))
-            return address
-
-        @functools.cache
         def start(kind: str) -> tuple[Proxy, str]:
-            proxy = Proxy(server("s3" if kind == "gs" else kind), is_google=kind == "gs")
+            if kind == "gs":
+                proxy = Proxy(start("s3")[0].upstream, is_google=True)
+            else:
+                proxy = Proxy(stack.enter_context(_SERVERS[kind](tmp_path_factory.mktemp(kind))))
             return proxy, stack.enter_context(proxy.running())
 
         yield start
@@ -56,9 +59,6 @@ class Bucket:
         self.storage().ask(path, lambda store, key: store.put(key, data))
         return path
 
-    def delete(self, path: str) -> None:
-        self.storage().ask(path, lambda store, key: store.delete(key))
-
     def upload(self, folder: Path) -> str:
         """Copies all files of a folder; returns its prefix."""
         for path in filter(Path.is_file, folder.rglob("*")):
@@ -71,10 +71,11 @@ def bucket(request: Any, _start: Any, tmp_path_factory: Any) -> Iterator[Bucket]
     """The environment names its server, and a folder for copies that is new."""
     kind, folder = getattr(request, "param", "s3"), tmp_path_factory.mktemp("node")
     scheme = "s3" if kind == "ceph" else kind
-    proxy, address = (Proxy(""), "") if kind == "file" else _start(kind)
+    proxy, address = _start(kind)
     proxy.reset()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in [*environment_for(address, scheme).items(), ("TMPDIR", str(folder))]:
+        variables = servers.environment_for(address, scheme)
+        for name, value in [*variables.items(), ("TMPDIR", str(folder))]:
             patch.setenv(name, value)
         patch.setattr("tempfile.tempdir", str(folder))
         by_environment.cache_clear()

@@ -1,8 +1,7 @@
-"""Servers for tests: SeaweedFS, azurite, a proxy with faults before them, a server of ranges."""
+"""Servers for tests: SeaweedFS, azurite, Ceph's RGW, and a proxy with faults before them."""
 
-import base64
 import contextlib
-import hmac
+import datetime
 import json
 import os
 import random
@@ -14,7 +13,6 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from email.utils import formatdate
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,44 +20,49 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from millrace.files import file_lock
+
 KEYS = {"access_key_id": "millrace", "secret_access_key": "millrace-secret"}
-READER_KEYS = {"access_key_id": "reader", "secret_access_key": "reader-secret"}  # reads nothing
 AZURE = "devstoreaccount1"  # the account that each azurite has, and its key
 AZURE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
-_NODE = Path(sysconfig.get_path("scripts"), "node")
-_AZURITE = _NODE.parents[1] / "azurite/node_modules/azurite/dist/src/blob/main.js"
-_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_STORAGE_"}
-_ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>of the proxy</Message></Error>"
+# What this key has signed: containers may be made until 2099.
+_AZURE_SIGNATURE = (
+    "sv=2021-08-06&ss=b&srt=c&sp=c&se=2099-01-01"
+    "&sig=zJMhJi%2FptmuecC%2FNAXMWIQOJDBDqL0LVilz9y07GrKY%3D"
+)
+_SCRIPTS = Path(sysconfig.get_path("scripts"))
+_AZURITE = _SCRIPTS.parent / "azurite/node_modules/azurite/dist/src/blob/main.js"
+_ANSWERS = {  # of faults
+    "503": (503, b"<Error><Code>SlowDown</Code></Error>"),
+    "expired": (400, b"<Error><Code>ExpiredToken</Code></Error>"),
+}
 
 
-def options_for(address: str, scheme: str = "s3") -> dict[str, Any]:
-    """Options of obstore for a server."""
-    if scheme == "gs":
-        names = ("client_email", "private_key", "private_key_id")
-        account = {"gcs_base_url": address, "disable_oauth": True, **dict.fromkeys(names, "")}
-        return {"service_account_key": json.dumps(account)}
-    if scheme == "az":
-        key = {"account_name": AZURE, "account_key": AZURE_KEY}
-        return {"endpoint": f"{address}/{AZURE}", **key}
+def options_for(address: str) -> dict[str, Any]:
+    """Options of obstore for an S3 server."""
     return {"endpoint": address, "region": "us-east-1", **KEYS}
 
 
 def environment_for(address: str, scheme: str = "s3") -> dict[str, str]:
-    """The same as environment variables."""
-    options = options_for(address, scheme) if scheme in _VARIABLES else {}
-    return {f"{_VARIABLES[scheme]}{name.upper()}": value for name, value in options.items()}
+    """Environment variables by which obstore finds a server."""
+    if scheme == "gs":
+        names = ("client_email", "private_key", "private_key_id")
+        account = {"gcs_base_url": address, "disable_oauth": True, **dict.fromkeys(names, "")}
+        return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account)}
+    if scheme == "az":
+        own = {"ENDPOINT": f"{address}/{AZURE}", "ACCOUNT_NAME": AZURE, "ACCOUNT_KEY": AZURE_KEY}
+        return {f"AZURE_STORAGE_{name}": value for name, value in own.items()}
+    return {f"AWS_{name.upper()}": value for name, value in options_for(address).items()}
 
 
 def store_of(address: str) -> Any:
     """A store of obstore's own."""
     from obstore.store import S3Store
 
-    client: Any = {"allow_http": True}
-    retries: Any = {"max_retries": 0}
-    options = options_for(address)
-    return S3Store("train", client_options=client, retry_config=retries, **options)
+    own: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
+    return S3Store("train", **own, **options_for(address))
 
 
 def free_ports(number: int) -> list[int]:
@@ -77,7 +80,7 @@ def process(command: list[Any], folder: Path, is_ready: Callable[[], Any]) -> It
     """A server, with its data in a folder, once it is ready."""
     # One volume a bucket of SeaweedFS: the default takes seven.
     environment = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1", "TMPDIR": str(folder)}
-    with open(folder / "log", "wb") as log:
+    with open(folder / "log", "ab") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         end = time.monotonic() + 120
@@ -100,22 +103,18 @@ def process(command: list[Any], folder: Path, is_ready: Callable[[], Any]) -> It
 def seaweedfs(folder: Path) -> Iterator[str]:
     """A SeaweedFS; gives the address of its S3 interface. Without a signature all is allowed."""
     ports = free_ports(8)
-    everything = ["Admin", "Read", "Write", "List"]
-    config: list[Any] = [{"name": "anonymous", "actions": everything}]
-    for keys, actions in ((KEYS, everything), (READER_KEYS, [])):
-        pair = dict(zip(("accessKey", "secretKey"), keys.values(), strict=True))
-        config += [{"name": pair["accessKey"], "credentials": [pair], "actions": actions}]
-    (folder / "s3.json").write_text(json.dumps({"identities": config}))
-    names = ("master", "volume", "filer", "s3")
-    command = [f"{sysconfig.get_path('scripts')}/weed", f"-logdir={folder}", "server"]
-    command += f"-dir={folder} -ip=127.0.0.1 -ip.bind=127.0.0.1 -filer -s3".split()
-    command += "-master.telemetry=false -master.electionTimeout=1s".split()
-    command += "-master.volumeSizeLimitMB=256 -volume.max=500".split()
-    command += "-s3.port.iceberg=0 -s3.port.lance=0 -s3.iam=false".split()
-    command += [f"-s3.config={folder}/s3.json"]
-    command += [f"-{name}.localSocket={folder}/{name}.sock" for name in ("filer", "s3")]
-    for name, port, grpc_port in zip(names, ports[:4], ports[4:], strict=True):
-        command += [f"-{name}.port={port}", f"-{name}.port.grpc={grpc_port}"]
+    all_of = {"actions": ["Admin", "Read", "Write", "List"]}
+    pair = dict(zip(("accessKey", "secretKey"), KEYS.values(), strict=True))
+    identities = [{"name": "anonymous", **all_of}, {"name": "m", "credentials": [pair], **all_of}]
+    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
+    command = f"""{_SCRIPTS}/weed -logdir={folder} server -dir={folder} -ip=127.0.0.1
+        -ip.bind=127.0.0.1 -filer -s3 -master.telemetry=false -master.electionTimeout=1s
+        -master.volumeSizeLimitMB=256 -volume.max=500 -s3.port.iceberg=0 -s3.port.lance=0
+        -s3.iam=false -s3.config={folder}/s3.json -s3.localSocket={folder}/s3.sock
+        -filer.localSocket={folder}/filer.sock""".split()
+    names = ("master.port", "volume.port", "filer.port", "s3.port")
+    names += tuple(f"{name}.grpc" for name in names)
+    command += [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
     address = f"http://127.0.0.1:{ports[3]}"
     # Its health check answers before a write succeeds.
     with process(command, folder, lambda: store_of(address).put("warm-up", b"x")):
@@ -126,84 +125,128 @@ def seaweedfs(folder: Path) -> Iterator[str]:
 def azurite(folder: Path) -> Iterator[str]:
     """A server of Azure's blobs, with a container."""
     (port,) = free_ports(1)
-    command = [_NODE, _AZURITE, f"--blobPort={port}", "--blobHost=127.0.0.1", "--silent"]
-    command += ["--disableTelemetry", "--inMemoryPersistence", "--skipApiVersionCheck"]
+    command = [_SCRIPTS / "node", _AZURITE, f"--blobPort={port}", "--blobHost=127.0.0.1"]
+    command += "--silent --disableTelemetry --inMemoryPersistence --skipApiVersionCheck".split()
+    address = f"http://127.0.0.1:{port}"
 
     def make_container() -> None:
-        headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
-        lines = ["PUT", *[""] * 11, *map(":".join, headers.items())]
-        text = "\n".join([*lines, f"/{AZURE}/{AZURE}/train", "restype:container"])
-        sign = base64.b64encode(hmac.digest(base64.b64decode(AZURE_KEY), text.encode(), "sha256"))
-        headers["Authorization"] = f"SharedKey {AZURE}:{sign.decode()}"
-        url = f"http://127.0.0.1:{port}/{AZURE}/train?restype=container"
+        url = f"{address}/{AZURE}/train?restype=container&{_AZURE_SIGNATURE}"
         try:
-            urlopen(Request(url, headers=headers, method="PUT"), timeout=5).close()
+            urlopen(Request(url, method="PUT"), timeout=5).close()
         except HTTPError as error:
             if error.code != 409:  # an earlier request made it, but its answer came too late
                 raise
 
     with process(command, folder, make_container):
-        yield f"http://127.0.0.1:{port}"
+        yield address
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads, request_queue_size = True, 512
-
-    def handle_error(self, *_: Any) -> None: ...
+_CEPH = """
+    --fsid={id} --mon-host=[v2:127.0.0.1:{0},v1:127.0.0.1:{1}] --public-network=127.0.0.0/8
+    --mon-data={folder}/mon --osd-data={folder}/osd --rgw-data={folder}/rgw --run-dir={folder}
+    --keyring={folder}/keyring --log-file={folder}/log --osd-objectstore=memstore
+    --mon-allow-pool-size-one=true --osd-pool-default-size=1 --osd-pool-default-pg-num=4
+    --osd-pool-default-pg-autoscale-mode=off --osd-crush-chooseleaf-type=0
+"""
+_CEPH_STEPS = """
+monmaptool --create --addv a [v2:127.0.0.1:{0},v1:127.0.0.1:{1}] --fsid {id} {folder}/monmap
+ceph-mon --mkfs -i a --monmap {folder}/monmap
+ceph-mon -f -i a
+ceph-osd -i 0 --mkfs --osd-uuid {id}
+ceph osd new {id} 0
+ceph osd crush add osd.0 1.0 host=h root=default
+ceph-osd -f -i 0
+radosgw-admin user create --uid=millrace --display-name=m --access-key={keys[0]} --secret={keys[1]}
+radosgw -f -n client.rgw --rgw-frontends={front}
+"""
 
 
 @contextlib.contextmanager
-def serving(handler: Callable[..., Any]) -> Iterator[str]:
-    server = _Server(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+def ceph(folder: Path) -> Iterator[str]:
+    """Ceph's RGW with its data in memory, one on a machine, of Debian's packages: a stricter S3
+    server, for long tests."""
+    if shutil.which("radosgw") is None:
+        raise RuntimeError("radosgw is missing: `make test-long` installs it")
+    *ports, port = free_ports(3)
+    address, front = f"http://127.0.0.1:{port}", f"beast endpoint=127.0.0.1:{port} tcp_nodelay=1"
+    own = {"folder": folder, "id": "1" * 8 + "-1111" * 3 + "-" + "1" * 12, "front": front}
+    rights = 'key = AQAAAAAAAAAAABAAMDEyMzQ1Njc4OTAxMjM0NQ==\ncaps mon = "allow *"\n'
+    names = ("mon.", "osd.0", "client.admin", "client.rgw")
+    entries = [f'[{name}]\n{rights}caps osd = "allow *"\n' for name in names]
+    (folder / "keyring").write_text("".join(entries))
+    for name in ("mon", "osd", "rgw"):
+        (folder / name).mkdir()
+    options = " ".join(_CEPH.format(*ports, **own).split())
+
+    def make_bucket() -> None:
+        from obstore import sign
+
+        url = sign(store_of(address), "PUT", "", datetime.timedelta(minutes=5))
+        urlopen(Request(url, method="PUT"), timeout=5).close()
+
+    with file_lock("/tmp/millrace-ceph.lock"), contextlib.ExitStack() as stack:  # it takes 4 GiB
+        for step in _CEPH_STEPS.strip().splitlines():
+            words = [word.format(*ports, **own, keys=[*KEYS.values()]) for word in step.split()]
+            command = ["env", "CEPH_CONF=/dev/null", f"CEPH_ARGS={options}", *words]
+            if "-f" in words:
+                is_ready = make_bucket if words[0] == "radosgw" else lambda: None
+                stack.enter_context(process(command, folder, is_ready))
+            else:
+                subprocess.run(command, check=True, timeout=120)
+        yield address
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version, disable_nagle_algorithm, wbufsize = "HTTP/1.1", True, -1
+    server: "Proxy"
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    def log_message(self, *_: Any) -> None: ...
 
-    def answer(self, status: int, body: bytes, headers: Any = ()) -> None:
+    def do_GET(self) -> None:
+        self.server.answer(self)
+
+    do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
+
+    def send(self, status: int, body: bytes, headers: Any) -> None:
         self.send_response(status)
-        for name, value in headers:
-            self.send_header(name, value)
-        if not any(name.lower() == "content-length" for name, _ in headers):
-            self.send_header("Content-Length", str(len(body)))
+        for pair in headers:
+            self.send_header(*pair)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
 
-class Proxy:
+class Proxy(ThreadingHTTPServer):
     """A proxy before a server, which counts requests and has faults.
 
     A fault is a name, a pattern of "METHOD path", a probability, and how often it comes at most:
     "503", "expired" (the answer), "cut" (half a body, and the end), "stall" (half a body, and
-    nothing more), "flip" (another byte in the body).
+    nothing more), "flip" (another byte in the body), or a header that the server does not know.
     """
 
+    daemon_threads, request_queue_size = True, 512
+
     def __init__(self, address: str, latency: float = 0.0, *, is_google: bool = False) -> None:
-        self._host, self.latency = address.removeprefix("http://"), latency
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream = address
         self._is_google = is_google  # requests of the XML API, which become those of S3
+        self._random, self._lock = random.Random(1), threading.Lock()
+        self.reset()
+        self.latency = latency
+
+    def handle_error(self, *_: Any) -> None: ...
+
+    def reset(self) -> None:
         self.requests: list[str] = []  # "METHOD path"
         self.bodies = 0  # bytes of all bodies that were read
         self.faults: list[list[Any]] = []
-        self._random, self._lock = random.Random(1), threading.Lock()
+        self.latency = 0.0
 
     def add_fault(self, kind: str, pattern: str, share: float = 1.0, times: int = 1 << 30) -> None:
         self.faults.append([kind, pattern, share, times])
 
     def count(self, pattern: str) -> int:
         return sum(bool(re.search(pattern, one)) for one in self.requests)
-
-    def reset(self) -> None:
-        self.requests, self.faults, self.bodies, self.latency = [], [], 0, 0.0
 
     def fault_of(self, name: str) -> str:
         with self._lock:
@@ -217,77 +260,45 @@ class Proxy:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[str]:
-        proxy = self
-
-        class Handler(_Handler):
-            def do_GET(self) -> None:
-                proxy.answer(self)
-
-            do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
-
-        with serving(Handler) as address:
-            yield address
+        with self:
+            threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+            yield f"http://127.0.0.1:{self.server_port}"
+            self.shutdown()
 
     def answer(self, to: _Handler) -> None:
         sent = to.rfile.read(int(to.headers.get("Content-Length", 0)))
         fault = self.fault_of(f"{to.command} {to.path}")
         time.sleep(self.latency)
-        if fault in ("503", "expired"):
-            code = {"503": "SlowDown", "expired": "ExpiredToken"}[fault]
-            to.answer(503 if fault == "503" else 400, _ERROR.format(code).encode())
+        if fault in _ANSWERS:
+            status, body = _ANSWERS[fault]
+            to.send(status, body, [("Content-Length", str(len(body)))])
             return
-        connection = HTTPConnection(self._host, timeout=60)
+        headers = {name.lower(): text for name, text in to.headers.items()}
+        headers.pop(fault, None)
+        host, path = self.upstream.removeprefix("http://"), to.path
+        if self._is_google:
+            path = path.replace("%2F", "/")
+            headers.pop("authorization", None)
+            if headers.pop("x-goog-if-generation-match", None) == "0":
+                headers["if-none-match"] = "*"
         try:
-            path, headers = to.path, {name.lower(): text for name, text in to.headers.items()}
-            if self._is_google:
-                path = path.replace("%2F", "/")
-                headers.pop("authorization", None)
-                if headers.pop("x-goog-if-generation-match", None) == "0":
-                    headers["if-none-match"] = "*"
-            connection.request(to.command, path, sent, headers)
-            reply = connection.getresponse()
-            body = reply.read()
+            with contextlib.closing(HTTPConnection(host, timeout=60)) as connection:
+                connection.request(to.command, path, sent, headers)
+                reply = connection.getresponse()
+                body = reply.read()
         except (OSError, HTTPException):
             to.close_connection = True
             return
-        finally:
-            connection.close()
-        pairs = [pair for pair in reply.getheaders() if pair[0] != "Transfer-Encoding"]
+        del reply.headers["Transfer-Encoding"]
+        if "Content-Length" not in reply.headers:
+            reply.headers["Content-Length"] = str(len(body))
         with self._lock:
             self.bodies += len(body) * (to.command == "GET")
         if fault == "flip" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
-        half = fault in ("cut", "stall")
-        to.answer(reply.status, body[: len(body) // 2] if half else body, pairs)
-        if half:
+        is_half = fault in ("cut", "stall")
+        to.send(reply.status, body[: len(body) // 2] if is_half else body, reply.headers.items())
+        if is_half:
             to.wfile.flush()
             time.sleep(30 * (fault == "stall"))
             to.close_connection = True
-
-
-class RangeServer(_Handler):
-    """Objects in memory, where a store itself would be the limit; it knows no conditions."""
-
-    objects: dict[str, bytes]
-    latency, has_ranges = 0.0, True
-
-    @classmethod
-    def of(cls, objects: dict[str, bytes], **attributes: Any) -> type["RangeServer"]:
-        return type("Ranges", (cls,), {"objects": objects, **attributes})
-
-    def do_GET(self) -> None:
-        time.sleep(self.latency)
-        body = self.objects.get(self.path)
-        if body is None:
-            self.answer(404, b"")
-            return
-        headers = [("ETag", f'"{hash(body)}"'), ("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT")]
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if found and self.has_ranges:
-            start, end = map(int, found.groups())
-            headers += [("Content-Range", f"bytes {start}-{end}/{len(body)}")]
-            self.answer(206, memoryview(body)[start : end + 1], headers)  # type: ignore[arg-type]
-        else:
-            self.answer(200, body, [*headers, ("Content-Length", str(len(body)))])
-
-    do_HEAD = do_GET  # noqa: N815

@@ -1,9 +1,7 @@
-"""Uploads: whole or not at all, also after kills."""
+"""Uploads of jobs: whole or not at all, also after kills."""
 
 import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,123 +12,56 @@ import pytest
 
 from millrace import IndexedDataset
 from millrace.cli import main
-from millrace.errors import ConfigError, DataError
-from millrace.files import sum_of, xxh3
-from millrace.jobs import upload
-from millrace.shards import Shards, verify_shards
-from millrace.storage import exists, storage_of
-from millrace.store import verify
+from millrace.errors import ConfigError
+from millrace.files import sum_of
+from millrace.shuffling.shuffle_job import ShuffleOptions
+from millrace.storage import SequentialStream, storage_of
 from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
-from tests.buckets.test_prefixes import write_pair
-from tests.conftest import make_texts
-from tests.shard_folders import make_sequences, write_sequences
-
-
-def test_a_pair_goes_up_and_is_new(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
-    local, target = write_pair(tmp_path), f"{bucket.prefix}/v1/data"
-    before = sorted(path.name for path in tmp_path.iterdir())
-    proxy.add_fault("503", "PUT|POST", 0.3)
-    paths = upload(local, target)
-    assert paths[-1] == f"{target}.idx"
-    assert sorted(path.rpartition("/")[2] for path in paths) == before
-    assert sorted(storage_of(target).list(target)) == sorted(paths)  # and no claim
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert IndexedDataset(target).fingerprint == IndexedDataset(local).fingerprint
-    assert verify([target])[0].problems == []
-    with pytest.raises(ConfigError, match="there already: give a new name"):
-        upload(local, target)
+from tests.conftest import make_texts, write_jsonl
 
 
 @pytest.mark.parametrize("target", ["", "a/b", "s3://", "s3://a/", "s3://a/b//c", "msc://a/b"])
-def test_wrong_targets(tmp_path: Path, target: str) -> None:
-    local = write_pair(tmp_path)
-    before = sorted(tmp_path.iterdir())
+def test_wrong_targets(target: str) -> None:
     with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY|double slash"):
-        upload(local, target)
-    assert sorted(tmp_path.iterdir()) == before
-
-
-def test_sources_that_are_not_whole_leave_nothing(tmp_path: Path, bucket: Bucket) -> None:
-    target = f"{bucket.prefix}/v1/data"
-    write_sequences(tmp_path / "shards", make_sequences(60, 64, np.uint16), 3)
-    (tmp_path / "shards/shard_0001.bin").unlink()
-    write_pair(tmp_path, "half").with_suffix(".bin").unlink()
-    before = sorted(tmp_path.iterdir())
-    for name, missing in (("data", r"data\.bin"), ("half", r"half\.bin"), ("shards", "_0001.bin")):
-        with pytest.raises(DataError, match=f"{missing} is not there"):
-            upload(tmp_path / name, target)
-    assert sorted(tmp_path.iterdir()) == before
-    upload(write_pair(tmp_path), target, storage=bucket.storage())
-    assert verify([target])[0].problems == []
+        ShuffleOptions(output_dir="out", upload_to=target)
 
 
 KILLED = """
 import os, sys
+from millrace.cli import main
 from millrace.engine import uploading
-uploading.Upload._put_last = lambda *_: os._exit(9)
-uploading.upload(*sys.argv[1:])
+uploading._put_last = lambda *_: os._exit(9)  # before the index
+main(sys.argv[1:])
 """
 
 
-def start_upload(local: Path, target: str) -> None:
-    """An upload that is killed before the index."""
-    assert subprocess.run([sys.executable, "-c", KILLED, str(local), target]).returncode == 9
+def test_two_jobs_never_mix(tmp_path: Path, bucket: Bucket, capsys: pytest.CaptureFixture) -> None:
+    target = f"{bucket.prefix}/v1/data"
 
+    def job(name: str, *options: str) -> list[str]:
+        write_jsonl(tmp_path / f"{name}.jsonl", make_texts(200, len(name)))
+        words = f"tokenize --input {tmp_path}/{name}.jsonl --output-prefix {tmp_path}/{name}"
+        return [*words.split(), "--tokenizer", "bytes", "--workers", "1", *options]
 
-def test_a_source_that_was_made_anew(tmp_path: Path, bucket: Bucket) -> None:
-    local, target = write_pair(tmp_path, documents=50), f"{bucket.prefix}/v1/data"
-    start_upload(local, target)
-    write_pair(tmp_path, documents=50, seed=1)
-    with pytest.raises(DataError, match=r"changed since its upload began.*--restart"):
-        upload(local, target)
-    for name in (".info.json", ".origins.parquet"):
-        local.with_suffix(name).unlink()
-    upload(local, target, restart=True)
-    assert sorted(storage_of(target).list(target)) == [f"{target}.bin", f"{target}.idx"]
-    assert IndexedDataset(target).fingerprint == IndexedDataset(local).fingerprint
+    def fails(command: list[str], text: str) -> None:
+        assert main([*command, "--upload-to", target]) == 1
+        assert text in capsys.readouterr().err
 
-
-def test_a_target_that_was_taken_over(tmp_path: Path, bucket: Bucket) -> None:
-    target, other = f"{bucket.prefix}/v1/data", write_pair(tmp_path, "other", seed=1)
-    start_upload(write_pair(tmp_path), target)
-    upload(other, target, restart=True)
-    with pytest.raises(ConfigError, match="has ended"):
-        upload(tmp_path / "data", target)
-    assert IndexedDataset(target).fingerprint == IndexedDataset(other).fingerprint
-
-
-def test_one_upload_at_a_time(tmp_path: Path, bucket: Bucket) -> None:
-    local, target = write_pair(tmp_path), f"{bucket.prefix}/v1/data"
-    bucket.put("v1/data.uploading", b"of another")
-    with pytest.raises(ConfigError, match=r"another upload.*--restart"):
-        upload(local, target)
-    assert main(["upload", str(local), target, "--restart", "--move"]) == 0
-    assert list(tmp_path.iterdir()) == []
-    assert verify([target])[0].problems == []
-
-
-def test_killed_uploads_go_on(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
-    rows = make_sequences(600, 1 << 10, np.uint16)
-    write_sequences(tmp_path / "shards", rows, 6)
-    target = f"{bucket.prefix}/shards"
-    command = [sys.executable, "-m", "millrace", "upload", f"{tmp_path}/shards/", target + "/"]
-    proxy.latency = 0.05
-    is_done, kills = False, 0
-    while not is_done:
-        process = subprocess.Popen([*command, "--move"])
-        if kills < 4:
-            time.sleep(np.random.uniform(0.3, 1.0))
-            os.kill(process.pid, signal.SIGKILL)
-        kills += 1
-        is_done = process.wait() == 0 or not any(tmp_path.glob("*/metadata.json"))
-        is_done &= not any(tmp_path.glob("*.journal"))
-        puts = proxy.count("PUT .*/metadata.json")
-        assert puts or not exists(storage_of(target), f"{target}/metadata.json")
-    assert verify_shards(target).problems == []
-    assert (Shards(target)[599] == rows[599]).all()
-    assert [path.name for path in (tmp_path / "shards").iterdir()] == []
-    assert proxy.count("PUT .*(bin|idx)") <= 12 + kills - 1  # a kill costs one file
+    ours, other = job("ours"), job("other", "--no-checksums", "--provenance", "none")
+    command = [sys.executable, "-c", KILLED, *ours, "--upload-to", target]
+    assert subprocess.run(command).returncode == 9
+    fails(other, "another upload to this target is at work, has died")
+    write_jsonl(tmp_path / "ours.jsonl", make_texts(300))
+    fails(ours, "inputs of the job have changed since its output began to go up")
+    assert main([*other, "--upload-to", target, "--restart"]) == 0
+    fails(ours, "or has ended")
+    fails(job("third"), "is there already: give a new name")
+    start = f"{target}_text_document"  # without the sidecars of the first job, and without a claim
+    assert sorted(storage_of(target).list(target)) == [f"{start}.bin", f"{start}.idx"]
+    assert main([*job("other")[:-2], "--output-prefix", f"{tmp_path}/local"]) == 0
+    local = IndexedDataset(tmp_path / "local_text_document")
+    assert IndexedDataset(start).fingerprint == local.fingerprint
 
 
 def job_of(verb: str, folder: Path, megabytes: int) -> list[str]:
@@ -153,7 +84,7 @@ def job_of(verb: str, folder: Path, megabytes: int) -> list[str]:
 @pytest.mark.parametrize("megabytes", [4, pytest.param(2000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("verb", ["tokenize", "shuffle"])
 def test_killed_jobs_write_what_local_ones_do(
-    tmp_path: Path, bucket: Bucket, verb: str, megabytes: int
+    tmp_path: Path, bucket: Bucket, proxy: Proxy, verb: str, megabytes: int
 ) -> None:
     command = [sys.executable, "-m", "millrace", *job_of(verb, tmp_path, megabytes)]
     for name in ("local", "work"):
@@ -161,25 +92,28 @@ def test_killed_jobs_write_what_local_ones_do(
     start = time.monotonic()
     subprocess.run([*command, f"{tmp_path}/local/out"], check=True)
     seconds, target = time.monotonic() - start, f"{bucket.prefix}/v1"
+    results = {"out.job.info.json", "shuffle.job.info.json"}
+    local = [path for path in (tmp_path / "local").rglob("*.*") if path.name not in results]
+    paths = {f"{target}/{path.relative_to(tmp_path / 'local')}": path for path in local}
+    folder = min(paths).rpartition("/")[0] + "/"
     command += [f"{tmp_path}/work/out", "--upload-to", f"{target}/out"]
-    for _ in range(4 if megabytes == 4 else 10):
+    proxy.add_fault("503", "POST|PUT .*idx", 0.3)
+    num_kills = 4 if megabytes == 4 else 10
+    for _ in range(num_kills):
         job = subprocess.Popen(command)
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(np.random.uniform(0, 0.6 * seconds))
         job.kill()
         job.wait()
+        there = {*storage_of(folder).list(folder)} - {f"{target}/out.uploading"}
+        if any(path.endswith(("document.idx", "metadata.json")) for path in there):
+            assert there == {*paths}  # readers see all, or nothing
     subprocess.run(command, check=True)
+    if verb == "shuffle" and megabytes == 4:  # a kill costs the files of the workers
+        assert proxy.count("PUT .*shard.*bin") <= 20 + 2 * num_kills
     kept = {path.name for path in (tmp_path / "work").rglob("*") if path.is_file()}
-    assert kept in ({"out.job.info.json"}, {"shuffle.job.info.json"})
-    local = [path for path in (tmp_path / "local").rglob("*.*") if path.name not in kept]
-    paths = [f"{target}/{path.relative_to(tmp_path / 'local')}" for path in local]
-    assert sorted(storage_of(target).list(paths[0].rpartition("/")[0] + "/")) == sorted(paths)
-    for path, ours in zip(paths, local, strict=True):
-        assert sum_in_bucket(path) == sum_of(str(ours))
-
-
-def sum_in_bucket(path: str) -> tuple[int, str]:
-    file, digest = storage_of(path).open(path, "file"), xxh3()
-    for start in range(0, file.size, 1 << 26):
-        digest.update(file.read(start, min(1 << 26, file.size - start)))
-    return file.size, digest.hexdigest()
+    assert len(kept & results) == len(kept) == 1
+    assert {*storage_of(folder).list(folder)} == {*paths}
+    for path, ours in paths.items():
+        there = SequentialStream(storage_of(path).open(path, "file"))
+        assert sum_of(path, opened=there) == sum_of(str(ours))

@@ -25,15 +25,21 @@ def cases(short: int, most: int) -> Any:
 
 
 def source_of(size: int, cap: int | None = None) -> Any:
-    return SimpleNamespace(num_tokens=size, rough_tokens=size, max_epochs=cap, mix_window=1)
+    own = {"num_tokens": size, "bounds": (0, size), "max_epochs": cap}
+    return SimpleNamespace(**own, mix_window=1, weight=0)
 
 
 def phases_of(sources: dict[str, Any], plan: Plan) -> Phases:
     """Sources are sizes, sizes with caps, or objects."""
     kinds: Any = {int: source_of, tuple: lambda pair: source_of(*pair)}
+    untils = [*(start for start, *_ in plan[1:]), None]
+    none = dict.fromkeys(sources, 0)
     return Phases(
         {name: kinds.get(type(one), lambda own: own)(one) for name, one in sources.items()},
-        [Phase(start, n, dict.fromkeys(sources, 0) | weights) for start, n, weights in plan],
+        [
+            Phase(until=until, sequence_length=length, weights=none | weights)
+            for until, (_, length, weights) in zip(untils, plan, strict=True)
+        ],
     )
 
 
@@ -153,10 +159,12 @@ def test_the_kernel_of_trees_counts_as_it_draws() -> None:
 
 
 def test_frozen_samples() -> None:
-    order = InstantOrder(10**13, "web", 1234, sequence_length=4096, first_token=5)
+    order = InstantOrder((5, 10**13 + 5), "web", 1234, sequence_length=4096)
     numbers = np.array([0, 1, 2, 10**9, 2**48, 2**60])
     assert order.spans(numbers).offsets.tolist() == FROZEN
-    later = InstantOrder(10**6, "web", 1234, sequence_length=512, position=Position(3, 2048, 4096))
+    later = InstantOrder(
+        (0, 10**6), "web", 1234, sequence_length=512, position=Position(3, 2048, 4096)
+    )
     assert later.spans(np.array([0, 1, 4, 1933, 1934])).offsets.tolist() == FROZEN_LATER
 
 
@@ -186,7 +194,10 @@ def test_bad_orders_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             MixtureTree(shares, debts)
-    for draws in (MixtureTree([ONE]).draws, InstantOrder(100, "a", 1, sequence_length=8).spans):
+    for draws in (
+        MixtureTree([ONE]).draws,
+        InstantOrder((0, 100), "a", 1, sequence_length=8).spans,
+    ):
         with pytest.raises(ValueError, match="sample number is -1"):
             draws(np.array([-1]))
 
@@ -214,7 +225,8 @@ def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
 
     plan = [(0, 8, {"a": 1, "b": 2}), (100, 4, {"a": 1, "b": 1}), (200, 8, {"a": 1})]
     expected = phases_of({"a": 500, "b": (500, 2)}, plan).draws(np.arange(300))
-    late, fails = Late(rough_tokens=500, max_epochs=None, mix_window=1), [OSError("away")] * 3
+    fails = [OSError("away")] * 3
+    late = Late(bounds=(0, 500), max_epochs=None, mix_window=1, weight=0)
     mixture = phases_of({"a": late, "b": (500, 2)}, plan)
     for _ in range(3):
         with pytest.raises(OSError, match="away"):

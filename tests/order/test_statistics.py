@@ -20,7 +20,7 @@ SEEDS = range(5)
 
 def instant(seed: int) -> np.ndarray:
     """The window at each place of each epoch: [EPOCHS, NUM]."""
-    order = InstantOrder((NUM + 1) * LENGTH, "web", seed, sequence_length=LENGTH)
+    order = InstantOrder((0, (NUM + 1) * LENGTH), "web", seed, sequence_length=LENGTH)
     return order.spans(np.arange(NUM * EPOCHS)).offsets.reshape(EPOCHS, NUM) // LENGTH
 
 
@@ -78,7 +78,7 @@ def test_sizes_beside_powers_of_two_are_permuted() -> None:
 
 def test_samples_of_large_numbers_are_the_models() -> None:
     rng = random.Random(1)
-    order = InstantOrder(1000, "web", 3, sequence_length=8)
+    order = InstantOrder((0, 1000), "web", 3, sequence_length=8)
     for number in [2**48 - 1, 2**48, 2**62, *(rng.randrange(2**48, 2**62) for _ in range(50))]:
         epoch, place = divmod(number, 124)
         source = Source(1000, None, 1, (), source_key(3, "web"), Position(epoch, 8, 8 * place))

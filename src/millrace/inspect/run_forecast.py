@@ -13,7 +13,6 @@ from millrace.checks import differences, place_of, printable, shown, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import bands_picture
 from millrace.order import GPTPlan, normalize, plan_gpt
-from millrace.order.instant import UNDRAWN, Position
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
 from millrace.run.instant_config import AnyConfig, InstantConfig
@@ -125,16 +124,16 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         raise ConfigError("the run has no end: give train_samples, train_iters or num_samples")
     skips, mixture = Skips(config.skips), train.order
     end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
-    shape = max(len(config.phases), 1), len(mixture.names)
+    starts = [0, *(phase.until for phase in config.phases[:-1] if phase.until < end)]
+    shape = len(starts), len(mixture.names)
     samples, repeats, unseen = np.zeros((3, *shape), np.int64)
     total, in_epoch, num_tokens = np.zeros((3, shape[1]), np.int64)
     epochs, windows = np.zeros(shape), np.zeros((num_parts + 1, shape[1]), np.int64)
     edges = np.linspace(0, end, num_parts + 1).astype(np.int64)
-    position = Position(*(np.full(shape[1], one) for one in UNDRAWN))
-    starts, caps, at_cap = list[int](), list[tuple[str, int]](), np.empty(0, np.int64)
+    position = mixture.stretch_of(0).begins
+    caps, at_cap = list[tuple[str, int]](), np.empty(0, np.int64)
     for stretch, stop in mixture.stretches(end):
         number, start, count_up_to = stretch.phase, stretch.start, stretch.drawn_up_to
-        starts += [start] * (len(starts) == number)
         at_cap, before = np.setdiff1d(np.flatnonzero(stretch.weights), stretch.sources), at_cap
         caps += [(mixture.names[one], start) for one in np.setdiff1d(at_cap, before).tolist()]
         for edge in np.flatnonzero((edges > start) & (edges <= stop)).tolist():
@@ -155,17 +154,16 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         size = new.epoch_size(sizes)
         num_tokens[here], unseen[number:, here] = sizes, sizes - size
         epochs[number:, here] = new.epoch + new.drawn / size
-    num_phases = len(starts)
     return {
         "sources": mixture.names,
         "starts": [*starts, end],
         "positions": [*map(skips.position, starts), len(train)],
-        "sequence_lengths": [mixture.length_of(number) for number in range(num_phases)],
+        "sequence_lengths": [phase.sequence_length for phase in config.phases[: len(starts)]],
         "num_tokens": num_tokens,
-        "samples": samples[:num_phases],
-        "epochs": epochs[:num_phases],
-        "repeats": repeats[:num_phases],
-        "unseen": unseen[:num_phases],
+        "samples": samples,
+        "epochs": epochs,
+        "repeats": repeats,
+        "unseen": unseen,
         "caps": caps,
         "windows": np.diff(windows, axis=0),
         "warnings": [*_copies(config, train)],

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import check_choice, check_int, check_ints, printable, printable_lines, shown
+from millrace.checks import check_int, check_ints, printable, printable_lines, shown
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, MillraceError
-from millrace.order import SPLITS
 from millrace.provenance import read_tokenizer
 from millrace.run.arguments import read_run, schedule_from
 from millrace.run.build import build_datasets
@@ -68,8 +67,8 @@ class Visit:
     """
 
     sample: int
-    position: int | None
-    step: int | None
+    position: int | None = None
+    step: int | None = None
     source: str | None = None
     document: int | None = None
     parts: Sequence[TracedPart] = ()
@@ -125,27 +124,14 @@ class Trace:
         self.num_samples = self._sample_at(self._num_positions - 1) + 1
 
     @classmethod
-    def of(
-        cls, run: str | os.PathLike[str], split: str = "train", tokenizer: Tokenizer | None = None
-    ) -> "Trace":
-        """The trace of a run in a YAML or TOML file.
-
-        Args:
-            run: The file.
-            split: "train", "valid" or "test"; "valid:1" is the second of several validation sets.
-            tokenizer: See `Trace`.
-        """
+    def of(cls, run: str | os.PathLike[str], tokenizer: Tokenizer | None = None) -> "Trace":
+        """The trace of the training of a run in a YAML or TOML file; see `Trace`."""
         values, config = read_run(run)
-        schedule = schedule_from(values)
-        name, _, place = split.partition(":")
-        dataset = getattr(build_datasets(config), check_choice("the split", name, SPLITS))
-        if isinstance(dataset, list):
-            places = [str(number) for number in range(len(dataset))]
-            dataset = dataset[int(check_choice(f"the number behind {name}:", place, places))]
+        dataset = build_datasets(config).train
         if not dataset:
-            raise ConfigError(f"the run has no samples for {name}: give another --split")
-        if name != "train" or config.sampler is not None:
-            schedule = None  # validation begins anew each time; a sampler has steps of its own
+            raise ConfigError("the run has no samples to train on: give it some")
+        # A sampler has steps of its own.
+        schedule = schedule_from(values) if config.sampler is None else None
         micro = values.get("micro_batch_size")
         return cls(dataset, schedule=schedule, micro_batch_size=micro, tokenizer=tokenizer)
 
@@ -168,7 +154,8 @@ class Trace:
             document = int(store.documents_of(np.array([sequence]))[0])
             if isinstance(store, IndexedDataset):
                 first, _ = store.check_documents(document, document + 1)
-                offset += _first_token(store, sequence) - _first_token(store, first)
+                start, end = store.check_sequences(first, sequence)  # bytes
+                offset += (end - start) // store.dtype.itemsize
             part = TracedPart(
                 source=self.names[source],
                 document=document,
@@ -227,12 +214,12 @@ class Trace:
         return None
 
     def _visit(self, sample: int, **fields: Any) -> Visit:
-        position, step = self._skips.position(sample), None
-        if self._sample_at(position) != sample:
-            return Visit(sample=sample, position=None, step=None, **fields)
-        if self._schedule is not None:
-            step = self._schedule.num_steps(position + 1, drop_last=False) - 1
-        return Visit(sample=sample, position=position, step=step, **fields)
+        position = self._skips.position(sample)
+        if self._sample_at(position) == sample:
+            fields["position"] = position
+            if self._schedule is not None:
+                fields["step"] = self._schedule.num_steps(position + 1, drop_last=False) - 1
+        return Visit(sample=sample, **fields)
 
     def _sample_at(self, position: int) -> int:
         return int(self._skips.samples(np.array([position]))[0])
@@ -291,9 +278,11 @@ class Trace:
         store, dataset = self.store(source), self._dataset
         if isinstance(dataset, PhasedDataset):
             for document in documents.tolist():
-                start, end = store.check_documents(document, document + 1)
-                tokens = _first_token(store, start), _first_token(store, end)
-                if tokens[0] < tokens[1]:
+                sequences = store.check_documents(document, document + 1)
+                start, end = store.check_sequences(*sequences)  # bytes
+                if start < end:
+                    size = store.dtype.itemsize
+                    tokens = start // size, end // size
                     yield from ((document, one) for one in dataset.find(source, tokens, stop))
             return
         for first in range(0, stop, _CHUNK_SIZE):
@@ -301,13 +290,6 @@ class Trace:
             if isinstance(dataset, BlendedDataset):
                 numbers = numbers[dataset.order.draws(numbers)[0] == source]
             yield documents, numbers
-
-
-def _first_token(store: IndexedDataset, sequence: int) -> int:
-    """The first token of a sequence in the token file, or the file's end."""
-    is_end = sequence == len(store)
-    place = store.reader.size if is_end else store.sequence_pointers.item(sequence)
-    return place // store.dtype.itemsize
 
 
 def _texts(decoder: Any, tokens: Any, trained: Any) -> list[tuple[bool, str]] | None:

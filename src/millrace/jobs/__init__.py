@@ -1,6 +1,5 @@
 """Long work over many files: bounded memory, every core, the same output for any number of them."""
 
-from millrace.engine.uploading import upload
 from millrace.jobs.benchmark_report import BenchResult
 from millrace.jobs.benchmarking import bench
 from millrace.jobs.cache import CacheEntry, list_cache, prune_cache
@@ -25,5 +24,4 @@ __all__ = [
     "shuffle",
     "split",
     "tokenize",
-    "upload",
 ]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.jobs.bucket_budget import BucketBudget, budget_lines
+from millrace.jobs.bucket_budget import budget_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class BenchResult:
         first_batch_seconds: Time to the first batch, opening included, on the slowest rank.
         accelerator_tokens_per_second: Assumed rate of one accelerator.
         measurements: The measurements, in order.
-        buckets: What the run takes from buckets; None: its files are not in one.
+        buckets: What the run takes from buckets, see `budget_of`; None: its files are not in one.
     """
 
     num_files: int
@@ -87,7 +87,7 @@ class BenchResult:
     first_batch_seconds: float
     accelerator_tokens_per_second: float
     measurements: list[Measurement]
-    buckets: BucketBudget | None = None
+    buckets: dict[str, float] | None = None
 
 
 def format_result(result: BenchResult) -> str:

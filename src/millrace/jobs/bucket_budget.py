@@ -33,36 +33,21 @@ class BucketOptions:
     nodes: int = _priced("nodes of the run, each with a mirror", 1, least=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BucketBudget:
-    """What a run takes from buckets; a step is one micro batch of all ranks.
-
-    Attributes:
-        requests_per_step, bytes_per_step: GETs, and bytes that they bring.
-        bytes_over_used: Bytes that come over bytes that are used.
-        seconds_per_step: Seconds of a step's requests, 64 in flight, without reading ahead.
-        requests_per_sample: GETs of a sample.
-        accelerators_per_prefix: Number of accelerators that 5,500 GETs a second feed.
-        total_requests, total_bytes, price: Those of all training samples.
-        mirror_saving: Share of the bytes that the mirrors save; None without one.
-    """
-
-    requests_per_step: float
-    bytes_per_step: float
-    bytes_over_used: float
-    seconds_per_step: float
-    requests_per_sample: float
-    accelerators_per_prefix: int
-    total_requests: int
-    total_bytes: int
-    price: float
-    mirror_saving: float | None
-
-
 def budget_of(
-    dataset: Any, own: Any, block_size: int, tokens_per_second: float
-) -> BucketBudget | None:
-    """The budget of a dataset in steps of `block_size` samples; None if it is not in buckets."""
+    dataset: Any, own: BucketOptions, block_size: int, tokens_per_second: float
+) -> dict[str, float] | None:
+    """What a run takes from buckets; None if its dataset is not in one.
+
+    A step is a micro batch of all ranks: `block_size` samples. The budget has
+
+        requests_per_step, bytes_per_step         GETs, and bytes that they bring
+        bytes_over_used                           bytes that come over bytes that are used
+        seconds_per_step                          of its requests, without reading ahead
+        requests_per_sample                       GETs of a sample
+        accelerators_per_prefix                   that the GETs a second of a prefix feed
+        total_requests, total_bytes, price        of all training samples
+        mirror_saving                             share of the bytes, if there is a mirror
+    """
     if not dataset.is_remote:
         return None
     block_size, fetched = min(block_size, len(dataset)), list[int]()
@@ -83,22 +68,26 @@ def budget_of(
     begins = time.perf_counter()
     dataset.tokens(starts[:1])
     round_trip = time.perf_counter() - begins
-    per_step, bytes_per_step = len(fetched) / num_steps, sum(fetched) / num_steps
-    all_steps = len(dataset) / block_size
+    per_step, all_steps = len(fetched) / num_steps, len(dataset) / block_size
     total_requests = round(per_step * all_steps)
-    total_bytes = round(bytes_per_step * all_steps)
-    return BucketBudget(
-        requests_per_step=per_step,
-        bytes_per_step=bytes_per_step,
-        bytes_over_used=sum(fetched) / max(used, 1),
-        seconds_per_step=max(per_step / _REQUESTS, 1) * round_trip,
-        requests_per_sample=per_step / block_size,
-        accelerators_per_prefix=int(RATE_OF_PREFIX / (per_step / block_size * tokens_per_second)),
-        total_requests=total_requests,
-        total_bytes=total_bytes,
-        price=total_requests / 1e3 * own.get_price + total_bytes / 1e9 * own.gigabyte_price,
-        mirror_saving=_mirror_saving(dataset, own, total_bytes),
-    )
+    total_bytes = round(sum(fetched) / num_steps * all_steps)
+    rate_of_accelerator = per_step / block_size * tokens_per_second
+    budget = {
+        "requests_per_step": per_step,
+        "bytes_per_step": sum(fetched) / num_steps,
+        "bytes_over_used": sum(fetched) / max(used, 1),
+        "seconds_per_step": max(per_step / _REQUESTS, 1) * round_trip,
+        "requests_per_sample": per_step / block_size,
+        "accelerators_per_prefix": int(RATE_OF_PREFIX / rate_of_accelerator),
+        "total_requests": total_requests,
+        "total_bytes": total_bytes,
+        "price": total_requests / 1e3 * own.get_price + total_bytes / 1e9 * own.gigabyte_price,
+    }
+    if own.mirror is not None:  # a node reads epochs / nodes of the data; its part comes once
+        size = sum({one.prefix: one.store.reader.size for one in dataset.stores}.values())
+        reads = max(total_bytes / max(size, 1) / own.nodes, 1)
+        budget["mirror_saving"] = min(own.mirror / max(size, 1), 1) * (1 - 1 / reads)
+    return budget
 
 
 def _sources(dataset: Any, numbers: Any) -> Iterator[tuple[StoredTokens, Any]]:
@@ -113,32 +102,25 @@ def _sources(dataset: Any, numbers: Any) -> Iterator[tuple[StoredTokens, Any]]:
         yield from _sources(dataset.source, numbers)
 
 
-def _mirror_saving(dataset: Any, own: Any, total_bytes: int) -> float | None:
-    """A node reads epochs / nodes of the data; its part of them comes once."""
-    if own.mirror is None:
-        return None
-    files = {one.prefix: one.store.reader.size for one in dataset.stores}
-    size = max(sum(files.values()), 1)
-    reads = total_bytes / size / own.nodes
-    return max(min(own.mirror / size, 1) * (1 - 1 / reads), 0.0) if reads > 0 else 0.0
-
-
-def budget_lines(budget: BucketBudget) -> list[str]:
+def budget_lines(budget: dict[str, float]) -> list[str]:
     """The budget as text for people."""
-    one = budget
-    lines = [
-        f"\nbuckets      a step: {one.requests_per_step:,.1f} requests, "
-        f"{one.bytes_per_step / 1e6:,.2f} MB ({one.bytes_over_used:.2f} times what is used), "
-        f"{one.seconds_per_step:.3f} s with {_REQUESTS} in flight",
-        f"one prefix   {RATE_OF_PREFIX:,} GETs/s feed {one.accelerators_per_prefix:,} accelerators",
-        f"the run      {one.total_requests:,} requests, {one.total_bytes / 1e9:,.1f} GB, price "
-        f"{one.price:,.2f}",
-    ]
-    if one.mirror_saving is not None:
-        lines.append(f"mirrors      save {one.mirror_saving:.1%} of the bytes")
-    if one.requests_per_sample > 2:
-        lines.append(
-            f"remedy       a sample takes {one.requests_per_sample:.1f} requests, as its documents "
-            "are short: shuffle them into shards (millrace shuffle), which take one"
-        )
-    return lines
+    megabytes, gigabytes = budget["bytes_per_step"] / 1e6, budget["total_bytes"] / 1e9
+    lines = [*_LINES]
+    if "mirror_saving" in budget:
+        lines.append("mirrors      save {mirror_saving:.1%} of the bytes")
+    if budget["requests_per_sample"] > 2:
+        lines.append(_REMEDY)
+    return [line.format(megabytes=megabytes, gigabytes=gigabytes, **budget) for line in lines]
+
+
+_LINES = (
+    "\nbuckets      a step: {requests_per_step:,.1f} requests, {megabytes:,.2f} MB "
+    "({bytes_over_used:.2f} times what is used), {seconds_per_step:.3f} s with "
+    f"{_REQUESTS} in flight",
+    f"one prefix   {RATE_OF_PREFIX:,} GETs/s feed {{accelerators_per_prefix:,}} accelerators",
+    "the run      {total_requests:,} requests, {gigabytes:,.1f} GB, price {price:,.2f}",
+)
+_REMEDY = (
+    "remedy       a sample takes {requests_per_sample:.1f} requests, as its documents are short: "
+    "shuffle them into shards (millrace shuffle), which take one"
+)

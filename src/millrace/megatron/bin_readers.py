@@ -12,16 +12,6 @@ from millrace.megatron.errors import DataAssertionError
 from millrace.storage import BUCKET_SCHEMES, LOCAL, Access
 from millrace.storage.objects import ObjectStorage
 
-__all__ = [
-    "ObjectStorageConfig",
-    "S3Config",
-    "_BinReader",
-    "_FileBinReader",
-    "_MMapBinReader",
-    "_MultiStorageClientBinReader",
-    "_S3BinReader",
-]
-
 BUCKETS = tuple(f"{scheme}://" for scheme in BUCKET_SCHEMES)
 
 

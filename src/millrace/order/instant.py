@@ -14,7 +14,6 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _native
 from millrace.checks import MAX_INT64, check_ints
 from millrace.deferred import cached_property
-from millrace.errors import ConfigError
 from millrace.order.spans import CoreOrder, Spans
 from millrace.order.splits import Range
 
@@ -25,16 +24,6 @@ Pieces = NDArray[np.int64]
 def num_windows(num_tokens: Any, length: Any) -> Any:
     """Windows of an epoch: as many for every offset, and one more token for the last label (S3)."""
     return (num_tokens - length) // length
-
-
-def check_windows(what: str, num_tokens: int, length: int, mix_window: int) -> None:
-    """Raises ConfigError for too few tokens for a window of so many samples (S8)."""
-    if num_windows(num_tokens, mix_window * length) < 1:
-        mixed = "" if mix_window == 1 else f", {mix_window} in a window,"
-        raise ConfigError(
-            f"{what} has {num_tokens} tokens; samples of {length} tokens{mixed} need "
-            f"{2 * mix_window * length}: shorten the sequence length, or leave the source out"
-        )
 
 
 def source_key(seed: int, name: str) -> int:
@@ -109,19 +98,18 @@ class InstantOrder(CoreOrder):
     """The samples of one source of an instant order, without end: no index, and no build.
 
     Args:
-        num_tokens: Number of tokens of the source, at least those of two windows.
+        tokens: First token of the source in the token file, and end: at least two windows of them.
         name: Name of the source, which decides its permutations with the seed.
         seed: Seed of the run, at least 0.
         sequence_length, add_extra_token: As in `OrderInputs`.
-        first_token: The source's first token in the token file.
         position: Where the source is before sample 0.
-        mix_window: Number of samples in a window.
-
-    Raises:
-        ConfigError: Too few tokens for a window.
+        mix_window: Number of samples in a window; documents change places in windows of several.
+        sequences_in: Function of a range of tokens of the file, start and stop, for such windows.
+            It returns the sequences that hold them: their numbers, first tokens and documents,
+            int64 [n] each.
 
     Example:
-        >>> order = InstantOrder(100, "web", seed=1, sequence_length=8)
+        >>> order = InstantOrder((0, 100), "web", seed=1, sequence_length=8)
         >>> spans = order.spans([0, 1])
         >>> spans.offsets.tolist(), spans.counts.tolist()
         ([36, 4], [9, 9])
@@ -129,28 +117,31 @@ class InstantOrder(CoreOrder):
 
     def __init__(
         self,
-        num_tokens: int,
+        tokens: Range,
         name: str,
         seed: int,
         *,
         sequence_length: int,
         add_extra_token: bool = True,
-        first_token: int = 0,
         position: Position = UNDRAWN,
         mix_window: int = 1,
+        sequences_in: Callable[[int, int], tuple[NDArray[np.int64], ...]] | None = None,
     ) -> None:
-        check_windows(f"source {name}", num_tokens, sequence_length, mix_window)
-        self._cut = num_tokens, sequence_length, mix_window
-        self._key, self._first_token = source_key(seed, name), first_token
-        self._add_extra_token = add_extra_token
+        self._cut = tokens[1] - tokens[0], sequence_length, mix_window
+        self._key, self._first_token = source_key(seed, name), tokens[0]
+        self._add_extra_token, self._sequences_in = add_extra_token, sequences_in
         self._position = position.before_draw(*self._cut)
+        self._last: tuple[Any, Any] = None, None  # mixed window: its epoch and place, and pieces
 
     def __len__(self) -> int:
         return MAX_INT64
 
     @cached_property
-    def core(self) -> _native.Order:
-        num_tokens, length, _ = self._cut
+    def core(self) -> Any:
+        """The order in the core, which knows no documents; None: windows are mixed."""
+        num_tokens, length, mix_window = self._cut
+        if mix_window > 1:
+            return None
         tokens, extra = (self._first_token, num_tokens), self._add_extra_token
         return _native.InstantOrder(tokens, self._key, tuple(self._position), length, extra)
 
@@ -188,29 +179,11 @@ class InstantOrder(CoreOrder):
         length = position.window_length
         return self._first_token + (words[0] * length >> 64), length, words[1], words[2]
 
-
-class MixedOrder(InstantOrder):
-    """The samples of a source whose windows have several samples, and permuted documents.
-
-    Args:
-        sequences_in: Function of a range of tokens of the file, start and stop. It returns the
-            sequences that hold them: their numbers, first tokens and documents, int64 [n] each.
-        options: The arguments of `InstantOrder`.
-    """
-
-    core: Any = None  # the core knows no documents
-
-    def __init__(
-        self,
-        *args: Any,
-        sequences_in: Callable[[int, int], tuple[NDArray[np.int64], ...]],
-        **options: Any,
-    ) -> None:
-        super().__init__(*args, **options)
-        self._sequences_in = sequences_in
-        self._last: tuple[Any, Pieces] = None, np.empty((3, 0), np.int64)
+    # ---- mixed windows ----
 
     def spans(self, sample_numbers: ArrayLike) -> Spans:
+        if self.core is not None:
+            return super().spans(sample_numbers)
         numbers = check_ints("sample numbers", sample_numbers).tolist()
         samples = [self._sample(number) for number in numbers]
         sequences, offsets, counts = np.hstack([*samples, np.empty((3, 0), np.int64)])
@@ -241,7 +214,7 @@ class MixedOrder(InstantOrder):
         number = int(_native.swap_or_not(np.array([place]), num, key, True)[0])
         start = first_token + number * length
         stop = start + length + 1
-        sequences, firsts, documents = self._sequences_in(start, stop)
+        sequences, firsts, documents = self._sequences_in(start, stop)  # type: ignore[misc]
         starts = np.maximum(firsts, start)
         counts = np.diff(starts, append=stop)
         has_tokens = counts > 0

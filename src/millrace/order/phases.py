@@ -6,14 +6,16 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT64
+from millrace.checks import MAX_INT32, MAX_INT64, check_float, shown
 from millrace.errors import ConfigError
-from millrace.order.instant import UNDRAWN, Position, check_windows, num_windows
+from millrace.option_class import check_options, option
+from millrace.order.instant import UNDRAWN, Position, num_windows
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
 
 Numbers = NDArray[np.int64]
@@ -22,45 +24,49 @@ Places = NDArray[np.intp]
 MAX_WEIGHT = 1e300  # so that the sum of a phase's weights is finite
 
 
-class Phase(NamedTuple):
-    """Samples from `start` up to the next phase.
+def _weights(_: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"weights must be numbers by name, not {shown(value)}")
+    pairs = value.items()
+    return {name: check_float(f"the weight of {name}", one, 0, MAX_WEIGHT) for name, one in pairs}
 
-    Attributes:
-        start: Its first sample number.
-        sequence_length: Tokens to train on in a sample.
-        weights: New weights by the names of sources, up to `MAX_WEIGHT`. One of 0 takes a source
-            out; sources that it does not name keep theirs.
-    """
 
-    start: int
-    sequence_length: int
-    weights: Mapping[str, float]
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What is new in a phase of a run in the instant order."""
+
+    until: int | None = option(
+        "first sample number behind it; the last phase, which has no end, has none",
+        None,
+        least=1,
+        most=MAX_INT64,
+    )
+    weights: Mapping[str, float] | None = option(
+        "new weights by the names of sources: 0 takes a source out, and those without keep theirs",
+        None,
+        check=_weights,
+    )
+    sequence_length: int | None = option(
+        "tokens to train on in a sample, if not as before", None, least=1, most=MAX_INT32
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 class Stretch(NamedTuple):
-    """Samples between which neither weights nor sources change (M1 to M5).
+    """Samples between which neither weights nor sources change (M1 to M5)."""
 
-    Attributes:
-        start, end: Its first sample, and the one behind it; `MAX_INT64`: it has no end.
-        phase, segment: Numbers of its phase, and of its segment: phases of one sequence length.
-        weights: Of each source, its weight in the phase; 0: it takes no part.
-        begins: Where the segment before left each source: arrays.
-        drawn: Draws of each source before, in this segment.
-        debts: What each source is owed, in samples times `ONE`.
-        sources: Places of the sources that take part among all: int32 [leaves].
-        tree: What deals the samples to them.
-    """
-
-    start: int
-    end: int
+    start: int  # its first sample
+    end: int  # the sample behind it; `MAX_INT64`: it has no end
     phase: int
-    segment: int
-    weights: NDArray[np.float64]
-    begins: Position
-    drawn: Numbers
-    debts: Numbers
-    sources: NDArray[np.int32]
-    tree: MixtureTree
+    segment: int  # phases of one sequence length
+    weights: NDArray[np.float64]  # of all sources in the phase; 0: it takes no part
+    begins: Position  # where the segment before left all sources: arrays
+    drawn: Numbers  # draws of all sources before, in this segment
+    debts: Numbers  # what all sources are owed, in samples times `ONE`
+    sources: NDArray[np.int32]  # places of those that take part among all: [leaves]
+    tree: MixtureTree  # what deals the samples to them
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """See `Phases.draws`, for samples of this stretch."""
@@ -81,10 +87,11 @@ class Phases:
     memory does not depend on the number of phases.
 
     Args:
-        sources: The sources by their names, whose order does not matter. A source has `num_tokens`
-            (about as many are `rough_tokens`, where those take time to find), `max_epochs` (after
-            which it takes no part; None: no limit) and `mix_window` (samples in a window).
-        phases: Phases by their starts; the first one starts at 0. `InstantConfig` checks them.
+        sources: The sources by their names, whose order does not matter. A source has `num_tokens`,
+            `bounds` (whose difference is about as much, where that takes time to find), `weight`
+            (before the first phase), `max_epochs` (after which it takes no part; None: no limit)
+            and `mix_window` (samples in a window).
+        phases: Phases, each with its sequence length. `InstantConfig` checks them.
 
     Attributes:
         names: The names of all sources, sorted.
@@ -96,18 +103,18 @@ class Phases:
     def __init__(self, sources: Mapping[str, Any], phases: Sequence[Phase]) -> None:
         self.names = sorted(sources)
         self._sources, self._phases = [sources[name] for name in self.names], list(phases)
-        self._ends = [*(phase.start for phase in phases[1:]), MAX_INT64]
+        self._ends: list[Any] = [*(phase.until for phase in phases[:-1]), MAX_INT64]
         self._caps = np.array([one.max_epochs or MAX_INT64 for one in self._sources], np.int64)
         self._mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
-        self._sizes = np.array([one.rough_tokens for one in self._sources], np.int64)
-        self._is_exact = np.zeros(len(self.names), np.bool_)  # of the sizes
-        weights = np.zeros(len(self.names))
+        self._weights = np.array([one.weight for one in self._sources], np.float64)
+        weights, sizes = self._weights, np.diff([one.bounds for one in self._sources])[:, 0]
         for number in range(len(phases)):
             weights = self._changed_weights(weights, number)
             if not weights.any():
                 raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
-            self._check_windows(np.flatnonzero(weights), number)
-        # Several threads may compute a stretch side by side, while another reads what is known.
+            places = np.flatnonzero(weights)
+            self._check_windows(places, sizes[places], number)
+        # Several threads may compute a stretch side by side: theirs are equal.
         self._known: dict[int, int] = {}  # the phase of each stretch, by its start
         self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for
         self.stretch_of(0)
@@ -159,7 +166,7 @@ class Phases:
         if last is None:
             size, zeros = len(self.names), np.broadcast_to(np.int64(0), len(self.names))
             begins = Position(*(np.broadcast_to(np.int64(one), size) for one in UNDRAWN))
-            weights = self._changed_weights(np.zeros(size), 0)
+            weights = self._changed_weights(self._weights, 0)
             none = np.empty(0, np.int32), MixtureTree([ONE])
             return self._deal(Stretch(0, 0, 0, 0, weights, begins, zeros, zeros, *none))
         drawn, debts, count = last.drawn_up_to(last.end), last.debts.copy(), last.end - last.start
@@ -178,7 +185,7 @@ class Phases:
     def _changed_weights(self, weights: NDArray[np.float64], number: int) -> NDArray[np.float64]:
         """The weights of a phase, from those before it."""
         places = {name: place for place, name in enumerate(self.names)}
-        changes = self._phases[number].weights
+        changes = self._phases[number].weights or {}
         weights = weights.copy()
         weights[[places[name] for name in changes]] = [*changes.values()]
         return weights
@@ -213,19 +220,22 @@ class Phases:
     def cuts(self, places: Places, phase: int) -> tuple[Numbers, int, Numbers]:
         """Tokens of some sources, the sequence length of a phase, and the sources' windows: what
         the methods of a `Position` take."""
-        for place in places[~self._is_exact[places]].tolist():
-            self._sizes[place] = self._sources[place].num_tokens
-            self._is_exact[place] = True
-        self._check_windows(places, phase)
-        return self._sizes[places], self.length_of(phase), self._mix_windows[places]
+        num_tokens = [self._sources[place].num_tokens for place in places.tolist()]
+        sizes = np.array(num_tokens, np.int64)
+        self._check_windows(places, sizes, phase)
+        return sizes, self.length_of(phase), self._mix_windows[places]
 
-    def _check_windows(self, places: Places, phase: int) -> None:
-        """Raises ConfigError for sources that are too small, as far as their sizes are known."""
+    def _check_windows(self, places: Places, sizes: Numbers, phase: int) -> None:
+        """Raises ConfigError for a source of too few tokens for a window (S8)."""
         length, mix_windows = self.length_of(phase), self._mix_windows[places]
-        is_small = num_windows(self._sizes[places], mix_windows * length) < 1
-        for place in places[is_small].tolist():
-            what, size = f"phase {phase}, source {self.names[place]}", int(self._sizes[place])
-            check_windows(what, size, length, int(self._mix_windows[place]))
+        for n in np.flatnonzero(num_windows(sizes, mix_windows * length) < 1).tolist():
+            mix_window = int(mix_windows[n])
+            mixed = "" if mix_window == 1 else f", {mix_window} in a window,"
+            raise ConfigError(
+                f"phase {phase}, source {self.names[places[n]]} has {sizes[n]} tokens; samples of "
+                f"{length} tokens{mixed} need {2 * mix_window * length}: shorten the sequence "
+                "length, or leave the source out"
+            )
 
     # ---- what has been drawn ----
 
@@ -248,7 +258,7 @@ class Phases:
         return Position(*(int(array[place]) for array in stretch.begins))
 
     def drawn_before(self, sample_number: int) -> set[str]:
-        """The names of the sources that have been drawn before a sample, above 0."""
+        """The names of the sources that have been drawn before a sample."""
         stretch = self.stretch_of(sample_number - 1)
         is_drawn = (stretch.begins.epoch >= 0) | (stretch.drawn_up_to(sample_number) > 0)
         return {self.names[place] for place in np.flatnonzero(is_drawn).tolist()}
@@ -264,10 +274,9 @@ class Phases:
 
     def past(self, sample_number: int) -> list[tuple[int, int]]:
         """The starts of the stretches that decide the samples before a number, and their phases."""
-        if sample_number == 0:
-            return []
         self.stretch_of(sample_number - 1)
-        return sorted(pair for pair in self._known.copy().items() if pair[0] < sample_number)
+        known = [*self._known.items()]  # at once: other threads may add to it
+        return sorted(pair for pair in known if pair[0] < sample_number)
 
-    def length_of(self, phase: int) -> int:
+    def length_of(self, phase: int) -> Any:
         return self._phases[phase].sequence_length

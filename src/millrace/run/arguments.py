@@ -18,7 +18,8 @@ from millrace.errors import ConfigError
 from millrace.option_class import parse_size
 from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig, source_of
-from millrace.run.instant_config import AnyConfig, InstantConfig
+from millrace.run.instant_config import AnyConfig, InstantConfig, check_starts
+from millrace.run.skips import Skips
 from millrace.run.trials import trial_of
 from millrace.run.yaml_events import load_yaml
 from millrace.sampling import BatchSizeSchedule, RampUp
@@ -148,11 +149,8 @@ _FIELDS = {
     "dataloader_fast_cache_load": "trust_cache",
     "num_dataset_builder_threads": "num_threads",
     "mid_level_dataset_surplus": "surplus",
-    **{name: name for name in ("seed", "order", "order_options", "add_extra_token", "boundaries")},
-    **{name: name for name in ("sampler", "sampler_options", "loss_ranges")},
-    **{name: name for name in ("any_tokenizer", "full_validation", "multiple_validation_sets")},
 }
-"""The fields of a configuration by the argument of the same value."""
+"""The fields of a configuration by the arguments of other names."""
 
 NAMES = tuple(_READERS)
 """The arguments that concern data. Millrace's own are `num_samples` (train, valid, test),
@@ -232,15 +230,16 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
         arguments = {**arguments, **_named_sources(arguments)}
     elif both := [name for name in _DATA if name in arguments]:
         raise ConfigError(f"there are sources and {both[0]}: leave one out")
-    names = {one.name for one in dataclasses.fields(InstantConfig)} - {"num_samples"}
-    fields = {_FIELDS.get(name, name): value for name, value in arguments.items()}
-    given = {name: value for name, value in fields.items() if name in names}
+    own = {}
     if arguments.keys() & {"num_samples", "train_samples", "train_iters"}:
-        given["num_samples"] = _num_samples(arguments, None)
-    if arguments.get("rampup_batch_size"):
-        given["global_batch_size"] = schedule_from(arguments)
-    config = InstantConfig(**{"seed": DEFAULT_SEED, **given}, **_files(arguments))
-    return trial_of(config, arguments["trial"]) if "trial" in arguments else config
+        own["num_samples"] = _num_samples(arguments, None)
+    config = InstantConfig(**_config_fields(InstantConfig, arguments) | own)
+    batches = schedule_from(arguments)
+    if "trial" in arguments:
+        config = trial_of(config, arguments["trial"], batches)
+    if batches is not None:
+        check_starts(config.phases, Skips(config.skips), batches.step_at)
+    return config
 
 
 def schedule_from(arguments: Mapping[str, Any]) -> BatchSizeSchedule | None:
@@ -271,6 +270,14 @@ def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {"sources": sources, **rest, **({"alpha": 1.0} if weights is None else {})}
 
 
+def _config_fields(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a configuration that are arguments of their own."""
+    names = {one.name for one in dataclasses.fields(kind)}
+    values = {_FIELDS.get(name, name): value for name, value in arguments.items()}
+    given = {name: value for name, value in values.items() if name in names}
+    return {"seed": DEFAULT_SEED, **given, **_files(arguments)}
+
+
 def _files(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """How token files are read: their access, and their storage."""
     is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
@@ -289,15 +296,14 @@ def _dataset_config(arguments: Mapping[str, Any]) -> DatasetConfig:
     split = arguments.get("split", None if blend is None else LEGACY_SPLIT)
     if blend is None and split is not None:
         raise ConfigError(f"split {split!r} goes with data_path, not with such data: leave it out")
-    renamed = {field: arguments[name] for name, field in _FIELDS.items() if name in arguments}
-    return DatasetConfig(
-        **{"seed": DEFAULT_SEED, **renamed},
-        num_samples=_num_samples(arguments, per_split),
-        blend=blend,
-        split=split,
-        blend_per_split=per_split,
-        **_files(arguments),
-    )
+    own = {
+        "num_samples": _num_samples(arguments, per_split),
+        "blend": blend,
+        "split": split,
+        "blend_per_split": per_split,
+    }
+    known = {name: arguments[name] for name in NAMES if name in arguments}
+    return DatasetConfig(**_config_fields(DatasetConfig, known) | own)
 
 
 def read_identifiers(text: str) -> Any:

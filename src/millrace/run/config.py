@@ -51,11 +51,69 @@ NOT_IN_KEY = frozenset(
 """The fields that do not decide the order; all others are in the key of a configuration."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What all configurations of runs share: the fields of `SampleOptions`, and a sampler."""
+    """What the configurations of all runs have.
 
-    sampler: Callable[..., Any] | str | None
-    sampler_options: Mapping[str, Any] | None
+    Args:
+        sequence_length: Tokens to train on in a sample.
+        seed: Seed of the order.
+        num_samples: Number of samples of train, valid and test. In Megatron-LM's order it is the
+            least number, and None is one epoch; in the instant order None is without end.
+        split: Shares such as "969,30,1", or the fractions at which each split starts and ends.
+        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss, boundaries: See
+            `GPTDataset`.
+        access: How to read token files: "mmap" or "file".
+        storage: Where token files are; None: their prefixes say it.
+        any_tokenizer: Whether to take token files whose sidecars name different tokenizers. In
+            Megatron-LM's order they are compared when a plan is made, not when one is found in the
+            cache.
+        loss_ranges: See `GPTDataset`; with "apply", each token file needs ranges, perhaps none.
+        sampler: What `make_sampler` makes: a class of samplers, a function, or the name of one,
+            "package.module:name".
+        sampler_options: Keyword arguments for it, plain JSON values.
+    """
+
+    sequence_length: int
+    seed: int
+    num_samples: Sequence[int | None]
+    split: str | Sequence[Bookends | None] | None = None
+    add_extra_token: bool = True
+    eod_token: int | None = None
+    pad_token: int | None = None
+    reset_position_ids: bool = False
+    eod_mask_loss: bool = False
+    boundaries: str = "eod"
+    access: Access = "mmap"
+    storage: Storage | None = None
+    any_tokenizer: bool = False
+    loss_ranges: str = "refuse"
+    sampler: Callable[..., Any] | str | None = None
+    sampler_options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        """Makes numbers and flags Python's, whose sums are exact."""
+        _check_three("num_samples", self.num_samples)
+        for field in dataclasses.fields(self):
+            if field.type is bool:
+                vars(self)[field.name] = check_bool(field.name, getattr(self, field.name))
+        split = self.split
+        if split is not None:
+            split_ranges(0, split)
+        if not isinstance(split, str | None):
+            split = [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
+        vars(self).update(
+            vars(self.sample_options),
+            num_samples=tuple(
+                None if count is None else check_int(f"num_samples of {name}", count, 0)
+                for name, count in zip(SPLITS, self.num_samples, strict=True)
+            ),
+            split=split,
+            access=check_choice("access", self.access, get_args(Access)),
+            loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
+            sampler=_imported("sampler", self.sampler),
+            sampler_options=_checked_options("sampler", self.sampler, self.sampler_options),
+        )
 
     @functools.cached_property
     def sample_options(self) -> SampleOptions:
@@ -95,78 +153,44 @@ class RunConfig:
             raise ConfigError(f"sampler_options are {shown(options)}: {error}") from None
         return sampler
 
-    def _check_sampler(self) -> None:
-        vars(self).update(
-            sampler=_imported("sampler", self.sampler),
-            sampler_options=_checked_options("sampler", self.sampler, self.sampler_options),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig(RunConfig):
     """What to draw samples from, how many, and how they look.
 
     Args:
-        sequence_length: Tokens to train on in a sample.
-        seed: Seed of the order, 0 to 2**32 - 1.
-        num_samples: Least number of samples of train, valid and test; None: one epoch.
         blend: One distribution, cut into train, valid and test by `split`.
-        split: Shares such as "969,30,1", or the fractions at which each split starts and ends.
         blend_per_split: A distribution for each split; None for a split without one.
         multiple_validation_sets: Whether each prefix of the validation blend is a separate dataset.
         full_validation: Whether validation is one epoch of its data; `num_samples[1]` must be None.
         surplus: Part of each dataset's share of a blend to build beyond it.
         drop_last_partial_validation_sequence: Whether to leave out a last validation sample that
             the tokens do not fill.
-        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss, boundaries: See
-            `GPTDataset`.
-        access: How to read token files: "mmap" or "file".
-        storage: Where token files are; None: their prefixes say it.
         cache: Folder to keep indices in; None: they are built in memory.
         trust_cache: Whether to take the manifest in the cache folder, which must be there, without
             looking at any token file.
         num_threads: Number of threads that build indices; each needs the memory of one dataset's.
-        any_tokenizer: Whether to take token files whose sidecars name different tokenizers. They
-            are compared when a plan is made, not when one is found in the cache.
-        loss_ranges: See `GPTDataset`; with "apply", each token file needs ranges, perhaps none.
         order: Another order than Megatron-LM's: a class (see `OrderPlan`), a function that returns
             the plan of `OrderInputs`, or the name of one, "package.module:name".
         order_options: Keyword arguments for that order's plan, plain JSON values.
-        sampler: What `make_sampler` makes: a class of samplers, a function, or the name of one,
-            "package.module:name".
-        sampler_options: Keyword arguments for it, plain JSON values.
+
+    The other arguments are those of `RunConfig`; the seed is 0 to 2**32 - 1.
 
     Raises:
         ConfigError: Options outside their limits, or that do not go together.
     """
 
-    sequence_length: int
-    seed: int
-    num_samples: tuple[int | None, int | None, int | None]
     blend: Blend | None = None
-    split: str | Sequence[Bookends | None] | None = None
     blend_per_split: Sequence[Blend | None] | None = None
     multiple_validation_sets: bool = False
     full_validation: bool = False
     surplus: float = SURPLUS
     drop_last_partial_validation_sequence: bool = True
-    add_extra_token: bool = True
-    eod_token: int | None = None
-    pad_token: int | None = None
-    reset_position_ids: bool = False
-    eod_mask_loss: bool = False
-    boundaries: str = "eod"
-    access: Access = "mmap"
-    storage: Storage | None = None
     cache: str | os.PathLike[str] | None = None
     trust_cache: bool = False
     num_threads: int = 1
-    any_tokenizer: bool = False
-    loss_ranges: str = "refuse"
     order: PlanOf | str | None = None
     order_options: Mapping[str, Any] | None = None
-    sampler: Callable[..., Any] | str | None = None
-    sampler_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         per_split = self.blend_per_split
@@ -176,38 +200,24 @@ class DatasetConfig(RunConfig):
             raise ConfigError(f"split is {self.split}: a blend needs one, a blend_per_split none")
         if per_split is not None:
             _check_three("blend_per_split", per_split)
+        super().__post_init__()
         self._check_options()
         blends = [self._checked_blend(number) for number in range(len(SPLITS))]
         if not any(blends):
             raise ConfigError("no split has a blend; give at least one")
-        split = self.split
-        if split is not None:
-            split_ranges(0, split)
-        if not isinstance(split, str | None):
-            split = [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
         vars(self).update(
             blend=blends[0] if per_split is None else None,
             blend_per_split=None if per_split is None else blends,
-            split=split,
             order=_checked_order(self.order, is_cached=self.cache is not None),
             order_options=_checked_options("order", self.order, self.order_options),
         )
-        self._check_sampler()
 
     def _check_options(self) -> None:
-        """Makes numbers and flags Python's, whose sums are exact."""
         vars(self).update(
-            num_samples=checked_counts(self.num_samples),
             seed=check_seed(self.seed),
             surplus=check_surplus(self.surplus),
             num_threads=check_int("num_threads", self.num_threads, 1),
-            loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
-            access=check_choice("access", self.access, get_args(Access)),
         )
-        for field in dataclasses.fields(self):
-            if field.type is bool:
-                vars(self)[field.name] = check_bool(field.name, getattr(self, field.name))
-        vars(self).update(vars(self.sample_options))
         if not isinstance(self.cache, str | os.PathLike | None):
             raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")
         if self.trust_cache and self.cache is None:
@@ -257,15 +267,6 @@ class DatasetConfig(RunConfig):
         values = {name: getattr(self, name) for name in names}
         key: dict[str, Any] = json.loads(json.dumps(values, default=name_of_order))
         return key
-
-
-def checked_counts(num_samples: Any) -> tuple[int | None, ...]:
-    """The numbers of samples of the three splits."""
-    _check_three("num_samples", num_samples)
-    return tuple(
-        None if count is None else check_int(f"num_samples of {name}", count, 0)
-        for name, count in zip(SPLITS, num_samples, strict=True)
-    )
 
 
 def _check_three(name: str, entries: Any) -> None:

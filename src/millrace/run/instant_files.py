@@ -1,7 +1,7 @@
 """The token files of a run in the instant order, each opened when it is first drawn."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from millrace.order import part_range, split_ranges
 from millrace.order.splits import Range
 from millrace.provenance import read_tokenizer, tokenizer_conflict
 from millrace.provenance.tokenizers import TokenizerRecord
-from millrace.run.instant_config import InstantConfig, InstantSource
+from millrace.run.instant_config import InstantConfig
 from millrace.storage import LOCAL, storage_of
 from millrace.store import IndexedDataset
 from millrace.store.info import read_info
@@ -29,7 +29,6 @@ class SourceFile:
 
     Args:
         name: Name of the source.
-        source: What the configuration says of it.
         config: The configuration.
         tokenizers: Tokenizers of the files that were opened before, which all files share.
 
@@ -45,12 +44,9 @@ class SourceFile:
     """
 
     def __init__(
-        self,
-        name: str,
-        source: InstantSource,
-        config: InstantConfig,
-        tokenizers: list[TokenizerRecord],
+        self, name: str, config: InstantConfig, tokenizers: list[TokenizerRecord | None]
     ) -> None:
+        source = config.sources[name]
         self.prefix = absolute_path(source.prefix)
         self._access, self._storage, self._name = config.access, config.storage, name
         self._tokenizers = None if config.any_tokenizer else tokenizers
@@ -88,7 +84,11 @@ class SourceFile:
                 "the dtype"
             )
         _ = self._sums  # of now: other files may take their place
-        self._compare_tokenizers()
+        if self._tokenizers is not None:
+            records = [*self._tokenizers, read_tokenizer(self.prefix, self._storage)]
+            if conflict := tokenizer_conflict(records):
+                raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
+            self._tokenizers.append(records[-1])
         return store
 
     @cached_property
@@ -108,17 +108,8 @@ class SourceFile:
     def _file(self) -> IndexedDataset:
         return self.store  # as of a `StoredTokens`, for `LossRanges`
 
-    def _compare_tokenizers(self) -> None:
-        known = self._tokenizers
-        record = None if known is None else read_tokenizer(self.prefix, self._storage)
-        if known is None or record is None:
-            return
-        if conflict := tokenizer_conflict([*known, record]):
-            raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
-        known.append(record)
-
     def sequences_in(self, start: int, stop: int) -> tuple[NDArray[np.int64], ...]:
-        """The sequences that hold tokens [start, stop). See `MixedOrder`."""
+        """The sequences that hold tokens [start, stop). See `InstantOrder`."""
         store = self.store
         pointers: Any
         pointers, size = store.sequence_pointers, self.dtype.itemsize
@@ -131,34 +122,28 @@ class SourceFile:
 
     def document_start(self, token: int) -> int:
         """The first token of a document from a token on; the number of tokens behind the last."""
-        store, size = self.store, self.dtype.itemsize
+        store = self.store
         if token in (0, self.num_tokens):
             return token
 
         def start(document: int) -> int:
             sequence, _ = store.check_documents(document, document)  # a damaged index is an error
-            has_end = sequence == len(store)
-            return self.num_tokens if has_end else int(store.sequence_pointers[sequence]) // size
+            return store.check_sequences(sequence, sequence)[0] // self.dtype.itemsize
 
         documents = range(store.num_documents + 1)
         return start(bisect.bisect_left(documents, token, key=start))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class SourceRange:
-    """The tokens of a source that a split draws from: see `Phases`.
-
-    Attributes:
-        file: The token file.
-        bounds: First token, and end, before they are moved to the starts of documents.
-        max_epochs: Number of epochs after which it takes no part; None: no limit.
-        mix_window: Number of samples in a window, in which documents are permuted.
-    """
+    """The tokens of a source that a split draws from: see `Phases`."""
 
     file: SourceFile
-    bounds: Range
-    max_epochs: int | None
-    mix_window: int = 1
+    bounds: Range  # first token, and end, before they are moved to the starts of documents
+    weight: float  # before the first phase
+    max_epochs: int | None  # after which it takes no part
+    mix_window: int  # samples in a window, in which documents are permuted
+    _tokens: Range | None = None  # once the ends are moved
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -169,33 +154,33 @@ class SourceRange:
         return {**identity, **mixing, "content": file.content}
 
     @property
-    def rough_tokens(self) -> int:
-        """The number of tokens, before the ends are moved if they have not been: the file stays
-        closed."""
-        first, end = vars(self).get("tokens", self.bounds)
-        return int(end - first)
+    def num_tokens(self) -> int:
+        first, end = self.tokens
+        return end - first
 
     @property
-    def num_tokens(self) -> int:
-        return self.tokens[1] - self.tokens[0]
-
-    @cached_property
     def tokens(self) -> Range:
         """First token, and end. The file is opened, unless it is drawn from as a whole."""
-        first, end = self.bounds
-        if self.bounds == (0, self.file.num_tokens):
-            return self.bounds
-        return self.file.document_start(first), self.file.document_start(end)
+        if self._tokens is None:
+            ends = self.bounds
+            if ends != (0, self.file.num_tokens):
+                ends = self.file.document_start(ends[0]), self.file.document_start(ends[1])
+            self._tokens = ends
+        return self._tokens
 
 
 def ranges_of(
-    file: SourceFile, source: InstantSource, config: InstantConfig
-) -> Sequence[SourceRange | None]:
-    """The ranges of train, valid and test; None for a split without a share."""
-    start, stop = file.part
-    split = "1,0,0" if config.split is None else config.split
-    own = ((source.max_epochs, config.mix_window), (None, 1), (None, 1))
-    return [
-        None if ends is None else SourceRange(file, (start + ends[0], start + ends[1]), *limits)
-        for ends, limits in zip(split_ranges(stop - start, split), own, strict=True)
-    ]
+    files: Mapping[str, SourceFile], config: InstantConfig
+) -> Sequence[Mapping[str, SourceRange]]:
+    """The ranges of train, valid and test, of the sources that have a share of them."""
+    sizes = {name: file.part[1] - file.part[0] for name, file in files.items()}
+    weights, split = config.weights(sizes), config.split or "1,0,0"
+    splits: list[dict[str, SourceRange]] = [{}, {}, {}]
+    for name, file in files.items():
+        limits = (config.sources[name].max_epochs, config.mix_window), (None, 1), (None, 1)
+        shares = split_ranges(sizes[name], split)
+        for ranges, share, own in zip(splits, shares, limits, strict=True):
+            if share is not None:
+                bounds = file.part[0] + share[0], file.part[0] + share[1]
+                ranges[name] = SourceRange(file, bounds, weights[name], *own)
+    return splits

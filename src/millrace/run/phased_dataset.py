@@ -1,9 +1,9 @@
 """The datasets of a run in the instant order."""
 
+import copy
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ from millrace.cache import arrays
 from millrace.checks import MAX_INT64
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
-from millrace.order import RULES_VERSION, SPLITS
-from millrace.order.instant import InstantOrder, MixedOrder, num_windows
+from millrace.order import RULES_VERSION
+from millrace.order.instant import InstantOrder, num_windows
 from millrace.order.mixture_tree import ONE
-from millrace.order.phases import Phase, Phases
+from millrace.order.phases import Phases
 from millrace.order.splits import Range
 from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig, check_starts
@@ -38,10 +38,10 @@ class PhasedDataset(BlendedDataset):
 
     Args:
         ranges: Tokens to draw from, by the names of sources.
-        phases: Phases by their starts.
         config: The configuration of the run.
-        skips: Samples that are left out.
         num_samples: Number of samples; None: without end.
+        is_training: Whether phases and skips count. Else there is the first phase alone, of the
+            sources that have tokens for a sample: all files are opened for it.
 
     Attributes:
         stores: The token file of each source, by their names' order; `dataset_numbers` and
@@ -58,17 +58,19 @@ class PhasedDataset(BlendedDataset):
     def __init__(
         self,
         ranges: Mapping[str, SourceRange],
-        phases: Sequence[Phase],
         config: InstantConfig,
-        skips: Skips,
         num_samples: int | None,
+        *,
+        is_training: bool,
     ) -> None:
         self._ranges = {name: ranges[name] for name in sorted(ranges)}
-        self._phases, self._config, self._skips = phases, config, skips
-        most = MAX_INT64 - skips.num_samples
+        self._config, self._is_training = config, is_training
+        self._phases = config.phases if is_training else config.phases[:1]
+        self._skips = Skips(config.skips if is_training else ())
+        most = MAX_INT64 - self._skips.num_samples
         self._num_samples = most if num_samples is None else min(num_samples, most)
         self.stores: Any = [one.file for one in self._ranges.values()]
-        lengths = itertools.groupby(phase.sequence_length for phase in phases)
+        lengths = itertools.groupby(phase.sequence_length for phase in self._phases)
         look = config.sample_options
         self._views = [replace(look, sequence_length=length) for length, _ in lengths]
         self.options = self._views[0] if len(self._views) == 1 else None
@@ -83,7 +85,18 @@ class PhasedDataset(BlendedDataset):
     @cached_property
     def order(self) -> Phases:
         """Which dataset, and which of its samples, each sample number of the run is."""
-        return Phases(self._ranges, self._phases)
+        if self._is_training:
+            return Phases(self._ranges, self._phases)
+        (phase,), ranges = self._phases, self._ranges
+        length = phase.sequence_length
+        small = [name for name, one in ranges.items() if num_windows(one.num_tokens, length) < 1]
+        if len(small) == len(ranges):
+            raise ConfigError(
+                f"no source has {2 * length} tokens in this split, which a sample of {length} "
+                "needs: give the split a larger share"
+            )
+        weights = {**(phase.weights or {}), **dict.fromkeys(small, 0)}
+        return Phases(ranges, [replace(phase, weights=weights)])
 
     # ---- batches ----
 
@@ -145,28 +158,24 @@ class PhasedDataset(BlendedDataset):
 
     def unskipped(self) -> tuple["PhasedDataset", Skips]:
         """The same run, without end, in which no sample is left out; and what was."""
-        whole = type(self)(self._ranges, self._phases, self._config, Skips([]), None)
+        whole = copy.copy(self)
+        whole._skips, whole._num_samples = Skips([]), MAX_INT64
         return whole, self._skips
 
     def _make_dataset(self, number: int) -> GPTDataset:
         segment, place = divmod(number, len(self.stores))
         name, options = self.order.names[place], self._views[segment]
-        source = self._ranges[name]
-        first, end = source.tokens
-        kind: Any = InstantOrder
-        if source.mix_window > 1:
-            kind = partial(MixedOrder, sequences_in=source.file.sequences_in)
-        order = kind(
-            end - first,
+        source, choice = self._ranges[name], self._config.loss_ranges
+        order: Any = InstantOrder(
+            source.tokens,
             name,
             self._config.seed,
             sequence_length=options.sequence_length,
             add_extra_token=options.add_extra_token,
-            first_token=first,
             position=self.order.position(number),
             mix_window=source.mix_window,
+            sequences_in=source.file.sequences_in,
         )
-        choice = self._config.loss_ranges
         return GPTDataset(source.file.store, order=order, options=options, loss_ranges=choice)
 
     # ---- the past ----
@@ -188,8 +197,6 @@ class PhasedDataset(BlendedDataset):
         }
 
     def _past(self, consumed_samples: int) -> dict[str, Any]:
-        if consumed_samples == 0:
-            return {"phases": {}, "skips": [], "sources": {}}
         end = int(self.run_numbers(np.array([consumed_samples - 1]))[0]) + 1
         phases: dict[str, Any] = {}
         for start, number in self.order.past(end):
@@ -209,27 +216,6 @@ class PhasedDataset(BlendedDataset):
             sources = {name: arrays.fingerprint(one)[:16] for name, one in sources.items()}
         skips = self._skips.before(consumed_samples)
         return {"phases": phases, "skips": skips, "sources": sources}
-
-
-class _HeldOutDataset(PhasedDataset):
-    """Validation or test, in one phase, of the sources that have tokens for a sample. All files are
-    opened for it, at the first sample."""
-
-    @cached_property
-    def order(self) -> Phases:
-        (phase,) = self._phases
-        length = phase.sequence_length
-        weights = {
-            name: weight
-            for name, weight in phase.weights.items()
-            if num_windows(self._ranges[name].num_tokens, length) > 0
-        }
-        if not weights:
-            raise ConfigError(
-                f"no source has {2 * length} tokens in this split, which a sample of {length} "
-                "needs: give the split a larger share"
-            )
-        return Phases(self._ranges, [phase._replace(weights=weights)])
 
 
 class _OnDemand(dict[int, GPTDataset]):
@@ -254,22 +240,13 @@ def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
 
     It looks at the size of each file, and opens none whose dtype the configuration gives.
     """
-    tokenizers: list[TokenizerRecord] = []
-    files = {
-        name: SourceFile(name, source, config, tokenizers)
-        for name, source in config.sources.items()
-    }
-    phases = config.run_phases({name: file.part[1] - file.part[0] for name, file in files.items()})
-    ranges = {name: ranges_of(file, config.sources[name], config) for name, file in files.items()}
+    tokenizers: list[TokenizerRecord | None] = []
+    files = {name: SourceFile(name, config, tokenizers) for name in config.sources}
     datasets: list[PhasedDataset | None] = []
-    for number, count in enumerate(config.num_samples):
-        own = {name: one for name, each in ranges.items() if (one := each[number]) is not None}
-        if not own:
-            datasets.append(None)
-        elif SPLITS[number] == "train":
-            train = PhasedDataset(own, phases, config, Skips(config.skips), count)
-            _ = train.order  # an error now, not at the first sample
-            datasets.append(train)
-        else:
-            datasets.append(_HeldOutDataset(own, phases[:1], config, Skips([]), count))
+    for ranges, count in zip(ranges_of(files, config), config.num_samples, strict=True):
+        is_training = not datasets
+        dataset = PhasedDataset(ranges, config, count, is_training=is_training) if ranges else None
+        datasets.append(dataset)
+        if is_training and dataset is not None:
+            _ = dataset.order  # an error now, not at the first sample
     return datasets

@@ -10,9 +10,12 @@ from millrace.errors import ConfigError
 from millrace.order.splits import parse_split
 from millrace.run.instant_config import InstantConfig
 from millrace.run.skips import Skips
+from millrace.sampling import BatchSizeSchedule
 
 
-def trial_of(config: InstantConfig, share: float) -> InstantConfig:
+def trial_of(
+    config: InstantConfig, share: float, batches: BatchSizeSchedule | None = None
+) -> InstantConfig:
     """A trial of a run: so much shorter, and of so much smaller sources, that epochs are the same.
 
     Each source's range for training is cut to its first part. Phases, skips and the number of
@@ -22,36 +25,36 @@ def trial_of(config: InstantConfig, share: float) -> InstantConfig:
     Args:
         config: The configuration of the large run.
         share: Size of the trial, above 0 and up to 1.
+        batches: Global batch sizes, in fact one; None: not known.
 
     Raises:
         ConfigError: A share outside its limits, a global batch whose size changes, or a
             configuration without training.
     """
-    share, step = check_float("trial", share, 0, 1), config.global_batch_size or 1
+    share = check_float("trial", share, 0, 1)
+    sizes = [1] if batches is None else [size for _, size in batches.changes]
     splits: Any = "1,0,0" if config.split is None else config.split
     train, *others = parse_split(splits) if isinstance(splits, str) else splits
-    if share == 0 or not isinstance(step, int) or train is None:
+    if share == 0 or len(sizes) > 1 or train is None:
         raise ConfigError(
-            f"trial is {share}, global_batch_size {step}, split {config.split}: a trial needs a "
-            "share above 0, steps of one size, and a split with training"
+            f"trial is {share}, global batch {sizes}, split {config.split}: a trial needs a share "
+            "above 0, steps of one size, and a split with training"
         )
+    (step,) = sizes
     ends = [[round(number * share) for number in pair] for pair in config.skips]
     before, after = Skips(config.skips), Skips([pair for pair in ends if pair[0] < pair[1]])
 
     def position(consumed_samples: int) -> int:
         return max(round(consumed_samples * share / step), 1) * step
 
-    phases = []
-    for phase in config.phases:
-        until = phase.until
-        if until is not None:
-            until = int(after.samples(np.array([position(before.position(until))]))[0])
-        phases.append(replace(phase, until=until))
+    def scaled(sample_number: int) -> int:
+        return int(after.samples(np.array([position(before.position(sample_number))]))[0])
+
     num, *rest = config.num_samples
     return replace(
         config,
         split=[(train[0], train[0] + share * (train[1] - train[0])), *others],
         skips=after.ranges,
-        phases=phases,
+        phases=[replace(one, until=one.until and scaled(one.until)) for one in config.phases],
         num_samples=(None if num is None else position(num), *rest),
     )

@@ -21,17 +21,14 @@ class _Values:
     def __init__(self, yaml: Any, file: BinaryIO) -> None:
         # The parser in C, if there is one, takes an eighth of the time of Python's.
         self._yaml, self._loader = yaml, getattr(yaml, "CSafeLoader", yaml.SafeLoader)(file)
-        self._next, self._anchors = self._loader.get_event, dict[str, Any]()
+        self._events, self._anchors = iter(self._loader.get_event, None), dict[str, Any]()
 
     def document(self) -> Any:
-        self._next()
-        if isinstance(self._next(), self._yaml.StreamEndEvent):
-            return None
-        value = self._value(self._next())
-        self._next()
-        if not self._loader.check_event(self._yaml.StreamEndEvent):
+        nodes = (one for one in self._events if isinstance(one, self._yaml.NodeEvent))
+        values = [self._value(one) for one in nodes]
+        if len(values) > 1:
             raise ValueError("it holds several documents")
-        return value
+        return values[0] if values else None
 
     def _value(self, event: Any) -> Any:
         if isinstance(event, self._yaml.AliasEvent):
@@ -46,7 +43,7 @@ class _Values:
             value = self._mapping()
         else:
             value = []
-            while not isinstance(one := self._next(), self._yaml.SequenceEndEvent):
+            while not isinstance(one := next(self._events), self._yaml.SequenceEndEvent):
                 value.append(self._value(one))
         if event.anchor is not None:
             self._anchors[event.anchor] = value
@@ -64,12 +61,12 @@ class _Values:
     def _mapping(self) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
         merged: list[Any] = []
-        while not isinstance(event := self._next(), self._yaml.MappingEndEvent):
+        while not isinstance(event := next(self._events), self._yaml.MappingEndEvent):
             is_merge = getattr(event, "value", "") == "<<" and event.implicit[0]
             key = "<<" if is_merge else self._value(event)
             if key in values:
                 raise ConfigError(f"it gives {key} twice: leave one out")
-            value = values[key] = self._value(self._next())
+            value = values[key] = self._value(next(self._events))
             if is_merge:
                 merged += value if isinstance(value, list) else [value]
         if not merged:

@@ -237,7 +237,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
                 report = None if is_new else progress.count
                 publication.publish(run.folder, folder, content, report)
                 if checked.upload_to is not None:
-                    upload.send(folder, publication.LAST, move=True)
+                    upload.send(folder, publication.LAST)
 
         run.publish(make_public, asdict(result))
     return result

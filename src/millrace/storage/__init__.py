@@ -130,13 +130,6 @@ def storage_of(path: str, storage: Storage | None = None) -> Storage:
     )
 
 
-def local_path(path: str) -> str:
-    """The path of a file that is written; ConfigError for one such as `s3://bucket/name`."""
-    if scheme := SCHEME.match(path):
-        raise ConfigError(f"{path} must be a path in a file system, not {scheme[0]}...")
-    return path
-
-
 def exists(storage: Storage, path: str) -> bool:
     try:
         storage.stat(path)

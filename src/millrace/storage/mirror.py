@@ -105,7 +105,7 @@ class Copy:
             os.ftruncate(self._file, self._size + -(-self._size // BLOCK))
             os.utime(self._file)
         self._sums: list[str] | None = None
-        self._loading = threading.Lock()  # of the checksums, once for all threads
+        self._loading = threading.Lock()
         self._last, self._end = -2, 0  # block that was read last; end of those asked for ahead
 
     def __reduce__(self) -> Any:
@@ -162,7 +162,8 @@ class Copy:
             self._mirror.num_first -= stop - start
             return False
         with self._loading:
-            self._sums = load_sums() if self._sums is None else self._sums
+            if self._sums is None:
+                self._sums = load_sums()
         try:
             blocks = range(start // BLOCK, -(-stop // BLOCK))
             return all(self._fill(block, fetch) for block in blocks)

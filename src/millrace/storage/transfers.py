@@ -72,9 +72,7 @@ class Ahead(Renewed):
             parts = {piece: self._parts.pop(piece, None) for piece in dict.fromkeys(pieces)}
         # What has failed is asked for again: the store may be well by now.
         missing = [
-            piece
-            for piece, some in parts.items()
-            if some is None or any(part.has_failed() for part in some)
+            piece for piece, some in parts.items() if not some or any(map(Part.has_failed, some))
         ]
         parts.update(zip(missing, start_pieces(self.start, missing), strict=True))
         flat = [part.result() for piece in pieces for part in parts[piece] or ()]

@@ -27,11 +27,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from millrace.checks import shown
+from millrace.checks import SCHEME, shown
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import fsync_folder, temporary_name, writers_lock
 from millrace.names import BIN, IDX, INFO, LOSS, NEW, ORIGINS
-from millrace.storage import LOCAL, Access, Storage, StoredFile, exists, local_path, storage_of
+from millrace.storage import LOCAL, Access, Storage, StoredFile, exists, storage_of
 
 LOCK = ".tmp.lock"
 
@@ -131,7 +131,8 @@ def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
 
 def check_prefix(prefix: str) -> None:
     """Raises ConfigError, before any work, if a pair could not be published there."""
-    local_path(prefix)
+    if SCHEME.match(prefix):
+        raise ConfigError(f"{prefix} must be a path in a file system, where files are written")
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")

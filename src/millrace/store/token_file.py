@@ -136,7 +136,9 @@ def _open_unchanged(
     if record.versions is None:
         is_same = record.has_same_files(storage)  # first: see `TokenFile.open`
     else:  # each request names the version
-        storage, is_same = _pinned(record, storage_of(record.prefix, storage)), True
+        place: Any = storage_of(record.prefix, storage)
+        paths = record.prefix + BIN, record.prefix + IDX
+        storage, is_same = place.pinned(dict(zip(paths, record.identities, strict=True))), True
     dataset = IndexedDataset(record.prefix, access=access, storage=storage)
     now = (len(dataset), dataset.num_documents, dataset.num_tokens)
     then = (record.num_sequences, record.num_documents, record.num_tokens)
@@ -156,12 +158,6 @@ def listed_storages(prefixes: Sequence[str], storage: Storage | None) -> list[St
     remote = [prefix for prefix, place in places.items() if hasattr(place, "listed")]
     listed = places[remote[0]].listed(remote) if remote else None  # they have one storage
     return [listed if hasattr(places[prefix], "listed") else storage for prefix in prefixes]
-
-
-def _pinned(record: TokenFileRecord, storage: Any) -> Any:
-    """The storage, which opens the files of a record without asking for their identities."""
-    paths = record.prefix + BIN, record.prefix + IDX
-    return storage.pinned(dict(zip(paths, record.identities, strict=True)))
 
 
 def _identities(prefix: str, storage: Storage) -> tuple[Identity, Identity]:

@@ -14,7 +14,6 @@ from millrace.chats import ChatEncoder, ChatOptions
 from millrace.checks import printable_lines
 from millrace.encoding import Tokenizer
 from millrace.engine.progress import Progress
-from millrace.engine.uploading import UploadOptions, upload
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
@@ -180,10 +179,6 @@ def _convert(**options: Any) -> str:
     return f"{options['target']} is written"
 
 
-def _upload(**options: Any) -> str:
-    return "\n".join(upload(**options))
-
-
 VERBS = (
     Verb(
         "inspect",
@@ -225,12 +220,5 @@ VERBS = (
         "Converts token arrays to token files and back, or changes the dtype. NAME.npy is a "
         "NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin "
         "without NAME.idx holds raw tokens, and any other name is a path prefix.",
-    ),
-    Verb(
-        "upload",
-        _upload,
-        (UploadOptions,),
-        "Copies a token file, or the output folder of a shuffle, into a bucket. Readers see all of "
-        "it or nothing. An upload that was killed goes on with the file at which it stopped.",
     ),
 )

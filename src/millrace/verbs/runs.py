@@ -3,7 +3,7 @@
 import itertools
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
@@ -19,7 +19,7 @@ from millrace.jobs.benchmarking import BenchOptions, RunOptions, bench, prefixes
 from millrace.jobs.bucket_budget import BucketOptions, budget_lines, budget_of
 from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries, list_cache, prune_cache
 from millrace.jobs.indexing import IndexOptions
-from millrace.option_class import check_options, option, take_options
+from millrace.option_class import option, take_options
 from millrace.run import arguments as run_arguments, build_datasets
 from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
@@ -66,7 +66,6 @@ class TraceOptions:
     source: str | None = option("source of --document or --line", None, metavar="NAME")
     until: int | None = option("sample before which to look", None, least=0)
     rank: str | None = option("of a step: the samples of rank R of N", None, metavar="R/N")
-    split: str = option("train, valid or test; valid:1 is the second validation set", "train")
     limit: int = option("most samples to print of a document", 100, least=1)
     tokenizer: str | None = option(
         "tokenizer to decode with", None, default_text="the token file's", metavar="FILE"
@@ -80,7 +79,7 @@ def _trace(as_json: bool = False, **values: Any) -> str:
     if not is_one or (own.document is not None and own.source is None):
         raise UsageError("give --sample, --step, --line, --source and --document, or --held-out")
     tokenizer = None if own.tokenizer is None else Tokenizer(own.tokenizer)
-    trace = inspect.Trace.of(own.config, own.split, tokenizer)
+    trace = inspect.Trace.of(own.config, tokenizer)
     if own.sample is not None or asked.count(None) == 4:
         samples = [trace.sample(number) for number in _samples_of(own, trace)]
         return json_text(samples) if as_json else "\n\n".join(map(inspect.format_sample, samples))
@@ -139,9 +138,6 @@ class PlanOptions(BucketOptions):
         "write a picture of the mixture over the run, .svg or .html", None, metavar="FILE"
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 def _plan(as_json: bool = False, **values: Any) -> str:
     own = PlanOptions(**values)
@@ -168,7 +164,7 @@ def _plan(as_json: bool = False, **values: Any) -> str:
             file.write(image.encode())
     if not as_json:
         return text
-    report = vars(one) | {"buckets": budget and asdict(budget)}
+    report = {**vars(one), "buckets": budget}
     return json.dumps(report, default=np.ndarray.tolist)
 
 
