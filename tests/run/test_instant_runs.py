@@ -242,6 +242,10 @@ def test_splits_end_with_documents(tmp_path: Path) -> None:
     small = make_run(tmp_path, {"web": sources["web"]}, split="9,1,0", sequence_length=100)
     with pytest.raises(ConfigError, match="no source has 200 tokens in this split"):
         build_datasets(small).valid[0]  # type: ignore[index]
+    write_documents(tmp_path / "one", [np.arange(900)])  # whose part of a document is nothing
+    one = {"one": {"prefix": tmp_path / "one", "weight": 1, "part": [0.2, 0.9]}}
+    with pytest.raises(ConfigError, match="phase 0, source one has 0 tokens; samples of 8 tokens"):
+        train_of(make_run(tmp_path, one)).batch([0])
 
 
 def loader_of(config: InstantConfig, steps: int = 0) -> Loader:

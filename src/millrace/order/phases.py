@@ -255,6 +255,7 @@ class Phases:
         segment, place = divmod(dataset, len(self.names))
         known_first = itertools.chain(self._recent, (one for one, _ in self.stretches()))
         stretch = next(one for one in known_first if one.segment == segment)
+        self.cuts(np.array([place]), stretch.phase)  # it may have fewer tokens than it had roughly
         return Position(*(int(array[place]) for array in stretch.begins))
 
     def drawn_before(self, sample_number: int) -> set[str]:
