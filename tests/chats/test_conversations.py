@@ -108,7 +108,7 @@ def test_rows_that_are_refused(row: Any, reason: str, tmp_path: Path) -> None:
     """On the fly, and by the job, whose file of rows could not hold all of them."""
     for cache in (None, tmp_path):
         options: Any = {"sequence_length": 4, "workers": 1, "cache": cache}
-        with pytest.raises(TextError, match=f"row 0 of the list: .*{reason}"):
+        with pytest.raises(TextError, match=f"list, row 0: .*{reason}"):
             TextDataset([row], ChatEncoder(Tokenizer("bytes")), **options)[0]
 
 
