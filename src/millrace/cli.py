@@ -34,7 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemError) as error:
+        # A call in C that Ctrl-C interrupts may have a result too, which is a SystemError.
+        if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
         status = _fail("interrupted; nothing half-written was left behind")
     if is_process:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the exit of Python

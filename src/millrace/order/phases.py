@@ -276,7 +276,7 @@ class Phases:
     def past(self, sample_number: int) -> list[tuple[int, int]]:
         """The starts of the stretches that decide the samples before a number, and their phases."""
         self.stretch_of(sample_number - 1)
-        known = [*self._known.items()]  # at once: other threads may add to it
+        known = self._known.copy().items()  # at once: other threads may add to it
         return sorted(pair for pair in known if pair[0] < sample_number)
 
     def length_of(self, phase: int) -> Any:
