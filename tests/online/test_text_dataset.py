@@ -98,7 +98,7 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
 ) -> None:
     """Of any rows, each document once in an epoch, and bad rows as the policy says."""
 
-    @settings(max_examples=cases // 4, deadline=None)
+    @settings(max_examples=max(cases // 12, 10), deadline=None)  # 12 laws
     @given(case=st.fixed_dictionaries(LAW))
     def law(case: dict[str, Any]) -> None:
         place, numbers = folder(), case["numbers"]
