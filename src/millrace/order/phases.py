@@ -107,6 +107,7 @@ class Phases:
         self._caps = np.array([one.max_epochs or MAX_INT64 for one in self._sources], np.int64)
         self._mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
         self._weights = np.array([one.weight for one in self._sources], np.float64)
+        self._sizes = np.full(len(self.names), -1)  # in tokens, as far as they were asked for
         weights, sizes = self._weights, np.diff([one.bounds for one in self._sources])[:, 0]
         for number in range(len(phases)):
             weights = self._changed_weights(weights, number)
@@ -220,8 +221,9 @@ class Phases:
     def cuts(self, places: Places, phase: int) -> tuple[Numbers, int, Numbers]:
         """Tokens of some sources, the sequence length of a phase, and the sources' windows: what
         the methods of a `Position` take."""
-        num_tokens = [self._sources[place].num_tokens for place in places.tolist()]
-        sizes = np.array(num_tokens, np.int64)
+        for place in places[self._sizes[places] < 0].tolist():
+            self._sizes[place] = self._sources[place].num_tokens
+        sizes = self._sizes[places]
         self._check_windows(places, sizes, phase)
         return sizes, self.length_of(phase), self._mix_windows[places]
 
