@@ -16,6 +16,7 @@ from millrace.storage import mirror
 from millrace.storage.objects import ObjectStorage
 from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
+from tests.conftest import results_of_processes
 from tests.feed.helpers import wait_for
 from tests.shard_folders import write_sequences
 
@@ -98,12 +99,26 @@ def test_it_saves_what_the_best_cache_would(
 def test_shards_that_are_read_on_come_before_they_are_needed(
     tmp_path: Path, bucket: Bucket
 ) -> None:
-    write_sequences(tmp_path / "in", DATA.view(np.uint16).reshape(-1, SAMPLE // 2), 8)
+    write_sequences(tmp_path / "in", DATA.view(np.uint16).reshape(-1, SAMPLE // 2), 10)
     storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
     dataset = ShardedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
     for step in ([0, 1], [2, 3]):
         dataset.prefetch(step)
     wait_for(lambda: taken(tmp_path / "mirror") >= mirror._AHEAD * BLOCK)
+
+
+def put_block(file: Any, block: int, out: Any) -> None:
+    out.put(file.read(block * BLOCK, BLOCK).tobytes())
+
+
+def test_a_forked_child_reads_what_is_there(tmp_path: Path, bucket: Bucket) -> None:
+    file = opened(bucket, bucket.put("a", DATA.tobytes()), tmp_path / "mirror")
+    for block in range(2):
+        file.read(block * BLOCK, BLOCK)
+    wait_for(lambda: file._copy.read(3 * BLOCK, 5 * BLOCK) is not None)
+    with file._copy._loading:  # as a thread may that is filling a block during the fork
+        results = results_of_processes("fork", put_block, [(file, 3), (file, 4)])
+    assert {*results} == {block.tobytes() for block in DATA.reshape(-1, BLOCK)[3:5]}
 
 
 def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:

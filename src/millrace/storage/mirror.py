@@ -95,6 +95,7 @@ class Copy:
     def __init__(self, mirror: Mirror, path: str, identity: Identity) -> None:
         self._arguments = mirror, path, identity
         self._mirror, self._size = mirror, identity.size
+        self.num_blocks = -(-self._size // BLOCK)
         name = f"{blake2b(repr((path, identity)).encode()).hexdigest()}.data"
         with mirror.lock():  # not while it is removed
             place = os.path.join(mirror.folder, name)
@@ -102,7 +103,7 @@ class Copy:
             fcntl.flock(self._file, fcntl.LOCK_SH)
             if self._file + _SPARE > resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
                 raise OSError(errno.EMFILE, "too few open files are allowed (ulimit -n)")
-            os.ftruncate(self._file, self._size + -(-self._size // BLOCK))
+            os.ftruncate(self._file, self._size + self.num_blocks)
             os.utime(self._file)
         self._sums: list[str] | None = None
         self._loading = threading.Lock()
@@ -123,8 +124,7 @@ class Copy:
         return np.frombuffer(data, np.uint8) if len(data) == stop - start else None
 
     def is_whole(self) -> bool:
-        num_blocks = -(-self._size // BLOCK)
-        return self._marks(0, num_blocks) == _THERE * num_blocks
+        return self._marks(0, self.num_blocks) == _THERE * self.num_blocks
 
     def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes | None:
         """Pieces, one after the other, if all blocks are there: in one call of the core."""

@@ -375,13 +375,16 @@ class ObjectFile(Ahead):
         return self._storage.pool.submit(self._fetch_or_fill, start, stop)
 
     def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
-        """Asks for the blocks that come next where bytes [start, stop) read on."""
+        """Asks for the blocks that come next where bytes [start, stop) read on.
+
+        A forked child does not: it cannot fetch, and its parent's threads may hold the locks.
+        """
         file: ObjectFile | None = self
-        first, end = copy.blocks_ahead(start, stop)
+        first, end = (0, 0) if _use["was_forked"] else copy.blocks_ahead(start, stop)
         while file is not None and file._copy is not None and end > first:
             for block in file._copy.new_blocks(first, end):
                 self._storage.pool.submit(file._copy.fill, *block, file._fetch, file._sums)
-            first, end = 0, end - -(-file.size // BLOCK)
+            first, end = 0, end - file._copy.num_blocks
             file = file.following
 
     def _fetch_or_fill(self, start: int, stop: int) -> Any:
