@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,18 @@ def test_a_forked_child_reads_what_is_there(tmp_path: Path, bucket: Bucket) -> N
     with file._copy._loading:  # as a thread may that is filling a block during the fork
         results = results_of_processes("fork", put_block, [(file, 3), (file, 4)])
     assert {*results} == {block.tobytes() for block in DATA.reshape(-1, BLOCK)[3:5]}
+
+
+def test_a_forked_child_keeps_no_lock(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+    file = opened(bucket, bucket.put("a", DATA.tobytes()), tmp_path / "mirror")
+    proxy.latency = 1.0
+    with ThreadPoolExecutor(2) as threads:  # one of them waits for the block of the other
+        pieces = [threads.submit(file.read, place, 9) for place in (0, 9)]
+        wait_for(lambda: proxy.count("GET"))
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        assert b"".join(one.result(20) for one in pieces) == DATA[:18].tobytes()
+        child.kill()
 
 
 def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
