@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError, StorageError
+from millrace.storage import bytes_in_memory
 from millrace.storage.objects import ObjectStorage
 from millrace.storage.transfers import start_pieces
 from tests.buckets.conftest import Bucket, on_each_server
@@ -37,6 +38,8 @@ def test_an_object_is_a_file(bucket: Bucket) -> None:
                 file.prefetch(*some)
             for _ in range(2):
                 assert file.gather(*pieces).tobytes() == b"".join(parts)
+    in_memory: Any = bucket.storage(folder="/dev/null/a").open(bucket.put("a.idx", b"5"), "mmap")
+    assert bytes_in_memory(in_memory) == ord("5")  # at an address for numbers
     for name, paths in (("a", [path]), ("", [path]), ("b", [])):
         assert list(storage.list(f"{bucket.prefix}/folder/{name}")) == paths
     with pytest.raises(ValueError, match=r"the file has"):
