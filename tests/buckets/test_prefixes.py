@@ -181,10 +181,10 @@ def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) ->
 
     (tmp_path / "in").mkdir()
     num_files = len(write_tables(tmp_path / "in"))
-    write_jsonl(tmp_path / "a.jsonl.gz", make_texts(400))
+    write_jsonl(tmp_path / "a[1].jsonl.gz", make_texts(400))
     (local, remote), outputs = (tmp_path, bucket.upload(tmp_path)), []
     for place, files in ((local, ["in"]), (remote, ["in"]), (remote, ["in/*.*"])):
-        inputs = [f"{place}/{name}" for name in (*files, "*.gz")]
+        inputs = [f"{place}/{name}" for name in (*files, "a[1].jsonl.gz")]
         tokenizer, out = Tokenizer(tokenizer_file), tmp_path / f"out{len(outputs)}"
         tokenize(inputs, out, tokenizer=tokenizer, workers=2, chunk_size=500)
         outputs.append(Path(f"{out}_text_document.bin").read_bytes())
