@@ -13,7 +13,7 @@ from millrace.storage import bytes_in_memory
 from millrace.storage.objects import ObjectStorage
 from millrace.storage.transfers import start_pieces
 from tests.buckets.conftest import Bucket, on_each_server
-from tests.buckets.servers import Proxy
+from tests.buckets.servers import KEYS, Proxy
 from tests.conftest import results_of_processes
 
 BYTES = np.random.default_rng(0).integers(0, 256, 20 << 20).astype(np.uint8)
@@ -102,6 +102,19 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
         bucket.storage(time_limit=np.inf)
     with pytest.raises(ConfigError, match="give mirror and limit"):
         bucket.storage(mirror="a")
+
+
+def test_credentials_that_come_late(bucket: Bucket) -> None:
+    calls: list[int] = []
+
+    def provider() -> Any:
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("not yet")
+        return {**KEYS, "token": None, "expires_at": None}
+
+    path = bucket.put("a", b"12345")
+    assert bucket.storage({"credential_provider": provider}).stat(path).size == 5
 
 
 FAULTS = {

@@ -294,7 +294,7 @@ def _problem_of(path: str, error: Exception) -> str:
         return f"{path} was refused, because the credentials or the signature expired: {text}"
     if kind == "PreconditionError":
         raise _changed(path, "another object")
-    if status in (401, 403) or kind in ("PermissionDeniedError", "UnauthenticatedError"):
+    if status in (401, 403) or kind == "PermissionDeniedError":
         remedy = "Check the credentials, and what they may read"
         raise StorageError(f"{path} was denied: {text}. {remedy}") from None
     # S3 answers 400 if credentials expired, and to a HEAD it does so without a code.
