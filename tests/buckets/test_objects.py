@@ -102,6 +102,8 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
         bucket.storage(time_limit=np.inf)
     with pytest.raises(ConfigError, match="give mirror and limit"):
         bucket.storage(mirror="a")
+    with pytest.raises(ConfigError, match="in a file system"):
+        bucket.storage(mirror="s3://train/a", limit=1)
 
 
 def test_credentials_that_come_late(bucket: Bucket) -> None:
@@ -181,15 +183,18 @@ def test_other_processes(bucket: Bucket, proxy: Proxy) -> None:
         assert answer in result
 
 
-def test_copies_of_indices(tmp_path: Path) -> None:
+def test_copies_of_indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.idx").write_bytes(b"12345")
     path = f"file://{tmp_path}/a.idx"
     (tmp_path / "open").mkdir()
     os.chmod(tmp_path / "open", 0o777)
     with pytest.raises(ConfigError, match=r"its mode 0777"):
         ObjectStorage(folder=tmp_path / "open").open(path, "mmap")
-    for folder in ("a.idx/b", "node"):  # below a file, as in a folder that is only read
-        assert ObjectStorage(folder=tmp_path / folder).open(path, "mmap").size == 5
+    monkeypatch.chdir(tmp_path)
+    storages = [ObjectStorage(folder=folder) for folder in ("a.idx/b", "node")]
+    monkeypatch.chdir("/")
+    for storage in storages:  # below a file, as in a folder that is only read
+        assert storage.open(path, "mmap").size == 5
     (copy,) = (tmp_path / "node").glob("*.idx")
     for damage in (b"12354" + copy.read_bytes()[5:], bytes(13), b"12345"):
         copy.write_bytes(damage)

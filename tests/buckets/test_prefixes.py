@@ -14,7 +14,7 @@ import millrace
 from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader
 from millrace.cli import main
 from millrace.encoding import Tokenizer
-from millrace.errors import StorageError
+from millrace.errors import ConfigError, StorageError
 from millrace.online import open_rows
 from millrace.run import build_datasets, config_from
 from millrace.store import RawTokens
@@ -131,6 +131,8 @@ def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, capsys: Any) -> None
     raw = [RawTokens(f"{place}/raw.npy").reader.read(0, 1600).tolist() for place in places]
     facts = [(one.origin(7), one.fingerprint, some) for one, some in zip(pairs, raw, strict=True)]
     assert facts[0] == facts[1]
+    with pytest.raises(ConfigError, match="in a file system"):
+        millrace.write_loss_ranges(pairs[1].prefix, [])
     data = bytearray((tmp_path / "data0.bin").read_bytes())
     data[1000] ^= 1
     for name, damage, text in (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from millrace.checks import check_float, check_int, check_path
+from millrace.checks import check_float, check_folder, check_int
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
 from millrace.forks import Renewed
@@ -93,12 +93,12 @@ class ObjectStorage(Renewed):
         self._options, self._client_options = dict(options or {}), dict(client_options or {})
         self.time_limit = check_float("time_limit", time_limit, 0.001, _MOST_SECONDS)
         self._stall_limit = check_float("stall_limit", stall_limit, 0.001, _MOST_SECONDS)
-        self._folder = None if folder is None else check_path("folder", folder)
+        self._folder = None if folder is None else check_folder("folder", folder)
         if (mirror is None) != (limit is None):
             raise ConfigError("give mirror and limit, the folder and its size, or none of the two")
         self.mirror: Mirror | None = None
         if mirror is not None:
-            self.mirror = Mirror(check_path("mirror", mirror), check_int("limit", limit, 0))
+            self.mirror = Mirror(check_folder("mirror", mirror), check_int("limit", limit, 0))
         self.requests, self._last_success = check_int("requests", requests, 1), 0.0
         self.renew()
 
