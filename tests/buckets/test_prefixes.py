@@ -159,6 +159,9 @@ def test_a_start_without_a_herd(
     for _ in range(2):
         IndexedDataset(f"{bucket.prefix}/masked")
     assert (proxy.count("HEAD"), proxy.count("GET")) == (4, 1)
+    proxy.reset()
+    millrace.ShardedDataset(f"{bucket.prefix}/shards")
+    assert (proxy.count("HEAD"), proxy.count("list-type")) == (1, 1)  # its metadata, and all shards
     expected = batches_of(build_datasets(config).train)  # plans
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     barrier = multiprocessing.get_context("spawn").Barrier(6)
