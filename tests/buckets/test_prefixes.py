@@ -199,9 +199,10 @@ def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) ->
     for _ in range(2):
         opened = open_rows(f"{remote}/in", cache=tmp_path / "cache")
         assert pickle.loads(pickle.dumps(opened)).rows(numbers) == expected
-    bucket.put("in/c.jsonl", (tmp_path / "in/c.jsonl").read_bytes()[::-1])
+    bucket.put("in/c.jsonl", b"\n" + (tmp_path / "in/c.jsonl").read_bytes())
     with pytest.raises(StorageError, match="changed"):
         opened.rows(numbers)
+    assert open_rows(f"{remote}/in", cache=tmp_path / "cache").rows(numbers) == expected
 
 
 def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy, capsys: Any) -> None:
