@@ -98,6 +98,7 @@ def test_killed_jobs_write_what_local_ones_do(
     folder = min(paths).rpartition("/")[0] + "/"
     command += [f"{tmp_path}/work/out", "--upload-to", f"{target}/out"]
     proxy.add_fault("503", "POST|PUT .*idx", 0.3)
+    proxy.add_fault("409", "PUT .*(idx|metadata|uploading)", 0.3)
     num_kills = 4 if megabytes == 4 else 10
     for _ in range(num_kills):
         job = subprocess.Popen(command)

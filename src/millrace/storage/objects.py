@@ -299,7 +299,7 @@ def _problem_of(path: str, error: Exception) -> str:
         raise StorageError(f"{path} was denied: {text}. {remedy}") from None
     # S3 answers 400 if credentials expired, and to a HEAD it does so without a code.
     may_expire = status == 400 and "<Code>" not in text
-    if 400 <= status < 500 and status not in (408, 429) and not may_expire:
+    if 400 <= status < 500 and status not in (408, 409, 429) and not may_expire:
         raise StorageError(f"{path} cannot be read: {text}") from None
     return f"{path} cannot be read: {text}"
 
