@@ -98,6 +98,8 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
     for path, options, message in WRONG:
         with pytest.raises(ConfigError, match=message):
             bucket.storage(options).stat(path)
+    with pytest.raises(StorageError, match="the last of 1 requests"):  # of a file system
+        bucket.storage().stat("file:///a#1")
     with pytest.raises(ConfigError, match="time_limit must be between"):
         bucket.storage(time_limit=np.inf)
     with pytest.raises(ConfigError, match="give mirror and limit"):

@@ -207,7 +207,8 @@ class ObjectStorage(Renewed):
                     raise
                 problem = _problem_of(path, error)
                 passed = time.monotonic() - min(start, max(begin or start, self._last_success))
-                if passed + pause > self.time_limit or closing.is_set():
+                is_local = bucket == "file://"  # whose errors stay
+                if is_local or passed + pause > self.time_limit or closing.is_set():
                     raise StorageError(
                         f"{problem} (the last of {count} requests in {passed:.1f} s; time_limit is "
                         f"{self.time_limit:g} s)"
