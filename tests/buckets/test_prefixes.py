@@ -15,6 +15,7 @@ from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader
 from millrace.cli import main
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, StorageError
+from millrace.jobs.bucket_budget import BucketOptions, budget_of
 from millrace.online import open_rows
 from millrace.run import build_datasets, config_from
 from millrace.store import RawTokens
@@ -229,6 +230,11 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy, capsy
         assert price == requests
         assert "mirrors      save 0." in text or command != bench  # one epoch
     assert [*(tmp_path / "mirror").glob("*.data")]  # of the plan
+    paths = ["1", prefix, "1", str(write_pair(tmp_path / "other"))]
+    own = {"data_path": paths, "seq_length": 255, "num_samples": [99, 0, 0], "split": "1,0,0"}
+    mixed = config_from(own)  # half of it is not in a bucket
+    budget: Any = budget_of(build_datasets(mixed).train, BucketOptions(), 8, 1.0)
+    assert budget["requests_per_step"] == pytest.approx(4, abs=1)
 
 
 def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
