@@ -30,17 +30,14 @@ on_each_server = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="session")
-def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """A proxy and its address before a server of a kind."""
+def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Proxy]]:
+    """A proxy before a server of a kind."""
     with contextlib.ExitStack() as stack:
 
         @functools.cache
-        def start(kind: str) -> tuple[Proxy, str]:
-            if kind == "gs":
-                proxy = Proxy(start("s3")[0].upstream, is_google=True)
-            else:
-                proxy = Proxy(stack.enter_context(_SERVERS[kind](tmp_path_factory.mktemp(kind))))
-            return proxy, stack.enter_context(proxy.running())
+        def start(kind: str) -> Proxy:
+            server = _SERVERS[kind](tmp_path_factory.mktemp(kind))
+            return stack.enter_context(Proxy(stack.enter_context(server)))
 
         yield start
 
@@ -71,10 +68,11 @@ def bucket(request: Any, _start: Any, tmp_path_factory: Any) -> Iterator[Bucket]
     """The environment names its server, and a folder for copies that is new."""
     kind, folder = getattr(request, "param", "s3"), tmp_path_factory.mktemp("node")
     scheme = "s3" if kind == "ceph" else kind
-    proxy, address = _start(kind)
+    proxy = _start("s3" if kind == "gs" else kind)
+    proxy.is_google = kind == "gs"
     proxy.reset()
     with pytest.MonkeyPatch.context() as patch:
-        variables = servers.environment_for(address, scheme)
+        variables = servers.environment_for(proxy.address, scheme)
         for name, value in [*variables.items(), ("TMPDIR", str(folder))]:
             patch.setenv(name, value)
         patch.setattr("tempfile.tempdir", str(folder))
