@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, ShardedDataset
+from millrace import GPTDataset, IndexedDataset, ShardedDataset
 from millrace.storage import mirror
 from millrace.storage.objects import ObjectStorage
 from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
-from tests.conftest import results_of_processes
+from tests.conftest import results_of_processes, write_documents
 from tests.feed.helpers import wait_for
 from tests.shard_folders import write_sequences
 
@@ -72,8 +72,7 @@ def test_it_saves_what_the_best_cache_would(
     """Of three epochs, each shuffled anew; the next run finds what is there."""
     limit, tokens, folder = int(share * len(DATA)), DATA.view(np.uint16), tmp_path / "mirror"
     if order == "megatron":
-        with IndexedDatasetBuilder(tmp_path / "in", np.uint16) as builder:
-            builder.add_documents(tokens, [len(tokens) // 128] * 128)
+        write_documents(tmp_path / "in", tokens.reshape(128, -1))
     else:
         write_sequences(tmp_path / "in", tokens.reshape(-1, SAMPLE // 2), 4)
     prefix, rng, there = f"{bucket.upload(tmp_path)}/in", np.random.default_rng(1), 0
@@ -96,29 +95,24 @@ def test_it_saves_what_the_best_cache_would(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_shards_that_are_read_on_come_before_they_are_needed(
-    tmp_path: Path, bucket: Bucket
-) -> None:
-    write_sequences(tmp_path / "in", DATA.view(np.uint16).reshape(-1, SAMPLE // 2), 10)
+def put_tokens(dataset: Any, samples: range, out: Any) -> None:
+    out.put([dataset.batch([sample])["tokens"][0].tolist() for sample in samples])
+
+
+def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> None:
+    """Where an order reads on; a forked child reads what is there."""
+    tokens = DATA.view(np.uint16).reshape(-1, SAMPLE // 2)
+    write_sequences(tmp_path / "in", tokens, 2)
     storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
     dataset = ShardedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
-    for step in ([0, 1], [2, 3]):
-        dataset.prefetch(step)
-    wait_for(lambda: taken(tmp_path / "mirror") >= mirror._AHEAD * BLOCK)
-
-
-def put_block(file: Any, block: int, out: Any) -> None:
-    out.put(file.read(block * BLOCK, BLOCK).tobytes())
-
-
-def test_a_forked_child_reads_what_is_there(tmp_path: Path, bucket: Bucket) -> None:
-    file = opened(bucket, bucket.put("a", DATA.tobytes()), tmp_path / "mirror")
-    for block in range(2):
-        file.read(block * BLOCK, BLOCK)
-    wait_for(lambda: file._copy.read(3 * BLOCK, 5 * BLOCK) is not None)
-    with file._copy._loading:  # as a thread may that is filling a block during the fork
-        results = results_of_processes("fork", put_block, [(file, 3), (file, 4)])
-    assert {*results} == {block.tobytes() for block in DATA.reshape(-1, BLOCK)[3:5]}
+    for sample in range(2):
+        dataset.prefetch([sample])
+    copy, second = dataset.dataset.reader._files[1]._copy, NUM_BLOCKS // 2
+    wait_for(lambda: copy.read(0, (mirror._AHEAD - second + 1) * BLOCK) is not None)
+    samples = range(len(tokens) // 2, len(tokens) // 2 + 3)
+    with copy._loading:  # as a thread may that is filling a block during the fork
+        results = results_of_processes("fork", put_tokens, [(dataset, samples)])
+    assert results == [tokens[samples].tolist()]
 
 
 def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
