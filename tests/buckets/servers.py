@@ -41,11 +41,10 @@ cat >s3.json <<END
 END
 export WEED_MASTER_VOLUME_GROWTH_COPY_1=1  # volume for a bucket: the default takes seven
 exec $VENV/bin/weed -logdir=. server -dir=. -ip=127.0.0.1 -ip.bind=127.0.0.1 -filer -s3 \\
-  -s3.port=$1 -master.port=$2 -volume.port=$3 -filer.port=$4 -s3.port.grpc=$5 \\
-  -master.port.grpc=$6 -volume.port.grpc=$7 -filer.port.grpc=$8 -s3.port.iceberg=0 \\
-  -s3.port.lance=0 -s3.iam=false -s3.config=s3.json -s3.localSocket=s3.sock \\
-  -filer.localSocket=filer.sock -master.telemetry=false -master.electionTimeout=1s \\
-  -master.volumeSizeLimitMB=256 -volume.max=500
+  -s3.port=$1 -s3.port.grpc=$2 -master.port=$3 -master.port.grpc=$4 -volume.port=$5 \\
+  -volume.port.grpc=$6 -filer.port=$7 -filer.port.grpc=$8 -s3.port.iceberg=0 -s3.port.lance=0 \\
+  -s3.iam=false -s3.config=s3.json -s3.localSocket=s3.sock -filer.localSocket=filer.sock \\
+  -master.telemetry=false -master.electionTimeout=1s -master.volumeSizeLimitMB=256 -volume.max=500
 """
 _AZURITE = """
 exec $VENV/bin/node $VENV/azurite/node_modules/azurite/dist/src/blob/main.js --blobPort=$1 \\
@@ -121,11 +120,14 @@ def free_ports(number: int) -> list[int]:
 def _running(script: str, folder: Path, make_bucket: Callable[[str], Any]) -> Iterator[str]:
     """The address of a server, with its data in a folder, once it has a bucket."""
     ports = free_ports(8)
-    address, own = f"http://127.0.0.1:{ports[0]}", {"VENV": sys.prefix, "TMPDIR": str(folder)}
+    address = f"http://127.0.0.1:{ports[0]}"
+    # All that the script starts is killed when this process ends, however it does.
+    script = "exec 3<&0; { cat <&3; kill -9 0; } &" + script
     command = ["bash", "-ec", script, "server", *map(str, ports)]
+    environment = {**os.environ, **KEYS, "VENV": sys.prefix, "TMPDIR": str(folder)}
+    own: Any = {"cwd": folder, "env": environment, "start_new_session": True}
     with open(folder / "log", "ab") as log:
-        places: Any = {"cwd": folder, "env": {**os.environ, **KEYS, **own}, "stdout": log}
-        server = subprocess.Popen(command, stderr=log, start_new_session=True, **places)
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, **own)
     try:
         end = time.monotonic() + 120
         while True:
@@ -138,9 +140,8 @@ def _running(script: str, folder: Path, make_bucket: Callable[[str], Any]) -> It
                 time.sleep(0.1)
         yield address
     finally:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
         shutil.rmtree(folder, ignore_errors=True)
 
 
