@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from millrace.storage.objects import ObjectStorage, by_environment
 from tests.buckets import servers
 from tests.buckets.servers import Proxy
 
-_numbers = itertools.count()
 _SERVERS: dict[str, Callable[[Path], Any]] = {
     "s3": servers.seaweedfs,
     "az": servers.azurite,
@@ -43,10 +41,10 @@ def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 
 class Bucket:
-    """A prefix of its own in a bucket, `s3://train/NUMBER`, that is read by way of a proxy."""
+    """A prefix of its own in a bucket, `s3://train/NAME`, that is read by way of a proxy."""
 
-    def __init__(self, root: str, proxy: Proxy) -> None:
-        self.prefix, self.proxy = f"{root}/{next(_numbers)}", proxy
+    def __init__(self, prefix: str, proxy: Proxy) -> None:
+        self.prefix, self.proxy = prefix, proxy
 
     def storage(self, options: Any = None, **arguments: Any) -> ObjectStorage:
         return ObjectStorage(options, **{"time_limit": 20.0, **arguments})
@@ -64,21 +62,19 @@ class Bucket:
 
 
 @pytest.fixture
-def bucket(request: Any, _start: Any, tmp_path_factory: Any) -> Iterator[Bucket]:
+def bucket(request: Any, _start: Any, tmp_path_factory: Any, monkeypatch: Any) -> Bucket:
     """The environment names its server, and a folder for copies that is new."""
     kind, folder = getattr(request, "param", "s3"), tmp_path_factory.mktemp("node")
-    scheme = "s3" if kind == "ceph" else kind
-    proxy = _start("s3" if kind == "gs" else kind)
+    proxy, scheme = _start("s3" if kind == "gs" else kind), "s3" if kind == "ceph" else kind
     proxy.is_google = kind == "gs"
     proxy.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        variables = servers.environment_for(proxy.address, scheme)
-        for name, value in [*variables.items(), ("TMPDIR", str(folder))]:
-            patch.setenv(name, value)
-        patch.setattr("tempfile.tempdir", str(folder))
-        by_environment.cache_clear()
-        yield Bucket(f"file://{folder}/objects" if kind == "file" else f"{scheme}://train", proxy)
-        by_environment.cache_clear()
+    for pair in servers.environment_for(proxy.address, scheme).items():
+        monkeypatch.setenv(*pair)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    by_environment.cache_clear()
+    root = folder.as_uri() if kind == "file" else f"{scheme}://train"
+    return Bucket(f"{root}/{folder.name}", proxy)
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from obstore import sign
+from obstore.store import S3Store
+
 from millrace.files import file_lock
 
 KEYS = {"access_key_id": "millrace", "secret_access_key": "millrace-secret"}
@@ -100,8 +103,6 @@ def environment_for(address: str, scheme: str = "s3") -> dict[str, str]:
 
 def store_of(address: str) -> Any:
     """A store of obstore's own."""
-    from obstore.store import S3Store
-
     own: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
     return S3Store("train", **own, **options_for(address))
 
@@ -165,8 +166,6 @@ def azurite(folder: Path) -> Any:
 def ceph(folder: Path) -> Iterator[str]:
     """Ceph's RGW with its data in memory, one on a machine, of Debian's packages: a stricter S3
     server, for long tests."""
-    from obstore import sign
-
     minutes = datetime.timedelta(minutes=5)
     server = _running(
         _CEPH, folder, lambda address: _put(sign(store_of(address), "PUT", "", minutes))
@@ -202,8 +201,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.upstream, self.address = address, f"http://127.0.0.1:{self.server_port}"
         self._random, self._lock = random.Random(1), threading.Lock()
-        self.reset()
-        self.latency = latency
+        self.reset(latency)
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def server_close(self) -> None:
@@ -212,11 +210,11 @@ class Proxy(ThreadingHTTPServer):
 
     def handle_error(self, *_: Any) -> None: ...  # its connection ends
 
-    def reset(self) -> None:
+    def reset(self, latency: float = 0.0) -> None:
+        self.latency = latency
         self.requests: list[str] = []  # "METHOD path"
         self.bodies = 0  # bytes of all bodies that were read
         self.faults: list[list[Any]] = []
-        self.latency = 0.0
 
     def add_fault(self, kind: str, pattern: str, share: float = 1.0, times: int = 1 << 30) -> None:
         self.faults.append([kind, pattern, share, times])

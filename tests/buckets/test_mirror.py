@@ -31,10 +31,6 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "FIRST", 0)
 
 
-def opened(bucket: Bucket, path: str, folder: Path, limit: int = 1 << 30) -> Any:
-    return bucket.storage(mirror=folder, limit=limit).open(path, "file")
-
-
 def read_all(file: Any) -> None:
     """Reads all in batches, each of which is announced while the one before it is read."""
     batches, counts = np.arange(0, len(DATA), SAMPLE).reshape(-1, 32), np.full(32, SAMPLE)
@@ -95,10 +91,6 @@ def test_it_saves_what_the_best_cache_would(
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def put_tokens(dataset: Any, samples: range, out: Any) -> None:
-    out.put([dataset.batch([sample])["tokens"][0].tolist() for sample in samples])
-
-
 def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> None:
     """Where an order reads on; a forked child reads what is there."""
     tokens = DATA.view(np.uint16).reshape(-1, SAMPLE // 2)
@@ -110,16 +102,19 @@ def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> N
     copy, second = dataset.dataset.reader._files[1]._copy, NUM_BLOCKS // 2
     wait_for(lambda: copy.read(0, (mirror._AHEAD - second + 1) * BLOCK) is not None)
     samples = range(len(tokens) // 2, len(tokens) // 2 + 3)
+
+    def read(out: Any) -> None:
+        out.put([dataset.batch([sample])["tokens"][0].tolist() for sample in samples])
+
     with copy._loading:  # as a thread may that is filling a block during the fork
-        results = results_of_processes("fork", put_tokens, [(dataset, samples)])
-    assert results == [tokens[samples].tolist()]
+        assert results_of_processes("fork", read, [()]) == [tokens[samples].tolist()]
 
 
 def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
     paths, limit = [bucket.put(name, DATA.tobytes()) for name in "abc"], 2 * len(DATA) + METADATA
 
     def read(path: str) -> tuple[Any, int]:
-        file = opened(bucket, path, tmp_path / "mirror", limit)
+        file = bucket.storage(mirror=tmp_path / "mirror", limit=limit).open(path, "file")
         proxy.reset()
         read_all(file)
         return file, proxy.bodies
@@ -153,7 +148,7 @@ def test_a_full_disk_and_too_few_open_files(
     with contextlib.suppress(OSError):
         (disk / "all").write_bytes(bytes(1 << 21))
     for path in paths:
-        read_all(opened(bucket, path, folder))
+        read_all(bucket.storage(mirror=folder, limit=1 << 30).open(path, "file"))
 
 
 def read_for_ever(path: str, folder: Path, limit: int, has_begun: Any) -> None:
@@ -181,7 +176,7 @@ def test_kills_leave_no_wrong_byte(
         for reader in readers:
             reader.kill()
             reader.join()
-        file = opened(bucket, path, folder, limit)
+        file = bucket.storage(mirror=folder, limit=limit).open(path, "file")
         read_all(file)
         assert taken(folder) <= limit
         (copy,) = folder.iterdir()  # which is damaged while it is open

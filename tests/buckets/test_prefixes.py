@@ -3,6 +3,7 @@
 import multiprocessing
 import pickle
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 
 import millrace
 from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader
-from millrace.cli import main
 from millrace.encoding import Tokenizer
 from millrace.errors import StorageError
 from millrace.online import open_rows
@@ -21,31 +21,26 @@ from millrace.store import RawTokens
 from millrace.tokenizing import tokenize
 from tests.buckets.conftest import Bucket
 from tests.buckets.servers import Proxy
-from tests.conftest import make_texts, results_of_processes, write_jsonl
+from tests.conftest import make_texts, results_of_processes, write_documents, write_jsonl
 from tests.feed.helpers import wait_for
 from tests.shard_folders import make_sequences, write_sequences
+from tests.store.pairs import flip
 
 SERVERS = ["s3", "gs", "az", "file"]
 KINDS = ["pair", "shards", "gpt", "instant"]
 
 
-def write_pair(folder: Path, name: str = "data", documents: int = 300, seed: int = 0) -> Path:
-    folder.mkdir(exist_ok=True)
-    random = np.random.default_rng(seed)
-    with IndexedDatasetBuilder(folder / name, np.uint16, checksums=True) as builder:
-        for length in random.integers(1, 200, documents).tolist():
-            builder.add_document(random.integers(0, 100, length))
-    with millrace.provenance.OriginsWriter(folder / name) as origins:
-        origins.add(["web.jsonl"], [0] * documents, range(1, documents + 1), [-1] * documents)
-    return folder / name
-
-
 def write_inputs(folder: Path, documents: int = 100, seed: int = 0) -> str:
     """Token files, one of them with a mask, raw tokens and shards; returns the folder."""
-    for number in range(3):
-        write_pair(folder, f"data{number}", documents, seed + number)
-    ranges = [(number, 0, 1) for number in range(documents)]
-    millrace.write_loss_ranges(write_pair(folder, "masked", documents, seed), ranges)
+    folder.mkdir(exist_ok=True)
+    random = np.random.default_rng(seed)
+    for name in ("data0", "data1", "data2", "masked"):
+        with IndexedDatasetBuilder(folder / name, np.uint16, checksums=True) as builder:
+            for length in random.integers(1, 200, documents).tolist():
+                builder.add_document(random.integers(0, 100, length))
+        with millrace.provenance.OriginsWriter(folder / name) as origins:
+            origins.add(["web.jsonl"], [0] * documents, range(1, documents + 1), [-1] * documents)
+    millrace.write_loss_ranges(folder / "masked", [(number, 0, 1) for number in range(documents)])
     rows = make_sequences(50, 16, np.uint16, seed)
     write_sequences(folder / "shards", rows)
     np.save(folder / "raw.npy", rows.reshape(-1))
@@ -121,25 +116,21 @@ def test_a_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None
         wait_for(lambda: proxy.count("GET .*bin") > 99)  # of 200 samples
 
 
-def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, capsys: Any) -> None:
+def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, verb: Callable[..., str]) -> None:
     places = write_inputs(tmp_path), bucket.upload(tmp_path)
-    for words in (("inspect", "data0"), ("verify", "data0"), ("inspect", "shards")):
-        assert [main([words[0], f"{place}/{words[1]}"]) for place in places] == [0, 0]
-        lines = capsys.readouterr().out.replace(places[1], places[0]).splitlines()
-        assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+    for name, path in (("inspect", "data0"), ("verify", "data0"), ("inspect", "shards")):
+        local, remote = (verb(name, f"{place}/{path}") for place in places)
+        assert remote.replace(places[1], places[0]) == local
     pairs = [IndexedDataset(f"{place}/data0") for place in places]
     raw = [RawTokens(f"{place}/raw.npy").reader.read(0, 1600).tolist() for place in places]
     facts = [(one.origin(7), one.fingerprint, some) for one, some in zip(pairs, raw, strict=True)]
     assert facts[0] == facts[1]
-    data = bytearray((tmp_path / "data0.bin").read_bytes())
-    data[1000] ^= 1
-    for name, damage, text in (
-        ("data0.bin", data, "block 0"),
-        ("shards/shard_0007.bin", b"12", "shard_0007.bin is not one of the 3 shards"),
-    ):
-        bucket.put(name, bytes(damage))
-        assert main(["verify", f"{places[1]}/{re.split('[.]|/', name)[0]}"]) == 1
-        assert text in capsys.readouterr().out
+    flip(tmp_path / "data0.bin", 1000)
+    bucket.put("data0.bin", (tmp_path / "data0.bin").read_bytes())
+    assert "block 0" in verb("verify", f"{bucket.prefix}/data0", status=1)
+    bucket.put("shards/shard_0007.bin", b"12")
+    text = verb("verify", f"{bucket.prefix}/shards", status=1)
+    assert "shard_0007.bin is not one of the 3 shards" in text
 
 
 def first_batch(config: Any, barrier: Any, out: Any) -> None:
@@ -199,11 +190,9 @@ def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) ->
         opened.rows(numbers)
 
 
-def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy, capsys: Any) -> None:
+def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy, verb: Any) -> None:
     """Its requests and bytes are those that the proxy counts."""
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        for _ in range(4):
-            builder.add_document(np.zeros(1 << 16, np.uint16))
+    write_documents(tmp_path / "data", np.zeros((4, 1 << 16), int))
     prefix = f"{bucket.upload(tmp_path)}/data"
     dataset = GPTDataset(IndexedDataset(prefix), sequence_length=255, seed=1234)
     proxy.reset()
@@ -216,8 +205,7 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy, capsy
     (tmp_path / "run.yaml").write_text(source + counts + mirror)
     bench = f"bench {prefix} --sequence-length=255 --seconds=0.1 --micro-batch-size=8 --mirror=100M"
     for command in (bench, f"plan {tmp_path}/run.yaml"):
-        assert main([*command.split(), "--get-price=1000"]) == 0
-        text = capsys.readouterr().out
+        text = verb(*command.split(), "--get-price=1000")
         (requests, price), *_ = re.findall(r"the run +([\d,]+) requests, .* ([\d,]+)\.00", text)
         assert int(requests.replace(",", "")) == expected
         assert price == requests
@@ -230,8 +218,7 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
     from millrace import megatron as drop_in
     from tests.oracle import oracle_megatron as oracle
 
-    local = str(write_pair(tmp_path, documents=60))
-    remote = f"{bucket.upload(tmp_path)}/data"
+    local, remote = (f"{one}/data0" for one in (write_inputs(tmp_path), bucket.upload(tmp_path)))
     assert [drop_in.IndexedDataset.exists(one) for one in (remote, f"{remote}2")] == [True, False]
     folder, samples = str(tmp_path / "copies"), []
     is_remote = {"object_storage_cache_path": folder, "mmap_bin_files": False}
@@ -248,7 +235,7 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
     for one, kind in ((low, "_S3BinReader"), (by_client, "_MultiStorageClientBinReader")):
         assert type(one.bin_reader) is getattr(drop_in, kind)
         assert pickle.loads(pickle.dumps(one))[7].tolist() == IndexedDataset(local)[7].tolist()
-    (tmp_path / "data.bin").write_bytes((tmp_path / "data.bin").read_bytes())
+    Path(f"{local}.bin").write_bytes(Path(f"{local}.bin").read_bytes())
     with pytest.raises(StorageError, match="changed"):
         by_client[0]
     assert {path.suffix for path in Path(folder).iterdir()} == {".idx"}
