@@ -27,24 +27,10 @@ on_each_server = pytest.mark.parametrize(
 """A test in a bucket of each server, and in a folder as if it were one."""
 
 
-@pytest.fixture(scope="session")
-def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Proxy]]:
-    """A proxy before a server of a kind."""
-    with contextlib.ExitStack() as stack:
-
-        @functools.cache
-        def start(kind: str) -> Proxy:
-            server = _SERVERS[kind](tmp_path_factory.mktemp(kind))
-            return stack.enter_context(Proxy(stack.enter_context(server)))
-
-        yield start
-
-
-class Bucket:
+class Bucket(Proxy):
     """A prefix of its own in a bucket, `s3://train/NAME`, that is read by way of a proxy."""
 
-    def __init__(self, prefix: str, proxy: Proxy) -> None:
-        self.prefix, self.proxy = prefix, proxy
+    prefix: str
 
     def storage(self, options: Any = None, **arguments: Any) -> ObjectStorage:
         return ObjectStorage(options, **{"time_limit": 20.0, **arguments})
@@ -61,23 +47,30 @@ class Bucket:
         return self.prefix
 
 
+@pytest.fixture(scope="session")
+def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Bucket]]:
+    """A bucket on a server of a kind."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(kind: str) -> Bucket:
+            server = _SERVERS[kind](tmp_path_factory.mktemp(kind))
+            return stack.enter_context(Bucket(stack.enter_context(server)))
+
+        yield start
+
+
 @pytest.fixture
 def bucket(request: Any, _start: Any, tmp_path_factory: Any, monkeypatch: Any) -> Bucket:
     """The environment names its server, and a folder for copies that is new."""
     kind, folder = getattr(request, "param", "s3"), tmp_path_factory.mktemp("node")
-    proxy, scheme = _start("s3" if kind == "gs" else kind), "s3" if kind == "ceph" else kind
-    proxy.is_google = kind == "gs"
-    proxy.reset()
-    for pair in servers.environment_for(proxy.address, scheme).items():
+    bucket, scheme = _start("s3" if kind == "gs" else kind), "s3" if kind == "ceph" else kind
+    bucket.reset()
+    bucket.is_google = kind == "gs"
+    bucket.prefix = f"{folder.as_uri() if kind == 'file' else f'{scheme}://train'}/{folder.name}"
+    for pair in servers.environment_for(bucket.address, scheme).items():
         monkeypatch.setenv(*pair)
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     by_environment.cache_clear()
-    root = folder.as_uri() if kind == "file" else f"{scheme}://train"
-    return Bucket(f"{root}/{folder.name}", proxy)
-
-
-@pytest.fixture
-def proxy(bucket: Bucket) -> Proxy:
-    """The proxy before the bucket, without faults and with no request counted."""
-    return bucket.proxy
+    return bucket

@@ -107,24 +107,18 @@ def store_of(address: str) -> Any:
     return S3Store("train", **own, **options_for(address))
 
 
-def free_ports(number: int) -> list[int]:
-    """Ports below those of outgoing connections, which could take them before the server does."""
-    ports: set[int] = set()
-    while len(ports) < number:
-        place = "127.0.0.1", random.randrange(10_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(place):
-            ports.add(place[1])
-    return [*ports]
-
-
 @contextlib.contextmanager
 def _running(script: str, folder: Path, make_bucket: Callable[[str], Any]) -> Iterator[str]:
     """The address of a server, with its data in a folder, once it has a bucket."""
-    ports = free_ports(8)
-    address = f"http://127.0.0.1:{ports[0]}"
+    ports: set[int] = set()
+    while len(ports) < 8:  # below those of outgoing connections, which could take them first
+        place = "127.0.0.1", random.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(place):
+            ports.add(place[1])
+    address = f"http://127.0.0.1:{min(ports)}"
     # All that the script starts is killed when this process ends, however it does.
     script = "exec 3<&0; { cat <&3; kill -9 0; } &" + script
-    command = ["bash", "-ec", script, "server", *map(str, ports)]
+    command = ["bash", "-ec", script, "server", *map(str, sorted(ports))]
     environment = {**os.environ, **KEYS, "VENV": sys.prefix, "TMPDIR": str(folder)}
     own: Any = {"cwd": folder, "env": environment, "start_new_session": True}
     with open(folder / "log", "ab") as log:

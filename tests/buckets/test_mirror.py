@@ -15,8 +15,7 @@ from millrace import GPTDataset, IndexedDataset, ShardedDataset
 from millrace.storage import mirror
 from millrace.storage.objects import ObjectStorage
 from tests.buckets.conftest import Bucket
-from tests.buckets.servers import Proxy
-from tests.conftest import results_of_processes, write_documents
+from tests.conftest import results_of_processes
 from tests.feed.helpers import wait_for
 from tests.shard_folders import write_sequences
 
@@ -63,29 +62,27 @@ def taken(folder: Path) -> int:
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("order", ["megatron", "shards"])
 def test_it_saves_what_the_best_cache_would(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, order: str, share: float
+    tmp_path: Path, bucket: Bucket, order: str, share: float
 ) -> None:
     """Of three epochs, each shuffled anew; the next run finds what is there."""
     limit, tokens, folder = int(share * len(DATA)), DATA.view(np.uint16), tmp_path / "mirror"
-    if order == "megatron":
-        write_documents(tmp_path / "in", tokens.reshape(128, -1))
-    else:
-        write_sequences(tmp_path / "in", tokens.reshape(-1, SAMPLE // 2), 4)
+    length, num_shards = (len(tokens) // 128, 1) if order == "megatron" else (SAMPLE // 2, 4)
+    write_sequences(tmp_path / "in", tokens.reshape(-1, length), num_shards)
     prefix, rng, there = f"{bucket.upload(tmp_path)}/in", np.random.default_rng(1), 0
     for num_epochs in (3, 1):
         storage = bucket.storage(mirror=folder, limit=limit + METADATA)
         if order == "megatron":
-            pair = IndexedDataset(prefix, storage=storage)
+            pair = IndexedDataset(f"{prefix}/shard_0000", storage=storage)
             dataset: Any = GPTDataset(pair, sequence_length=SAMPLE // 2, seed=1)
         else:
             dataset = ShardedDataset(prefix, storage=storage)
         numbers = np.concatenate([rng.permutation(len(dataset)) for _ in range(num_epochs)])
-        proxy.reset()
+        bucket.reset()
         for step in np.array_split(numbers, 20):
             dataset.prefetch(step)
             dataset.batch(step)
         best = SAMPLE * misses_of_the_best_cache(numbers.tolist(), limit // SAMPLE)
-        assert proxy.bodies <= max(best - there, 0) + 0.02 * best * (there < len(DATA))
+        assert bucket.bodies <= max(best - there, 0) + 0.02 * best * (there < len(DATA))
         there = taken(folder) // BLOCK * BLOCK
     assert limit - BLOCK < taken(folder) <= limit + METADATA
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -110,14 +107,14 @@ def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> N
         assert results_of_processes("fork", read, [()]) == [tokens[samples].tolist()]
 
 
-def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket) -> None:
     paths, limit = [bucket.put(name, DATA.tobytes()) for name in "abc"], 2 * len(DATA) + METADATA
 
     def read(path: str) -> tuple[Any, int]:
         file = bucket.storage(mirror=tmp_path / "mirror", limit=limit).open(path, "file")
-        proxy.reset()
+        bucket.reset()
         read_all(file)
-        return file, proxy.bodies
+        return file, bucket.bodies
 
     first = [read(paths[0])[0], read(paths[1])[0]]
     read(paths[2])
@@ -160,11 +157,9 @@ def read_for_ever(path: str, folder: Path, limit: int, has_begun: Any) -> None:
 
 
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(50, marks=pytest.mark.long)])
-def test_kills_leave_no_wrong_byte(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, num_rounds: int
-) -> None:
+def test_kills_leave_no_wrong_byte(tmp_path: Path, bucket: Bucket, num_rounds: int) -> None:
     path, folder, limit = bucket.put("a", DATA.tobytes()), tmp_path / "mirror", len(DATA) // 2
-    context, proxy.latency = multiprocessing.get_context("spawn"), 0.002
+    context, bucket.latency = multiprocessing.get_context("spawn"), 0.002
     for _ in range(num_rounds):
         has_begun = context.Barrier(3)
         arguments = path, folder, limit, has_begun

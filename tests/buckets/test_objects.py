@@ -13,7 +13,6 @@ from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.storage.objects import ObjectStorage
 from millrace.storage.transfers import start_pieces
 from tests.buckets.conftest import Bucket, on_each_server
-from tests.buckets.servers import Proxy
 from tests.conftest import results_of_processes
 
 BYTES = np.random.default_rng(0).integers(0, 256, 20 << 20).astype(np.uint8)
@@ -44,18 +43,18 @@ def test_an_object_is_a_file(bucket: Bucket) -> None:
         file.read(file.size - 1, 2)
 
 
-def test_what_is_announced_is_asked_for_once(bucket: Bucket, proxy: Proxy) -> None:
+def test_what_is_announced_is_asked_for_once(bucket: Bucket) -> None:
     file: Any = bucket.storage().open(bucket.put("a", BYTES.tobytes()), "file")
     for step, num_requests in ((1 << 16, 8), (1000, 1)):  # apart, and neighbours
         offsets, counts = np.arange(0, 8 * step, step), np.full(8, 1000)
-        proxy.reset()
+        bucket.reset()
         file.prefetch(offsets, counts)
         file.gather(offsets[::-1], counts)
-        assert (proxy.count("GET"), proxy.bodies) == (num_requests, 8000)
+        assert (bucket.count("GET"), bucket.bodies) == (num_requests, 8000)
     file.gather(np.array([0, 1040]), np.array([1000, 1000]))  # a gap of 1/25
-    assert proxy.count("GET") == 2
+    assert bucket.count("GET") == 2
     file.read(0, file.size)
-    assert proxy.count("GET") == 5  # of 8 MiB at most
+    assert bucket.count("GET") == 5  # of 8 MiB at most
     asked: list[int] = []
     start_pieces(lambda start, _: asked.append(start), [(500, 9), (0, 9), (509, 9), (70, 9)])
     assert asked == [500, 0, 70]  # first what is needed first
@@ -110,32 +109,32 @@ FAULTS = {
 
 @pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
 @pytest.mark.parametrize("kind", FAULTS)
-def test_faults_end_in_time_or_are_not_seen(bucket: Bucket, proxy: Proxy, kind: str) -> None:
+def test_faults_end_in_time_or_are_not_seen(bucket: Bucket, kind: str) -> None:
     path = bucket.put("a", BYTES[:5000].tobytes())
-    proxy.add_fault(kind, "GET", times=3)
+    bucket.add_fault(kind, "GET", times=3)
     file = bucket.storage(stall_limit=1.0).open(path, "file")
     assert file.read(7, 4000).tobytes() == BYTES[7:4007].tobytes()
-    assert proxy.count("GET") == 4
+    assert bucket.count("GET") == 4
     stall_limit = 0.2 if kind == "stall" else 10.0
     storage = bucket.storage(stall_limit=stall_limit, time_limit=0.8, requests=1)
     file = storage.open(path, "file", file.identity)
-    proxy.add_fault(kind, "GET")
+    bucket.add_fault(kind, "GET")
     piece = np.array([7]), np.array([4000])
     file.prefetch(*piece)
     with pytest.raises(StorageError, match=rf"{FAULTS[kind]}.*requests in .*time_limit is 0.8 s"):
         file.read(0, 5000)
-    proxy.reset()  # what has failed ahead is asked for again
+    bucket.reset()  # what has failed ahead is asked for again
     assert file.gather(*piece).tobytes() == BYTES[7:4007].tobytes()
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-def test_servers_without_ranges_or_conditions(bucket: Bucket, proxy: Proxy) -> None:
+def test_servers_without_ranges_or_conditions(bucket: Bucket) -> None:
     file = bucket.storage(time_limit=0.3).open(bucket.put("a", b"12345"), "file")
-    proxy.add_fault("range", "GET")
+    bucket.add_fault("range", "GET")
     with pytest.raises(StorageError, match="cannot be read"):
         file.read(0, 4)
     bucket.put("a", b"54321")
-    proxy.faults = [["if-match", "GET", 1, 1]]
+    bucket.faults = [["if-match", "GET", 1, 1]]
     with pytest.raises(StorageError, match=r"changed .* an object of 5 bytes"):
         file.read(0, 4)
 
@@ -148,12 +147,12 @@ def read_in_child(storage: Any, path: str, out: Any) -> None:
         out.put(str(error))
 
 
-def test_other_processes(bucket: Bucket, proxy: Proxy) -> None:
+def test_other_processes(bucket: Bucket) -> None:
     """A forked one is told what to do; the end of Python does not wait for 300 s of retries."""
     path, storage = bucket.put("a", b"12345"), bucket.storage(time_limit=300.0)
     bucket.put("ab", b"12345")
     storage.open(path, "file").read(0, 5)
-    proxy.add_fault("503", "GET .*/ab")
+    bucket.add_fault("503", "GET .*/ab")
     for method, answer in (("fork", "forkserver or spawn"), ("spawn", "12345")):
         (result,) = results_of_processes(method, read_in_child, [(storage, path)])
         assert answer in result

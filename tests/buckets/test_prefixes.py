@@ -20,14 +20,16 @@ from millrace.run import build_datasets, config_from
 from millrace.store import RawTokens
 from millrace.tokenizing import tokenize
 from tests.buckets.conftest import Bucket
-from tests.buckets.servers import Proxy
 from tests.conftest import make_texts, results_of_processes, write_documents, write_jsonl
 from tests.feed.helpers import wait_for
 from tests.shard_folders import make_sequences, write_sequences
 from tests.store.pairs import flip
 
-SERVERS = ["s3", "gs", "az", "file"]
-KINDS = ["pair", "shards", "gpt", "instant"]
+SERVERS, KINDS = ["s3", "gs", "az", "file"], ["pair", "shards", "gpt", "instant"]
+CASES = [
+    pytest.param(SERVERS[seed % 4], seed, marks=[pytest.mark.long] * (seed >= 12))
+    for seed in range(200)
+]
 
 
 def write_inputs(folder: Path, documents: int = 100, seed: int = 0) -> str:
@@ -69,16 +71,9 @@ def batches_of(dataset: Any, **options: Any) -> list[dict[str, Any]]:
         return [{name: np.asarray(one).tolist() for name, one in batch.items()} for batch in loader]
 
 
-@pytest.mark.parametrize(
-    ("bucket", "seed"),
-    [
-        pytest.param(SERVERS[seed % 4], seed, marks=[pytest.mark.long] * (seed >= 12))
-        for seed in range(200)
-    ],
-    indirect=["bucket"],
-)
+@pytest.mark.parametrize(("bucket", "seed"), CASES, indirect=["bucket"])
 def test_random_cases_under_faults(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: Bucket, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults that are shorter than the limit change no batch, and are not seen."""
     for name in ("storage.mirror.BLOCK", "storage.objects.BLOCK", "store.info.BLOCK_SIZE"):
@@ -88,12 +83,12 @@ def test_random_cases_under_faults(
     kind, limit = KINDS[(seed + seed // 4) % 4], [1 << 30, None, 1 << 15][seed % 3]
     local = write_inputs(tmp_path / "in", int(random.integers(40, 200)), seed)
     folders = local, bucket.upload(tmp_path / "in")
-    proxy.latency = float(random.choice([0, 0.003]))
+    bucket.latency = float(random.choice([0, 0.003]))
     # Each block is compared with the sidecar, if all are in the mirror.
     is_checked = kind in ("pair", "instant") and limit == 1 << 30
-    proxy.add_fault("flip", "GET .*(data.|masked).bin", 0.3 * is_checked)
+    bucket.add_fault("flip", "GET .*(data.|masked).bin", 0.3 * is_checked)
     for fault, share in {"503": 0.05, "cut": 0.03, "expired": 0.02, "stall": 0.003}.items():
-        proxy.add_fault(fault, "GET|HEAD", share)
+        bucket.add_fault(fault, "GET|HEAD", share)
     mirror: Any = {} if limit is None else {"mirror": tmp_path / "mirror", "limit": limit}
     storage = bucket.storage(stall_limit=2.0, time_limit=120.0, **mirror)
     length, threads, ahead = random.integers(1, 100), random.integers(1, 4), random.integers(1, 9)
@@ -105,15 +100,15 @@ def test_random_cases_under_faults(
     assert results[0] == results[1]
 
 
-def test_a_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+def test_a_run_reads_ahead(tmp_path: Path, bucket: Bucket) -> None:
     """Also from one sequence length to the next, which the samples of a step do not mix."""
     write_inputs(tmp_path)
     remote = dataset_of("instant", bucket.upload(tmp_path))
     remote.prefetch(range(76, 84))
-    proxy.reset()
+    bucket.reset()
     with Loader(remote, micro_batch_size=4, prefetch=1) as loader:
         next(loader)
-        wait_for(lambda: proxy.count("GET .*bin") > 99)  # of 200 samples
+        wait_for(lambda: bucket.count("GET .*bin") > 99)  # of 200 samples
 
 
 def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, verb: Callable[..., str]) -> None:
@@ -139,28 +134,28 @@ def first_batch(config: Any, barrier: Any, out: Any) -> None:
 
 
 def test_a_start_without_a_herd(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A listing of all, and each index once on a node; nothing if the manifest is trusted."""
     write_inputs(tmp_path / "in")
     config = run_of(bucket.upload(tmp_path / "in"), cache=tmp_path / "cache")
-    proxy.reset()
+    bucket.reset()
     for _ in range(2):
         IndexedDataset(f"{bucket.prefix}/masked")
-    assert (proxy.count("HEAD"), proxy.count("GET")) == (4, 1)
+    assert (bucket.count("HEAD"), bucket.count("GET")) == (4, 1)
     expected = batches_of(build_datasets(config).train)  # plans
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     barrier = multiprocessing.get_context("spawn").Barrier(6)
     for num_indices in (3, 0):
-        proxy.reset()
+        bucket.reset()
         results_of_processes("spawn", first_batch, [(config, barrier)] * 6)
-        assert proxy.count("list-type") <= 1
-        assert proxy.count("HEAD") == proxy.count("info.json") == 0
-        assert proxy.count("idx") == num_indices
+        assert bucket.count("list-type") <= 1
+        assert bucket.count("HEAD") == bucket.count("info.json") == 0
+        assert bucket.count("idx") == num_indices
     trusted = replace(config, trust_cache=True)
-    proxy.reset()
+    bucket.reset()
     assert batches_of(build_datasets(trusted).train) == expected
-    assert proxy.count("HEAD|list-type") == 0
+    assert bucket.count("HEAD|list-type") == 0
     bucket.put("data1.bin", (tmp_path / "in/data1.bin").read_bytes()[::-1])
     with pytest.raises(StorageError, match="changed"):
         batches_of(build_datasets(trusted).train)
@@ -190,15 +185,15 @@ def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) ->
         opened.rows(numbers)
 
 
-def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy, verb: Any) -> None:
+def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     """Its requests and bytes are those that the proxy counts."""
     write_documents(tmp_path / "data", np.zeros((4, 1 << 16), int))
     prefix = f"{bucket.upload(tmp_path)}/data"
     dataset = GPTDataset(IndexedDataset(prefix), sequence_length=255, seed=1234)
-    proxy.reset()
+    bucket.reset()
     for start in range(0, len(dataset), 8):
         dataset.batch(np.arange(start, min(start + 8, len(dataset))))
-    expected = pytest.approx(proxy.count("data.bin"), rel=0.1)
+    expected = pytest.approx(bucket.count("data.bin"), rel=0.1)
     source = f"order: instant\nsources: {{a: {{prefix: {prefix}, weight: 1}}}}\n"
     counts = f"seq-length: 255\nglobal-batch-size: 8\nnum-samples: [{len(dataset)}, 0, 0]\n"
     mirror = f"mirror: {tmp_path}/mirror\nmirror-limit: 1M\n"

@@ -14,7 +14,6 @@ from millrace import IndexedDataset
 from millrace.files import sum_of
 from millrace.storage import SequentialStream, storage_of
 from tests.buckets.conftest import Bucket
-from tests.buckets.servers import Proxy
 from tests.conftest import make_texts, write_jsonl
 
 KILLED = """
@@ -72,7 +71,7 @@ def job_of(verb: str, folder: Path, megabytes: int) -> list[str]:
 @pytest.mark.parametrize("megabytes", [4, pytest.param(2000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("verb", ["tokenize", "shuffle"])
 def test_killed_jobs_write_what_local_ones_do(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, verb: str, megabytes: int
+    tmp_path: Path, bucket: Bucket, verb: str, megabytes: int
 ) -> None:
     command = [sys.executable, "-m", "millrace", *job_of(verb, tmp_path, megabytes)]
     for name in ("local", "work"):
@@ -85,7 +84,7 @@ def test_killed_jobs_write_what_local_ones_do(
     paths = {f"{target}/{path.relative_to(tmp_path / 'local')}": path for path in local}
     folder = min(paths).rpartition("/")[0] + "/"
     command += [f"{tmp_path}/work/out", "--upload-to", f"{target}/out"]
-    proxy.add_fault("503", "POST|PUT .*idx", 0.3)
+    bucket.add_fault("503", "POST|PUT .*idx", 0.3)
     num_kills = 4 if megabytes == 4 else 10
     for _ in range(num_kills):
         job = subprocess.Popen(command)
@@ -98,7 +97,7 @@ def test_killed_jobs_write_what_local_ones_do(
             assert there == {*paths}  # readers see all, or nothing
     subprocess.run(command, check=True)
     if verb == "shuffle" and megabytes == 4:  # a kill costs the files of the workers
-        assert proxy.count("PUT .*shard.*bin") <= 20 + 2 * num_kills
+        assert bucket.count("PUT .*shard.*bin") <= 20 + 2 * num_kills
     kept = {path.name for path in (tmp_path / "work").rglob("*") if path.is_file()}
     assert len(kept & results) == len(kept) == 1
     assert {*storage_of(folder).list(folder)} == {*paths}
