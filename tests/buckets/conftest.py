@@ -19,12 +19,9 @@ _SERVERS: dict[str, Callable[[Path], Any]] = {
     "file": lambda folder: contextlib.nullcontext(""),
 }
 
-on_each_server = pytest.mark.parametrize(
-    "bucket",
-    ["s3", "gs", "az", "file", pytest.param("ceph", marks=pytest.mark.long)],
-    indirect=True,
-)
-"""A test in a bucket of each server, and in a folder as if it were one."""
+# A test in a bucket of each server, and in a folder as if it were one.
+_ALL = ["s3", "gs", "az", "file", pytest.param("ceph", marks=pytest.mark.long)]
+on_each_server = pytest.mark.parametrize("bucket", _ALL, indirect=True)
 
 
 class Bucket(Proxy):

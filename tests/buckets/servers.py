@@ -234,17 +234,16 @@ class Proxy(ThreadingHTTPServer):
         status, headers, body = _ANSWERS.get(fault) or self.reply(to, sent)
         if fault == "flip" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
-        is_half = fault in ("cut", "stall")
+        size = len(body) // 2 if fault in ("cut", "stall") else len(body)
         to.send_response(status)
         for pair in {"content-length": str(len(body)), **headers}.items():
             to.send_header(*pair)
         to.end_headers()
         if to.command != "HEAD":
-            to.wfile.write(body[: len(body) // 2] if is_half else body)
-        if is_half:
-            to.wfile.flush()
-            time.sleep(30 * (fault == "stall"))
-            to.close_connection = True
+            to.wfile.write(body[:size])
+        to.wfile.flush()
+        time.sleep(30 * (fault == "stall"))
+        to.close_connection |= size < len(body)
 
     def reply(self, to: _Handler, sent: bytes) -> tuple[int, dict[str, str], bytes]:
         """The server's own answer."""

@@ -61,10 +61,8 @@ def taken(folder: Path) -> int:
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("order", ["megatron", "shards"])
-def test_it_saves_what_the_best_cache_would(
-    tmp_path: Path, bucket: Bucket, order: str, share: float
-) -> None:
-    """Of three epochs, each shuffled anew; the next run finds what is there."""
+def test_it_saves_the_most_bytes(tmp_path: Path, bucket: Bucket, order: str, share: float) -> None:
+    """What the best cache would of three epochs, each shuffled anew; the next run finds them."""
     limit, tokens, folder = int(share * len(DATA)), DATA.view(np.uint16), tmp_path / "mirror"
     length, num_shards = (len(tokens) // 128, 1) if order == "megatron" else (SAMPLE // 2, 4)
     write_sequences(tmp_path / "in", tokens.reshape(-1, length), num_shards)
