@@ -30,9 +30,9 @@ AZURE = "devstoreaccount1"  # the account that each azurite has, and its key
 AZURE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
-# What this key has signed: containers may be made until 2099.
-_AZURE_SIGNATURE = (
-    "sv=2021-08-06&ss=b&srt=c&sp=c&se=2099-01-01"
+# A container, with what this key has signed: it may be made until 2099.
+_AZURE_CONTAINER = (
+    f"{AZURE}/train?restype=container&sv=2021-08-06&ss=b&srt=c&sp=c&se=2099-01-01"
     "&sig=zJMhJi%2FptmuecC%2FNAXMWIQOJDBDqL0LVilz9y07GrKY%3D"
 )
 # Scripts of bash that start servers in an empty folder, at ports $1, $2, ...
@@ -152,18 +152,15 @@ def seaweedfs(folder: Path) -> Any:
 
 def azurite(folder: Path) -> Any:
     """A server of Azure's blobs, with a container."""
-    query = f"restype=container&{_AZURE_SIGNATURE}"
-    return _running(_AZURITE, folder, lambda address: _put(f"{address}/{AZURE}/train?{query}"))
+    return _running(_AZURITE, folder, lambda address: _put(f"{address}/{_AZURE_CONTAINER}"))
 
 
 @contextlib.contextmanager
 def ceph(folder: Path) -> Iterator[str]:
     """Ceph's RGW with its data in memory, one on a machine, of Debian's packages: a stricter S3
     server, for long tests."""
-    minutes = datetime.timedelta(minutes=5)
-    server = _running(
-        _CEPH, folder, lambda address: _put(sign(store_of(address), "PUT", "", minutes))
-    )
+    day = datetime.timedelta(1)
+    server = _running(_CEPH, folder, lambda address: _put(sign(store_of(address), "PUT", "", day)))
     with file_lock("/tmp/millrace-ceph.lock"), server as address:  # it takes 4 GiB
         yield address
 

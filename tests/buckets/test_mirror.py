@@ -42,16 +42,16 @@ def read_all(file: Any) -> None:
 
 def misses_of_the_best_cache(samples: list[int], capacity: int) -> int:
     """Belady's: it keeps the samples that are used again the soonest."""
-    next_uses, later = [0] * len(samples), dict[int, int]()
+    uses = {sample: [len(samples)] for sample in samples}
     for place in reversed(range(len(samples))):
-        next_uses[place] = later.get(samples[place], len(samples))
-        later[samples[place]] = place
-    kept, num_misses = dict[int, int](), 0
-    for sample, next_use in zip(samples, next_uses, strict=True):
+        uses[samples[place]].append(place)
+    kept, num_misses = set[int](), 0
+    for sample in samples:
+        uses[sample].pop()
         num_misses += sample not in kept
-        kept[sample] = next_use
+        kept.add(sample)
         if len(kept) > capacity:
-            del kept[max(kept, key=lambda one: kept[one])]
+            kept.remove(max(kept, key=lambda one: uses[one][-1]))
     return num_misses
 
 

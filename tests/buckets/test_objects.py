@@ -14,6 +14,7 @@ from millrace.storage.transfers import start_pieces
 from tests.buckets.conftest import Bucket, on_each_server
 from tests.conftest import results_of_processes
 
+FAULTS = {"503": "SlowDown", "cut": "cannot be read", "expired": "expired: ", "stall": "too slow"}
 BYTES = np.random.default_rng(0).integers(0, 256, 20 << 20).astype(np.uint8)
 
 
@@ -27,9 +28,7 @@ def test_an_object_is_a_file(bucket: Bucket) -> None:
     assert file.read(0, file.size).tobytes() == BYTES.tobytes()
     random = np.random.default_rng(1)
     for count in (0, 1, 3, 40):
-        pieces, others = (
-            (random.integers(0, 1 << 20, count), random.integers(0, 3000, count)) for _ in "ab"
-        )
+        pieces, others = random.integers(0, [[1 << 20], [3000]], (2, 2, count))
         parts = [BYTES[at : at + size].tobytes() for at, size in zip(*pieces, strict=True)]
         for announced in ((), (pieces,), (others,), (pieces, pieces, others)):
             for some in announced:
@@ -83,8 +82,7 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
         ("s3://a/a\1", {}, "cannot be the path"),
         ("msc://nothing/a", {}, "cannot be opened with its options"),
         ("s3://a/a", {"options": {"endpont": "x"}}, "cannot be opened with its options"),
-        ("s3://a/a", {"options": {"endpoint": ""}}, "must begin with http"),
-        ("s3://a/a", {"options": {"endpoint": "localhost:1"}}, "must begin with http"),
+        *[("s3://a/a", {"options": {"endpoint": bad}}, "must begin with") for bad in ("", "a:1")],
         ("s3://a/a", {"time_limit": np.inf}, "time_limit must be between"),
         ("s3://a/a", {"mirror": "a"}, "give mirror and limit"),
     ]
@@ -94,14 +92,6 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
     for target in ("", "a/b", "s3://", "s3://a/", "msc://a/b"):
         with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY"):
             ShuffleOptions(output_dir="out", upload_to=target)
-
-
-FAULTS = {
-    "503": "SlowDown",
-    "cut": "cannot be read",
-    "expired": "credentials or the signature expired",
-    "stall": "too slow",
-}
 
 
 @pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
@@ -150,8 +140,7 @@ def test_other_processes(bucket: Bucket) -> None:
     storage.open(path, "file").read(0, 5)
     bucket.add_fault("503", "GET .*/ab")
     for method, answer in (("fork", "forkserver or spawn"), ("spawn", "12345")):
-        (result,) = results_of_processes(method, read_in_child, [(storage, path)])
-        assert answer in result
+        assert answer in results_of_processes(method, read_in_child, [(storage, path)])[0]
 
 
 def test_copies_of_indices(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Whatever takes a prefix reads or writes one in a bucket: the results are those of local files."""
 
-import contextlib
 import multiprocessing
 import pickle
 import re
@@ -16,9 +15,8 @@ import numpy as np
 import pytest
 
 import millrace
-from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader
+from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader, StorageError
 from millrace.encoding import Tokenizer
-from millrace.errors import StorageError
 from millrace.files import sum_of
 from millrace.online import open_rows
 from millrace.run import build_datasets, config_from
@@ -28,6 +26,7 @@ from millrace.tokenizing import tokenize
 from tests.buckets.conftest import Bucket
 from tests.conftest import make_texts, results_of_processes, write_documents, write_jsonl
 from tests.feed.helpers import wait_for
+from tests.online.test_numbered_rows import write_tables
 from tests.shard_folders import make_sequences, write_sequences
 from tests.store.pairs import flip
 
@@ -130,8 +129,7 @@ def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, verb: Callable[..., 
     bucket.put("data0.bin", (tmp_path / "data0.bin").read_bytes())
     assert "block 0" in verb("verify", f"{bucket.prefix}/data0", status=1)
     bucket.put("shards/shard_0007.bin", b"12")
-    text = verb("verify", f"{bucket.prefix}/shards", status=1)
-    assert "shard_0007.bin is not one of the 3 shards" in text
+    assert "shard_0007.bin is not one" in verb("verify", f"{bucket.prefix}/shards", status=1)
 
 
 def first_batch(config: Any, barrier: Any, out: Any) -> None:
@@ -167,8 +165,6 @@ def test_a_start_without_a_herd(tmp_path: Path, bucket: Bucket, monkeypatch: Any
 
 def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) -> None:
     """Of Parquet, Arrow, JSONL and CSV, as a folder and as patterns, and of a compressed file."""
-    from tests.online.test_numbered_rows import write_tables
-
     (tmp_path / "in").mkdir()
     num_files = len(write_tables(tmp_path / "in"))
     write_jsonl(tmp_path / "a.jsonl.gz", make_texts(400))
@@ -240,15 +236,6 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
     assert {path.suffix for path in Path(folder).iterdir()} == {".idx"}
 
 
-KILLED = """
-import os, sys
-from millrace.cli import main
-from millrace.engine import uploading
-uploading._put_last = lambda *_: os._exit(9)  # before the index
-main(sys.argv[1:])
-"""
-
-
 def test_two_jobs_never_mix(tmp_path: Path, bucket: Bucket, verb: Callable[..., str]) -> None:
     target = f"{bucket.prefix}/v1/data"
 
@@ -261,8 +248,12 @@ def test_two_jobs_never_mix(tmp_path: Path, bucket: Bucket, verb: Callable[..., 
         assert text in verb(*command, "--upload-to", target, status=1)
 
     ours, other = job("ours"), job("other", "--no-checksums", "--provenance", "none")
-    command = [sys.executable, "-c", KILLED, *ours, "--upload-to", target]
-    assert subprocess.run(command).returncode == 9
+    bucket.add_fault("503", "PUT .*idx")
+    command = [sys.executable, "-m", "millrace", *ours, "--upload-to", target]
+    with subprocess.Popen(command) as process:
+        wait_for(lambda: bucket.count("PUT .*idx"))
+        process.kill()
+    bucket.reset()
     fails(other, "another upload to this target is at work, has died")
     write_jsonl(tmp_path / "ours.jsonl", make_texts(300))
     fails(ours, "inputs of the job have changed since its output began to go up")
@@ -294,9 +285,7 @@ def job_of(verb: str, folder: Path, megabytes: int) -> list[str]:
 
 @pytest.mark.parametrize("megabytes", [4, pytest.param(2000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("verb", ["tokenize", "shuffle"])
-def test_killed_jobs_write_what_local_ones_do(
-    tmp_path: Path, bucket: Bucket, verb: str, megabytes: int
-) -> None:
+def test_kills_change_no_upload(tmp_path: Path, bucket: Bucket, verb: str, megabytes: int) -> None:
     command = [sys.executable, "-m", "millrace", *job_of(verb, tmp_path, megabytes)]
     for name in ("local", "work"):
         (tmp_path / name).mkdir()
@@ -312,8 +301,7 @@ def test_killed_jobs_write_what_local_ones_do(
     num_kills = 4 if megabytes == 4 else 10
     for _ in range(num_kills):
         job = subprocess.Popen(command)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(np.random.uniform(0, 0.6 * seconds))
+        time.sleep(np.random.uniform(0, 0.6 * seconds))
         job.kill()
         job.wait()
         there = {*storage_of(folder).list(folder)} - {f"{target}/out.uploading"}
