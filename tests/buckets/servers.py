@@ -227,8 +227,7 @@ class Proxy(ThreadingHTTPServer):
         sent = to.rfile.read(int(to.headers.get("Content-Length", 0)))
         fault = self.fault_of(f"{to.command} {to.path}")
         time.sleep(self.latency)
-        del to.headers[fault]
-        status, headers, body = _ANSWERS.get(fault) or self.reply(to, sent)
+        status, headers, body = _ANSWERS.get(fault) or self.reply(to, sent, fault)
         if fault == "flip" and body:
             body = bytes([body[0] ^ 1]) + body[1:]
         size = len(body) // 2 if fault in ("cut", "stall") else len(body)
@@ -238,21 +237,23 @@ class Proxy(ThreadingHTTPServer):
         to.end_headers()
         if to.command != "HEAD":
             to.wfile.write(body[:size])
-        to.wfile.flush()
-        time.sleep(30 * (fault == "stall"))
-        to.close_connection |= size < len(body)
+        if size < len(body):
+            to.wfile.flush()
+            time.sleep(30 * (fault == "stall"))
+            to.close_connection = True
 
-    def reply(self, to: _Handler, sent: bytes) -> tuple[int, dict[str, str], bytes]:
+    def reply(self, to: _Handler, sent: bytes, fault: str) -> tuple[int, dict[str, str], bytes]:
         """The server's own answer."""
-        path, headers = to.path, to.headers
+        path, headers = to.path, {name.lower(): text for name, text in to.headers.items()}
+        headers.pop(fault, None)
         if self.is_google:
             path = path.replace("%2F", "/")
-            del headers["Authorization"]
-            if headers["x-goog-if-generation-match"] == "0":
-                headers["If-None-Match"] = "*"
+            headers.pop("authorization", None)
+            if headers.pop("x-goog-if-generation-match", None) == "0":
+                headers["if-none-match"] = "*"
         host = self.upstream.removeprefix("http://")
         with contextlib.closing(HTTPConnection(host, timeout=60)) as connection:
-            connection.request(to.command, path, sent, dict(headers.items()))
+            connection.request(to.command, path, sent, headers)
             reply = connection.getresponse()
             body = reply.read()
         with self._lock:
