@@ -20,6 +20,7 @@ from millrace import (
     Loader,
     ResumeError,
     TransformedDataset,
+    ViewChangeWarning,
     build_datasets,
     storage,
     write_loss_ranges,
@@ -305,6 +306,21 @@ def test_other_content_is_refused_once_it_was_drawn(checksums: bool, tmp_path: P
     loader.load_state_dict(state)
     write("code", 7)
     with pytest.raises(ResumeError, match=r"sources.code.content: saved"):
+        loader_of(config).load_state_dict(state)
+
+
+def test_rewritten_loss_ranges_are_told_once_their_source_was_drawn(tmp_path: Path) -> None:
+    """As in Megatron-LM's order; of a source that was not drawn there need not be any."""
+    sources = write_sources(tmp_path, dict.fromkeys(NAMES[:3], 500), web=3, code=1, wiki=1e-9)
+    for name in ("web", "code"):
+        write_loss_ranges(tmp_path / name, [])
+    config = make_run(tmp_path, sources, dtype="uint16", loss_ranges="apply")
+    loader = loader_of(config, 3)
+    place = int(IndexedDataset(tmp_path / "code").sequence_lengths.argmax())
+    write_loss_ranges(tmp_path / "code", [(place, 0, 1)])
+    state = loader.state_dict()  # of the ranges that it has drawn with
+    loader_of(config, 3).load_state_dict(loader_of(config, 3).state_dict())
+    with pytest.warns(ViewChangeWarning, match=r"view.loss_ranges.code: saved '\w+', now '\w+'$"):
         loader_of(config).load_state_dict(state)
 
 

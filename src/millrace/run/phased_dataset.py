@@ -166,6 +166,7 @@ class PhasedDataset(BlendedDataset):
         segment, place = divmod(number, len(self.stores))
         name, options = self.order.names[place], self._views[segment]
         source, choice = self._ranges[name], self._config.loss_ranges
+        _ = source.file.loss_ranges  # of now: other ranges may take their place
         order: Any = InstantOrder(
             source.tokens,
             name,
@@ -185,14 +186,16 @@ class PhasedDataset(BlendedDataset):
         view = self._config.sample_options.identity()
         for name in ("sequence_length", "add_extra_token"):
             del view[name]
+        past = self._past(len(self) if consumed_samples is None else consumed_samples)
         if self._config.loss_ranges == "apply":
-            view["loss_ranges"] = "apply"
+            files = {name: self._ranges[name].file for name in past["sources"]}
+            view["loss_ranges"] = {name: file.loss_ranges for name, file in files.items()}
         return {
             "kind": "instant",
             "rules": RULES_VERSION,
             "seed": self._config.seed,
             "add_extra_token": self._config.add_extra_token,
-            **self._past(len(self) if consumed_samples is None else consumed_samples),
+            **past,
             "view": view,
         }
 
