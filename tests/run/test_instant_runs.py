@@ -500,8 +500,11 @@ def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> Non
 
 def test_arguments_of_another_order_are_refused() -> None:
     rest = {"seq_length": 8, "train_samples": 5, "data_path": ["a"], "eval_iters": 0}
-    with pytest.raises(ConfigError, match="only the instant order has sources"):
-        config_from({**rest, "sources": {"a": "a"}})
+    for own in ({"sources": {"a": "a"}}, {"alpha": 0.5}, {"mix_window": 4}):
+        with pytest.raises(ConfigError, match=f"only the instant order has {next(iter(own))}"):
+            config_from({**rest, **own})
+    with pytest.raises(ConfigError, match="only built orders have full_validation: leave it"):
+        config_from({**rest, "order": "instant", "full_validation": True})
     with pytest.raises(ConfigError, match="there are sources and data_path"):
         config_from({**rest, "order": "instant", "sources": {"a": "a"}})
     with pytest.raises(ConfigError, match="two prefixes end with a: give sources"):
@@ -511,4 +514,7 @@ def test_arguments_of_another_order_are_refused() -> None:
     assert named.split == "969, 30, 1"
     sources = [(name, one.prefix, one.weight) for name, one in named.sources.items()]
     assert sources == [("a", "x/a", 3), ("b", "b", 1)]
+    sized = config_from({**rest, "order": "instant", "alpha": 0.5})
+    assert isinstance(sized, InstantConfig)
+    assert sized.alpha == 0.5
     assert config_from({**rest, "order": "gpt"}) == config_from(rest)
