@@ -133,6 +133,8 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
         f"{{order: instant, seq-length: 16, global-batch-size: 4, num-samples: [90, 0, 0], "
         f"skips: [[2, 6]], sources: {{{sources}}}}}"
     )
+    endless = f"{{order: instant, seq-length: 16, split: '5,5,0', sources: {{{sources}}}}}"
+    Path("endless.yaml").write_text(endless)
     Path("lines.txt").write_text("a.jsonl:6\nb.jsonl:8\n")
     trace = partial(verb, "trace", "run.yaml")
     [sample] = json.loads(trace("--sample", 3, "--json"))
@@ -153,6 +155,10 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
         (["--sample", 94], "the sample must be between 0 and 93"),
     ):
         assert text in trace(*words, status=1)
+    valid = verb("trace", "endless.yaml", "--source", "a", "--document", 39)
+    assert "in no sample" in valid
+    error = verb("trace", "endless.yaml", "--held-out", "lines.txt", status=1)
+    assert "the run has no end: give the step" in error
     run = Trace.of("run.yaml")
     for one in check_held_out(run, "a.jsonl")["seen"]:
         visits = run.visits("a", one["visit"].document)

@@ -124,6 +124,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         raise ConfigError("the run has no end: give train_samples, train_iters or num_samples")
     skips, mixture = Skips(config.skips), train.order
     end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
+    num_parts = min(num_parts, end)
     starts = [0, *(phase.until for phase in config.phases[:-1] if phase.until < end)]
     shape = len(starts), len(mixture.names)
     samples, repeats, unseen = np.zeros((3, *shape), np.int64)
