@@ -376,6 +376,10 @@ def test_a_batch_has_one_length(tmp_path: Path) -> None:
             Loader(dataset, micro_batch_size=4, data_parallel_size=2)
     sampler = GlobalBatchSampler(14, global_batch_size=4, micro_batch_size=2)
     Loader(train_of(make_run(tmp_path, **same)), sampler=sampler)
+    loader = Loader(train, micro_batch_size=7)
+    with pytest.raises(ConfigError, match=r"phase 1, from sample 20, has .* inside step 1;"):
+        loader.load_state_dict(loader.state_dict(10))
+    Loader(train, micro_batch_size=5, consumed_samples=14)  # the phase that starts there is over
 
 
 def test_transforms_see_the_numbers_of_the_run(tmp_path: Path) -> None:

@@ -104,14 +104,16 @@ class PhasedDataset(BlendedDataset):
         """The sample numbers of the run, skipped ones included, of samples of the dataset."""
         return self._skips.samples(numbers)
 
-    def check_steps(self, sampler: Any) -> None:
-        """Raises ConfigError where another sequence length starts in the middle of a step."""
+    def check_steps(self, sampler: Any, consumed_samples: int) -> None:
+        """Raises ConfigError where another sequence length will start in the middle of a step."""
+
+        def check(position: int) -> None:
+            if position > consumed_samples and sampler.has_step(position):
+                for start in (position, consumed_samples):
+                    sampler.step_at(start)
+
         if getattr(sampler, "step_at", None):
-            check_starts(
-                self._phases,
-                self._skips,
-                lambda position: sampler.has_step(position) and sampler.step_at(position),
-            )
+            check_starts(self._phases, self._skips, check)
 
     def _draws(self, numbers: Numbers) -> Any:
         samples = self.run_numbers(numbers)
