@@ -152,6 +152,7 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
         (["--held-out", "lines.txt"], "Equal text elsewhere is not found"),
         (["--line", "a.jsonl:41"], "no document of the run comes from a.jsonl:41"),
         (["--source", "c", "--document", 0], "there is no source c"),
+        (["--source", "a", "--document", 40], "the document of a must be between 0 and 39, not 40"),
         (["--sample", 94], "the sample must be between 0 and 93"),
     ):
         assert text in trace(*words, status=1)
