@@ -4,6 +4,7 @@ import pickle
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -380,6 +381,12 @@ def test_a_batch_has_one_length(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"phase 1, from sample 20, has .* inside step 1;"):
         loader.load_state_dict(loader.state_dict(10))
     Loader(train, micro_batch_size=5, consumed_samples=14)  # the phase that starts there is over
+
+
+def test_a_replaced_length_is_that_of_the_phases_without_one(tmp_path: Path) -> None:
+    config = make_run(tmp_path, phases=[{"until": 9}, {"seq-length": 4}])
+    train = train_of(replace(config, sequence_length=16))
+    assert [train[n]["tokens"].size for n in (8, 9)] == [16, 4]
 
 
 def test_transforms_see_the_numbers_of_the_run(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "sources": mixture.names,
         "starts": [*starts, end],
         "positions": [*map(skips.position, starts), len(train)],
-        "sequence_lengths": [phase.sequence_length for phase in config.phases[: len(starts)]],
+        "sequence_lengths": [phase.sequence_length for phase in config.whole_phases[: len(starts)]],
         "num_tokens": num_tokens,
         "samples": samples,
         "epochs": epochs,

@@ -241,7 +241,7 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
     if "trial" in arguments:
         config = trial_of(config, arguments["trial"], batches)
     if batches is not None:
-        check_starts(config.phases, Skips(config.skips), batches.step_at)
+        check_starts(config.whole_phases, Skips(config.skips), batches.step_at)
     return config
 
 

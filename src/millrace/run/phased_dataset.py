@@ -65,7 +65,7 @@ class PhasedDataset(BlendedDataset):
     ) -> None:
         self._ranges = {name: ranges[name] for name in sorted(ranges)}
         self._config, self._is_training = config, is_training
-        self._phases = config.phases if is_training else config.phases[:1]
+        self._phases = config.whole_phases[: None if is_training else 1]
         self._skips = Skips(config.skips if is_training else ())
         most = MAX_INT64 - self._skips.num_samples
         self._num_samples = most if num_samples is None else min(num_samples, most)

@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from millrace import inspect
-from millrace.checks import SCHEME, check_int
+from millrace.checks import SCHEME, check_int, printable
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
 from millrace.files import atomic_file
@@ -95,7 +95,8 @@ def _trace(as_json: bool = False, **values: Any) -> str:
         more = trace.visits(source, document, until)
         visits = [*itertools.islice(more, own.limit)]
         all_visits += visits
-        lines.append(f"{source}: document {document}, {inspect.format_origin(origin)}")
+        name = printable(source)
+        lines.append(f"{name}: document {document}, {inspect.format_origin(origin)}")
         lines += [f"  {visit}" for visit in visits] or ["  in no sample"]
         lines += ["  and more: --limit"] if next(more, None) else []
     return json_text(all_visits) if as_json else "\n".join(lines)
