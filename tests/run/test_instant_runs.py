@@ -241,7 +241,9 @@ def test_splits_end_with_documents(tmp_path: Path) -> None:
     assert {*range(180)}.isdisjoint(web[0] | web[1] | web[2])
     for before, after in pairwise(web):
         assert np.any((starts > max(before)) & (starts <= min(after)))
-    small = make_run(tmp_path, {"web": sources["web"]}, split="9,1,0", sequence_length=100)
+    two = {"web": sources["web"], "code": {"prefix": tmp_path / "none"}}  # which no phase draws
+    write_documents(tmp_path / "none", [np.arange(9)] * 900)
+    small = make_run(tmp_path, two, split="9,1,0", sequence_length=100)
     with pytest.raises(ConfigError, match="no source has 200 tokens in this split"):
         build_datasets(small).valid[0]  # type: ignore[index]
     write_documents(tmp_path / "one", [np.arange(900)])  # whose part of a document is nothing

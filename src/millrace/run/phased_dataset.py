@@ -41,7 +41,7 @@ class PhasedDataset(BlendedDataset):
         config: The configuration of the run.
         num_samples: Number of samples; None: without end.
         is_training: Whether phases and skips count. Else there is the first phase alone, of the
-            sources that have tokens for a sample: all files are opened for it.
+            sources that have tokens for a sample: their files are opened for it.
 
     Attributes:
         stores: The token file of each source, by their names' order; `dataset_numbers` and
@@ -88,14 +88,15 @@ class PhasedDataset(BlendedDataset):
         if self._is_training:
             return Phases(self._ranges, self._phases)
         (phase,), ranges = self._phases, self._ranges
-        length = phase.sequence_length
-        small = [name for name, one in ranges.items() if num_windows(one.num_tokens, length) < 1]
-        if len(small) == len(ranges):
+        length, weights = phase.sequence_length, {n: one.weight for n, one in ranges.items()}
+        for name, weight in (weights | {**(phase.weights or {})}).items():
+            is_small = weight > 0 and num_windows(ranges[name].num_tokens, length) < 1
+            weights[name] = 0 if is_small else weight
+        if not any(weights.values()):
             raise ConfigError(
                 f"no source has {2 * length} tokens in this split, which a sample of {length} "
                 "needs: give the split a larger share"
             )
-        weights = {**(phase.weights or {}), **dict.fromkeys(small, 0)}
         return Phases(ranges, [replace(phase, weights=weights)])
 
     # ---- batches ----
