@@ -88,6 +88,8 @@ def test_the_report(folder: Path, verb: Any) -> None:
         "code reaches max_epochs at sample 120",
     ):
         assert line in text
+    with pytest.raises(SystemExit, match="2"):
+        verb("plan", run, "--picture", folder / "run.png")
     page = (folder / "run.html").read_text()
     assert page.count("<title>") == 64
     assert "web 80" in page

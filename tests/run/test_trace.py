@@ -164,5 +164,7 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
     for one in check_held_out(run, "a.jsonl")["seen"]:
         visits = run.visits("a", one["visit"].document)
         assert one["visit"].sample == min(own.sample for own in visits if own.position is not None)
+    with pytest.raises(SystemExit, match="2"):
+        trace("--sample", 3, "--step", 4)
     Path("a_text_document.origins.parquet").unlink()
     assert "`millrace tokenize` writes" in trace("--held-out", "lines.txt", status=1)

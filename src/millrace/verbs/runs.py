@@ -78,6 +78,8 @@ def _trace(as_json: bool = False, **values: Any) -> str:
     is_one = asked.count(None) == 3 or (asked.count(None) == 4 and own.step is not None)
     if not is_one or (own.document is not None and own.source is None):
         raise UsageError("give --sample, --step, --line, --source and --document, or --held-out")
+    if (own.sample, own.step, own.until).count(None) < 2:
+        raise UsageError("give one of --sample, --step and --until")
     tokenizer = None if own.tokenizer is None else Tokenizer(own.tokenizer)
     trace = inspect.Trace.of(own.config, tokenizer)
     if own.sample is not None or asked.count(None) == 4:
@@ -142,6 +144,8 @@ class PlanOptions(BucketOptions):
 
 def _plan(as_json: bool = False, **values: Any) -> str:
     own = PlanOptions(**values)
+    if own.picture is not None and not own.picture.endswith((".svg", ".html")):
+        raise UsageError(f"--picture is {own.picture}: give a name that ends with .svg or .html")
     arguments, config = run_arguments.read_run(own.config)
     batches = run_arguments.schedule_from(arguments)
     if own.diff is not None:
