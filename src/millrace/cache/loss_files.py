@@ -74,7 +74,7 @@ def write_loss_ranges(
 def read_loss_ranges(file: IndexedDataset | TokenFile, path: str | None = None) -> arrays.ArraySet:
     """The ranges beside a token file, or at a path prefix; DataError unless they are its own."""
     path = file.prefix if path is None else path
-    array_set = _ranges_at(path, file.storage)
+    array_set = _ranges_at(path, file.storage, LOSS, LOSS_ARRAY)
     key = array_set.key
     if (key["content"], key["lengths"]) != (file.fingerprint, file.lengths_checksum):
         what = f"{path}{LOSS} holds ranges of other data than {file.prefix}"
@@ -85,16 +85,17 @@ def read_loss_ranges(file: IndexedDataset | TokenFile, path: str | None = None) 
 
 def loss_checksum(prefix: str, storage: Any = None) -> str:
     """The checksum of the ranges beside a token file, which is not opened for it."""
-    return str(_ranges_at(prefix, storage).key["ranges"])
+    return str(_ranges_at(prefix, storage, LOSS).key["ranges"])
 
 
-def _ranges_at(path: str, storage: Any) -> arrays.ArraySet:
-    """The ranges at a path prefix, of whatever data; DataError if there are none."""
+def _ranges_at(path: str, storage: Any, *suffixes: str) -> arrays.ArraySet:
+    """The ranges at a path prefix, of whatever data, in a bucket a copy of those of their files;
+    DataError if there are none."""
     folder, name = _place(path)
     if (scheme := SCHEME.match(path)) and scheme[1] in BUCKET_SCHEMES:
         buckets: Any = storage_of(path, storage)
         with contextlib.suppress(FileNotFoundError):
-            folder = getattr(buckets, "base", buckets).copied([path + LOSS, path + LOSS_ARRAY])
+            folder = getattr(buckets, "base", buckets).copied([path + one for one in suffixes])
     array_set = arrays.load(folder, name)
     key = getattr(array_set, "key", None)
     if array_set is None or not isinstance(key, dict) or key.get("kind") != KIND:
