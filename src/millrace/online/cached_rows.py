@@ -44,7 +44,7 @@ def tokenized(
     key = [rows.fingerprint(), encoder.fingerprint(), options["on_error"]]
     os.makedirs(folder, exist_ok=True)
     place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
-    json_key = encoder.key if isinstance(encoder, TextRows) else "rows"
+    json_key = encoder.key if type(encoder) is TextRows else "rows"
     prefix = f"{place}_{json_key}_document"
     options |= {"json_keys": [json_key], "show_progress": show_progress}
     # Without progress, the wait for the lock itself warns and names the holder.
@@ -102,7 +102,7 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
     """Runs the job."""
     inputs = _inputs_of(rows)
     options["max_document_size"] = rows.max_size
-    if isinstance(encoder, TextRows):
+    if type(encoder) is TextRows:
         options |= {"append_eod": encoder.append_eod, "prepend_bos": encoder.prepend_bos}
     else:
         options["row_encoder"] = encoder
