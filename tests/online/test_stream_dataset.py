@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torchdata.nodes
 from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, Loader, ResumeError, TextError
@@ -41,6 +42,8 @@ class Stateful:
 
 
 def source_of(kind: str, rows: list[Any]) -> Any:
+    if kind == "torchdata":
+        return torchdata.nodes.Loader(torchdata.nodes.IterableWrapper(rows))
     functions = {"function": lambda first: iter(rows[first:]), "iterable": rows}
     return functions.get(kind) or Stateful(rows)
 
@@ -83,7 +86,7 @@ def expected_samples(rows: list[Any], encoder: Any, case: Any) -> list[Document]
 LAW = {
     "texts": st.lists(st.text(alphabet="amz", max_size=9), max_size=25),
     "again": st.booleans(),
-    "kind": st.sampled_from(["function", "state", "iterable"]),
+    "kind": st.sampled_from(["function", "state", "torchdata", "iterable"]),
     "packing": st.sampled_from(PACKINGS),
     "buffer": st.integers(0, 9),
     "per_sample": st.integers(1, 3),

@@ -164,6 +164,8 @@ class RowStream(Renewed):
             raise ResumeError(f"the source cannot begin again there: {self._obstacle}")
         self._has_begun = True
         if self._has_state:
+            if getattr(source, "_iter_for_state_dict", False):
+                iter(source)  # torchdata's Loader else forgets the next state that it loads
             source.load_state_dict(plain_json(state))
             return iter(source)
         state = check_int("source, of the stream's state,", state, 0)
