@@ -128,6 +128,13 @@ def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
             ChatEncoder(tokenizer, template)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="ChatML takes no template_arguments"):
         ChatEncoder(Tokenizer(folder), template_arguments={"a": 1})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        ChatEncoder(tokenizer)
+    (tmp_path / "chat_template.jinja").unlink()
+    for named in (listed[1:], ["b"]):
+        with pytest.raises(ConfigError, match="has no default: "):
+            ChatEncoder(config(folder, tmp_path, chat_template=named))
 
 
 def test_templates_render_as_transformers_does(folder: Path) -> None:
