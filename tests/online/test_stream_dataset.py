@@ -213,6 +213,19 @@ def test_an_iterator_is_refused_when_a_state_is_saved() -> None:
     assert len([*Loader(loader.dataset, micro_batch_size=3)]) == 6
 
 
+def test_a_hugging_face_stream_begins_at_its_start_and_resumes_in_its_epoch() -> None:
+    rows = datasets.Dataset.from_list([{"text": str(n)} for n in range(9)])
+    source = rows.to_iterable_dataset()
+    assert next(iter(source)) == {"text": "0"}  # as people do to see what it holds
+    source.set_epoch(1)
+    loader = loader_of(source, shuffle_buffer=2)
+    seen = [int(next(loader)["tokens"][0, 0]) for _ in range(5)]
+    other = loader_of(rows.to_iterable_dataset(), shuffle_buffer=2)
+    other.load_state_dict(loader.state_dict())
+    seen += [int(batch["tokens"][0, 0]) for batch in other]
+    assert sorted(seen) == [*b"012345678"]
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_bad_rows_stop_at_their_sample(packing: str) -> None:
     rows: list[Any] = [{"text": "abc"}, {"text": "def"}, {"no": 1}, {"text": "ghi"}]

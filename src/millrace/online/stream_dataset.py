@@ -100,7 +100,10 @@ class RowStream(Renewed):
         self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         is_spent = isinstance(source, Iterator) and not self._has_state
         self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
-        self._first = {"window": 0, "source": self._source_state() if self._has_state else 0}
+        # None: the beginning, also of a Hugging Face dataset of which rows were looked at.
+        self._is_hugging_face = self._has_state and hasattr(source, "_ex_iterable")
+        state = None if self._is_hugging_face else self._source_state() if self._has_state else 0
+        self._first = {"window": 0, "source": state}
         kind = "own" if options["packing"] == "documents" else "all"
         self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
@@ -166,6 +169,8 @@ class RowStream(Renewed):
         if self._has_state:
             if getattr(source, "_iter_for_state_dict", False):
                 iter(source)  # torchdata's Loader else forgets the next state that it loads
+            if self._is_hugging_face and state:
+                source.set_epoch(state["epoch"])  # else it forgets the state of another epoch
             source.load_state_dict(plain_json(state))
             return iter(source)
         state = check_int("source, of the stream's state,", state, 0)
