@@ -188,6 +188,8 @@ def test_what_has_no_numbers_is_refused_with_the_remedy(tmp_path: Path) -> None:
     for source in (iter([{}]), {"text": "a"}, 5, None, {1, 2}, list):
         with pytest.raises(ConfigError, match="cannot be read by number"):
             open_rows(source)
+    with pytest.raises(ConfigError, match=r"one of its values \(\['train', 'test'\]\)"):
+        open_rows({"train": [], "test": []})  # as `load_dataset` returns
     for number, error in ((1, IndexError), (0.5, ConfigError)):
         with pytest.raises(error, match="row numbers"):
             open_rows([{}]).rows([number])

@@ -255,6 +255,7 @@ def test_bad_rows_stop_at_their_sample(packing: str) -> None:
         ({"sequence_length": 0}, "sequence_length"),
         ({"fingerprint": 3}, "fingerprint is 3; give a dict"),
         ({"source": lambda first: None}, r"source\(0\) returned None"),
+        ({"source": {"train": []}}, "source is a dict; give an iterable of rows"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], problem: str) -> None:

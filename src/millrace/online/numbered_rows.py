@@ -229,7 +229,9 @@ def open_rows(
     if _is_dataset(source) or (isinstance(source, Sequence) and not isinstance(source, bytearray)):
         return Rows([MemoryPart(source)], folder, max_size)
     remedy = "give files, a datasets.Dataset or a sequence of dictionaries"
-    if hasattr(source, "__iter__"):
+    if isinstance(source, Mapping):
+        remedy = f"give one of its values ({shown([*source], 60)}), or a list of dictionaries"
+    elif hasattr(source, "__iter__"):
         remedy = "what can only be read in turn belongs in a StreamDataset; else " + remedy
     raise ConfigError(f"rows cannot be read by number from a {type(source).__name__}: {remedy}")
 

@@ -84,7 +84,7 @@ class RowStream(Renewed):
     _renewed = ("_lock", "_reading", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
-        if not (callable(source) or isinstance(source, Iterable)):
+        if isinstance(source, Mapping) or not (callable(source) or isinstance(source, Iterable)):
             raise ConfigError(
                 f"source is a {type(source).__name__}; give an iterable of rows, or a function "
                 "from a row number to the rows from there on"
