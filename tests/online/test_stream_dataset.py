@@ -213,10 +213,12 @@ def test_an_iterator_is_refused_when_a_state_is_saved() -> None:
     assert len([*Loader(loader.dataset, micro_batch_size=3)]) == 6
 
 
-def test_a_hugging_face_stream_begins_at_its_start_and_resumes_in_its_epoch() -> None:
+def test_a_stream_begins_at_its_start_and_resumes_in_its_epoch() -> None:
     rows = datasets.Dataset.from_list([{"text": str(n)} for n in range(9)])
-    source = rows.to_iterable_dataset()
-    assert next(iter(source)) == {"text": "0"}  # as people do to see what it holds
+    source, other = rows.to_iterable_dataset(), source_of("torchdata", [*rows])
+    for one in (source, other):
+        assert next(iter(one)) == {"text": "0"}  # as people do to see what it holds
+    assert len([*loader_of(other)]) == 9
     source.set_epoch(1)
     loader = loader_of(source, shuffle_buffer=2)
     seen = [int(next(loader)["tokens"][0, 0]) for _ in range(5)]

@@ -100,10 +100,9 @@ class RowStream(Renewed):
         self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         is_spent = isinstance(source, Iterator) and not self._has_state
         self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
-        # None: the beginning, also of a Hugging Face dataset of which rows were looked at.
-        self._is_hugging_face = self._has_state and hasattr(source, "_ex_iterable")
-        state = None if self._is_hugging_face else self._source_state() if self._has_state else 0
-        self._first = {"window": 0, "source": state}
+        # None: what `iter` gives first, though rows may have been looked at.
+        self._first: dict[str, Any] = {"window": 0, "source": None if self._has_state else 0}
+        self._origin: Any = None  # the state there
         kind = "own" if options["packing"] == "documents" else "all"
         self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
@@ -165,20 +164,25 @@ class RowStream(Renewed):
         is_first = state == self._first["source"] and (self._has_state or not self._has_begun)
         if self._obstacle and not is_first:
             raise ResumeError(f"the source cannot begin again there: {self._obstacle}")
-        self._has_begun = True
+        has_begun, self._has_begun = self._has_begun, True
         if self._has_state:
-            if getattr(source, "_iter_for_state_dict", False):
-                iter(source)  # torchdata's Loader else forgets the next state that it loads
-            if self._is_hugging_face and state:
+            is_hugging_face = hasattr(source, "_ex_iterable")
+            if not has_begun:
+                rows: Iterator[Any] = iter(source)
+                # Hugging Face's has a state only behind the first row; it takes None for the start.
+                self._origin = None if is_hugging_face else self._source_state()
+                if state is None:
+                    return rows
+            if is_hugging_face and state:
                 source.set_epoch(state["epoch"])  # else it forgets the state of another epoch
-            source.load_state_dict(plain_json(state))
+            source.load_state_dict(plain_json(self._origin if state is None else state))
             return iter(source)
         state = check_int("source, of the stream's state,", state, 0)
-        rows = source(state) if callable(source) else itertools.islice(source, state, None)
-        if not isinstance(rows, Iterable):
-            what = f"source({state}) returned {shown(rows)}"
+        following = source(state) if callable(source) else itertools.islice(source, state, None)
+        if not isinstance(following, Iterable):
+            what = f"source({state}) returned {shown(following)}"
             raise ConfigError(f"{what}; give an iterable of the rows from there on")
-        return iter(rows)
+        return iter(following)
 
     def _encoded(self, entries: Sequence[_Entry]) -> Iterator[list[Piece]]:
         """The documents of each row that are not empty; TextError when a bad one is reached."""
