@@ -36,6 +36,7 @@ from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows, RowEncoder, TextRows, encode_rows
 from millrace.online import TextDataset, open_rows
+from millrace.online.cached_rows import _inputs_of
 from millrace.order import PackedOrder
 from millrace.tokenizing import tokenize
 from tests.jobs.kills import deaths_of, finished_tasks
@@ -249,6 +250,11 @@ def test_rows_of_memory_go_to_the_encoder_as_they_are(tmp_path: Path) -> None:
         for cache in (None, tmp_path):
             with pytest.raises(TextError, match=rf"list, row 0: messages\[1\]\.{reason}"):
                 TextDataset(rows, encoder, **form | {"cache": cache})[0]
+
+
+def test_rows_that_are_sorted_by_length_are_several_inputs() -> None:
+    rows = open_rows([{"text": "a"}] * 300 + [{"text": "a" * 10**6}] * 30)
+    assert len(_inputs_of(rows)) > 2
 
 
 def test_threads_encode_rows_of_several_steps_at_once(tmp_path: Path) -> None:
