@@ -168,9 +168,9 @@ def plain_json(value: Any, place: str = "the value", *, keeps_none: bool = True)
         place: Name of the value, for messages.
         keeps_none: Whether mappings keep entries whose value is None.
     """
+    if value is None or type(value) in (bool, int, str):
+        return value
     plain: Any = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-    if plain is None or type(plain) in (bool, int, str):
-        return plain
     if isinstance(plain, Mapping):
         for key in plain:
             if not isinstance(key, str):

@@ -135,9 +135,10 @@ class ChatEncoder:
         """
         try:
             chat = conversation_of(row)
-            for number, message in enumerate(chat.messages):
-                self._check_texts(f"message {number}", message)
-            self._check_texts("the tools", chat.tools)
+            if self._problem_of([chat.messages, chat.tools]):  # which one is it?
+                for number, message in enumerate(chat.messages):
+                    self._check_texts(f"message {number}", message)
+                self._check_texts("the tools", chat.tools)
             return prove_chat(chat, self.rules)
         except RecursionError:
             raise TextError("the row is nested too deeply: make it flat") from None
@@ -176,18 +177,22 @@ class ChatEncoder:
 
     def _check_texts(self, place: str, value: Any) -> None:
         """Raises TextError for texts that cannot be encoded, or that hold special tokens."""
+        if problem := self._problem_of(value):
+            raise TextError(f"{place} {problem}")
+
+    def _problem_of(self, value: Any) -> str:
         text = "\0".join(texts_in(value))
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            what = f"{place} has the lone surrogate U+{ord(text[error.start]):04X}"
-            raise TextError(f"{what}: repair the text") from None
+            return f"has the lone surrogate U+{ord(text[error.start]):04X}: repair the text"
         special = self._special.search(text)
-        if special is not None and self.options.special_text == "refuse":
-            raise TextError(
-                f"{place} holds {special[0]!r}, a special token or a border of messages: remove "
-                'it, or give special_text="keep" to encode it as the template\'s own'
-            )
+        if special is None or self.options.special_text == "keep":
+            return ""
+        return (
+            f"holds {special[0]!r}, a special token or a border of messages: remove it, or give "
+            'special_text="keep" to encode it as the template\'s own'
+        )
 
 
 class _Masks:

@@ -229,8 +229,8 @@ class RowStream(Renewed):
         pieces: list[Piece] = []
         room, end = capacity, state
         for document, before in self._documents(state):
-            place = 0
-            while place < document.size:
+            place, size = 0, document.size
+            while place < size:
                 piece = document.cut(place, place + (room if is_joined else capacity))
                 if piece.size > room:  # never where documents are joined
                     yield pieces, {**before, "token": piece.offset}
@@ -241,7 +241,7 @@ class RowStream(Renewed):
                     place -= extra
                     yield pieces, {**before, "token": document.offset + place}
                     pieces, room = [], capacity
-            end = {**before, "token": document.offset + document.size}
+            end = {**before, "token": document.offset + size}
         if capacity - room > extra:
             yield pieces, end
 

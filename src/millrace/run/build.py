@@ -153,15 +153,16 @@ def _fetch_ahead(files: Sequence[TokenFile]) -> None:
     remote = [file for file in files if file.is_remote]
     first = os.getpid() % max(len(remote), 1)
     if remote:
-        pool = ThreadPoolExecutor(REQUESTS)
-        for file in remote[first:] + remote[:first]:
-            pool.submit(_fetch, file)
+        files, pool = iter(remote[first:] + remote[:first]), ThreadPoolExecutor(REQUESTS)
+        for _ in range(REQUESTS):
+            pool.submit(_fetch_each, files)
         pool.shutdown(wait=False)
 
 
-def _fetch(file: TokenFile) -> None:
-    if not closing.is_set():  # else the end of Python would wait for it
-        file.fetch_index()
+def _fetch_each(files: Iterator[TokenFile]) -> None:
+    for file in files:
+        if not closing.is_set():  # else the end of Python would wait for it
+            file.fetch_index()
 
 
 def _build(

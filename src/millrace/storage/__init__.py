@@ -7,7 +7,6 @@ written, locked and cached on a file system alone.
 import contextlib
 import io
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -339,11 +338,11 @@ class PositionedFile:
 
     def _keep(self, descriptor: "_Descriptor") -> "_Descriptor":
         """Keeps a descriptor, and closes the least recently used."""
-        _recent[id(self)] = descriptor
-        with contextlib.suppress(KeyError):  # another thread has just closed it
-            _recent.move_to_end(id(self))
-            while len(_recent) > MAX_OPEN:
-                _recent.popitem(last=False)
+        _recent.pop(id(self), None)
+        _recent[id(self)] = descriptor  # the last one
+        while len(_recent) > MAX_OPEN:
+            with contextlib.suppress(RuntimeError, StopIteration):  # another thread was faster
+                _recent.pop(next(iter(_recent)), None)
         return descriptor
 
     def __del__(self) -> None:
@@ -358,8 +357,9 @@ class _Descriptor(int):
 
 
 # The descriptors that were used last, by the `id` of their `PositionedFile`. Each step is one
-# operation of the dict: threads need no lock, which a forked child could inherit locked.
-_recent: OrderedDict[int, _Descriptor] = OrderedDict()
+# operation of the dict: threads need no lock, which a forked child could inherit locked. (An
+# OrderedDict crashes where another thread changes it while it closes a descriptor.)
+_recent: dict[int, _Descriptor] = {}
 
 
 def _open(path: str) -> tuple[_Descriptor, Identity]:

@@ -123,7 +123,7 @@ class ObjectStorage(Renewed):
 
     def fetch_index(self, path: str, identity: Identity) -> None:
         """Brings an index to this node, if there is room and no other process does so."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StorageError):  # who opens it is told
             fetch_index(self._folder, path, ObjectFile(self, path, identity), waits=False)
 
     def copied(self, paths: Sequence[str]) -> str:
