@@ -163,6 +163,8 @@ def test_workers_and_threads_have_the_same_encoder(folder: Path) -> None:
     copy = pickle.loads(pickle.dumps(encoder))
     assert copy.fingerprint() == encoder.fingerprint()
     json.dumps(encoder.fingerprint())
+    copy.__class__ = type("Derived", (ChatEncoder,), {})  # which may encode in another way
+    assert copy.fingerprint() != encoder.fingerprint()
     for method in ("fork", "spawn"):
         assert results_of_processes(method, encode, [(encoder,)]) == [expected]
     with ThreadPoolExecutor(4) as pool:  # templates track the tags of one rendering
