@@ -195,6 +195,13 @@ def test_each_rank_tokenises_its_own() -> None:
         assert loader.state_dict()["stream"]["state"]["tokenised"] == kind
 
 
+def test_a_report_counts_rows_and_what_is_cut() -> None:
+    loader = loader_of([{"text": "abcdef"}, {"text": "m"}], Marked(), sequence_length=3)
+    assert len([*loader]) == 2
+    counts = {"rows": 2, "tokens": 9, "trained tokens": 6}
+    assert loader.dataset.report == {**counts, "cut documents": 1, "tokens behind the cut": 3}
+
+
 def test_an_iterator_is_refused_when_a_state_is_saved() -> None:
     loader = loader_of(({"text": str(n)} for n in range(9)), micro=3)
     assert loader.state_dict()["consumed_samples"] == 0

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,7 +82,7 @@ def _has_buffer(source: Any) -> bool:
 class RowStream(Renewed):
     """A `TokenStream` of rows: see `StreamDataset`."""
 
-    _renewed = ("_lock", "_reading", "_after")
+    _renewed = ("report", "_lock", "_reading", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
         if isinstance(source, Mapping) or not (callable(source) or isinstance(source, Iterable)):
@@ -108,6 +109,7 @@ class RowStream(Renewed):
         self.renew()
 
     def after_fork(self) -> None:
+        self.report = Counter[str]()
         self._lock = threading.Lock()  # a loader may begin while an earlier one still reads
         self._reading: Iterator[Any] = iter(())  # of entries, or of samples
         self._after: Any = None  # the state behind what was read
@@ -187,6 +189,8 @@ class RowStream(Renewed):
     def _encoded(self, entries: Sequence[_Entry]) -> Iterator[list[Piece]]:
         """The documents of each row that are not empty; TextError when a bad one is reached."""
         encoded = encode_rows(self._encoder, [row for _, row, _ in entries])
+        counts = {"rows": len(entries), "tokens": len(encoded.tokens), **encoded.report}
+        self.report.update(counts)
         tokens, trained, ends = encoded.tokens, encoded.trained, iter(encoded.ends.tolist())
         trained, stop = np.ones(len(tokens), np.bool_) if trained is None else trained, 0
         for place, count in enumerate(encoded.counts.tolist()):
@@ -208,6 +212,8 @@ class RowStream(Renewed):
         for home, pieces in zip(homes, documents, strict=True):
             for piece in pieces:
                 room = self._capacity - sum(one.size for one in samples[home])
+                self.report["cut documents"] += piece.size > room
+                self.report["tokens behind the cut"] += max(piece.size - room, 0)
                 samples[home] += [piece.cut(0, room)] if room > 0 else []
         return samples
 
@@ -317,3 +323,9 @@ class StreamDataset(TokenStreamDataset):
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
         return self.stream.read(state, count, own)
+
+    @property
+    def report(self) -> Counter[str]:
+        """Counts of the rows that this process has encoded, some of them ahead of their use, and of
+        what was cut of them."""
+        return Counter(self.stream.report)
