@@ -97,13 +97,12 @@ class RowStream(Renewed):
         for name, least in (("rows_per_sample", 1), ("seed", 0), ("shuffle_buffer", 0)):
             limit = None if name == "seed" else MAX_INT32
             options[name] = check_int(name, options[name], least, limit)
-        self._options, self._has_begun = options, False
-        self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._options = options
         is_spent = isinstance(source, Iterator) and not self._has_state
         self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
         # None: what `iter` gives first, though rows may have been looked at.
         self._first: dict[str, Any] = {"window": 0, "source": None if self._has_state else 0}
-        self._origin: Any = None  # the state there
+        self._origin: list[Any] = []  # the state there, once the source has begun
         kind = "own" if options["packing"] == "documents" else "all"
         self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
@@ -157,28 +156,32 @@ class RowStream(Renewed):
             source = self._source_state() if self._has_state else source + len(read)
             skipped = 0
 
+    @property
+    def _has_state(self) -> bool:
+        return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
+
     def _source_state(self) -> Any:
         """A copy of the source's state: the source may go on in the dict that it gives."""
         return plain_json(self._source.state_dict(), "the state of the source")
 
     def _rows_from(self, state: Any) -> Iterator[Any]:
         source = self._source
-        is_first = state == self._first["source"] and (self._has_state or not self._has_begun)
+        is_first = state == self._first["source"] and (self._has_state or not self._origin)
         if self._obstacle and not is_first:
             raise ResumeError(f"the source cannot begin again there: {self._obstacle}")
-        has_begun, self._has_begun = self._has_begun, True
         if self._has_state:
             is_hugging_face = hasattr(source, "_ex_iterable")
-            if not has_begun:
+            if not self._origin:
                 rows: Iterator[Any] = iter(source)
                 # Hugging Face's has a state only behind the first row; it takes None for the start.
-                self._origin = None if is_hugging_face else self._source_state()
+                self._origin = [None if is_hugging_face else self._source_state()]
                 if state is None:
                     return rows
             if is_hugging_face and state:
                 source.set_epoch(state["epoch"])  # else it forgets the state of another epoch
-            source.load_state_dict(plain_json(self._origin if state is None else state))
+            source.load_state_dict(plain_json(self._origin[0] if state is None else state))
             return iter(source)
+        self._origin = [0]
         state = check_int("source, of the stream's state,", state, 0)
         following = source(state) if callable(source) else itertools.islice(source, state, None)
         if not isinstance(following, Iterable):
