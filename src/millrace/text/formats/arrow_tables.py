@@ -334,7 +334,6 @@ def _id_values(column: Any) -> list[Any]:
 def _values(column: Any) -> list[Any]:
     """The values of a column as Python's: str, or bytes where they are not UTF-8; times as Arrow's
     text, as Python has no nanoseconds, no year 10,000, and not every time zone; JSON is parsed."""
-    _check_offsets(getattr(column, "storage", column))
     if str(column.type) == _JSON:
         return list(map(_parsed, column.to_pylist()))
     column = _plain(column)
@@ -383,7 +382,7 @@ def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
 def _check_offsets(column: Any) -> None:
     """ArrowInvalid unless all offsets are valid: others would lead to any place in memory."""
     try:
-        column.validate(full=True)
+        getattr(column, "storage", column).validate(full=True)
     except ValueError as error:
         if "UTF8" not in str(error):  # rows that are not UTF-8 are rejected one by one
             raise
