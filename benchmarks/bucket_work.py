@@ -98,8 +98,8 @@ async def serve():
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 if kind == "proxy":
-    with (Link if rate else Proxy)(place, latency).running() as address:
-        print(address, flush=True)
+    with (Link if rate else Proxy)(place, latency) as proxy:
+        print(proxy.address, flush=True)
         sys.stdin.read()
 else:
     objects = {f"/train/{path.name}": path.read_bytes() for path in Path(place).glob("d*")}

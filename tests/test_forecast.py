@@ -88,9 +88,13 @@ def test_the_report(folder: Path, verb: Any) -> None:
         "code reaches max_epochs at sample 120",
     ):
         assert line in text
+    with pytest.raises(SystemExit, match="2"):
+        verb("plan", run, "--picture", folder / "run.png")
     page = (folder / "run.html").read_text()
     assert page.count("<title>") == 64
     assert "web 80" in page
+    verb("plan", write_run(folder, "short.yaml", samples=9), "--picture", folder / "short.svg")
+    assert (folder / "short.svg").read_text().count("<title>") == 9
     one = json.loads(verb("plan", run, "--json"))
     assert np.sum(one["samples"]) == 300
     assert one["caps"] == [["code", 120]]

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from millrace.storage.objects import ObjectStorage, by_environment
 from tests.buckets import servers
 from tests.buckets.servers import Proxy
 
-_numbers = itertools.count()
 _SERVERS: dict[str, Callable[[Path], Any]] = {
     "s3": servers.seaweedfs,
     "az": servers.azurite,
@@ -21,35 +19,15 @@ _SERVERS: dict[str, Callable[[Path], Any]] = {
     "file": lambda folder: contextlib.nullcontext(""),
 }
 
-on_each_server = pytest.mark.parametrize(
-    "bucket",
-    ["s3", "gs", "az", "file", pytest.param("ceph", marks=pytest.mark.long)],
-    indirect=True,
-)
-"""A test in a bucket of each server, and in a folder as if it were one."""
+# A test in a bucket of each server, and in a folder as if it were one.
+_ALL = ["s3", "gs", "az", "file", pytest.param("ceph", marks=pytest.mark.long)]
+on_each_server = pytest.mark.parametrize("bucket", _ALL, indirect=True)
 
 
-@pytest.fixture(scope="session")
-def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """A proxy and its address before a server of a kind."""
-    with contextlib.ExitStack() as stack:
+class Bucket(Proxy):
+    """A prefix of its own in a bucket, `s3://train/NAME`, that is read by way of a proxy."""
 
-        @functools.cache
-        def start(kind: str) -> tuple[Proxy, str]:
-            if kind == "gs":
-                proxy = Proxy(start("s3")[0].upstream, is_google=True)
-            else:
-                proxy = Proxy(stack.enter_context(_SERVERS[kind](tmp_path_factory.mktemp(kind))))
-            return proxy, stack.enter_context(proxy.running())
-
-        yield start
-
-
-class Bucket:
-    """A prefix of its own in a bucket, `s3://train/NUMBER`, that is read by way of a proxy."""
-
-    def __init__(self, root: str, proxy: Proxy) -> None:
-        self.prefix, self.proxy = f"{root}/{next(_numbers)}", proxy
+    prefix: str
 
     def storage(self, options: Any = None, **arguments: Any) -> ObjectStorage:
         return ObjectStorage(options, **{"time_limit": 20.0, **arguments})
@@ -66,24 +44,30 @@ class Bucket:
         return self.prefix
 
 
+@pytest.fixture(scope="session")
+def _start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Bucket]]:
+    """A bucket on a server of a kind."""
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def start(kind: str) -> Bucket:
+            server = _SERVERS[kind](tmp_path_factory.mktemp(kind))
+            return stack.enter_context(Bucket(stack.enter_context(server)))
+
+        yield start
+
+
 @pytest.fixture
-def bucket(request: Any, _start: Any, tmp_path_factory: Any) -> Iterator[Bucket]:
+def bucket(request: Any, _start: Any, tmp_path_factory: Any, monkeypatch: Any) -> Bucket:
     """The environment names its server, and a folder for copies that is new."""
     kind, folder = getattr(request, "param", "s3"), tmp_path_factory.mktemp("node")
-    scheme = "s3" if kind == "ceph" else kind
-    proxy, address = _start(kind)
-    proxy.reset()
-    with pytest.MonkeyPatch.context() as patch:
-        variables = servers.environment_for(address, scheme)
-        for name, value in [*variables.items(), ("TMPDIR", str(folder))]:
-            patch.setenv(name, value)
-        patch.setattr("tempfile.tempdir", str(folder))
-        by_environment.cache_clear()
-        yield Bucket(f"file://{folder}/objects" if kind == "file" else f"{scheme}://train", proxy)
-        by_environment.cache_clear()
-
-
-@pytest.fixture
-def proxy(bucket: Bucket) -> Proxy:
-    """The proxy before the bucket, without faults and with no request counted."""
-    return bucket.proxy
+    bucket, scheme = _start("s3" if kind == "gs" else kind), "s3" if kind == "ceph" else kind
+    bucket.reset()
+    bucket.is_google = kind == "gs"
+    bucket.prefix = f"{folder.as_uri() if kind == 'file' else f'{scheme}://train'}/{folder.name}"
+    for pair in servers.environment_for(bucket.address, scheme).items():
+        monkeypatch.setenv(*pair)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    by_environment.cache_clear()
+    return bucket

@@ -7,18 +7,21 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
-import sysconfig
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+
+from obstore import sign
+from obstore.store import S3Store
 
 from millrace.files import file_lock
 
@@ -27,16 +30,57 @@ AZURE = "devstoreaccount1"  # the account that each azurite has, and its key
 AZURE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 )
-# What this key has signed: containers may be made until 2099.
-_AZURE_SIGNATURE = (
-    "sv=2021-08-06&ss=b&srt=c&sp=c&se=2099-01-01"
+# A container, with what this key has signed: it may be made until 2099.
+_AZURE_CONTAINER = (
+    f"{AZURE}/train?restype=container&sv=2021-08-06&ss=b&srt=c&sp=c&se=2099-01-01"
     "&sig=zJMhJi%2FptmuecC%2FNAXMWIQOJDBDqL0LVilz9y07GrKY%3D"
 )
-_SCRIPTS = Path(sysconfig.get_path("scripts"))
-_AZURITE = _SCRIPTS.parent / "azurite/node_modules/azurite/dist/src/blob/main.js"
+# Scripts of bash that start servers in an empty folder, at ports $1, $2, ...
+_SEAWEEDFS = """
+actions='"actions": ["Admin", "Read", "Write", "List"]'
+cat >s3.json <<END
+{"identities": [{"name": "anonymous", $actions}, {"name": "m", $actions, "credentials":
+  [{"accessKey": "$access_key_id", "secretKey": "$secret_access_key"}]}]}
+END
+export WEED_MASTER_VOLUME_GROWTH_COPY_1=1  # volume for a bucket: the default takes seven
+exec $VENV/bin/weed -logdir=. server -dir=. -ip=127.0.0.1 -ip.bind=127.0.0.1 -filer -s3 \\
+  -s3.port=$1 -s3.port.grpc=$2 -master.port=$3 -master.port.grpc=$4 -volume.port=$5 \\
+  -volume.port.grpc=$6 -filer.port=$7 -filer.port.grpc=$8 -s3.port.iceberg=0 -s3.port.lance=0 \\
+  -s3.iam=false -s3.config=s3.json -s3.localSocket=s3.sock -filer.localSocket=filer.sock \\
+  -master.telemetry=false -master.electionTimeout=1s -master.volumeSizeLimitMB=256 -volume.max=500
+"""
+_AZURITE = """
+exec $VENV/bin/node $VENV/azurite/node_modules/azurite/dist/src/blob/main.js --blobPort=$1 \\
+  --blobHost=127.0.0.1 --silent --disableTelemetry --inMemoryPersistence --skipApiVersionCheck
+"""
+_CEPH = r"""
+type radosgw || { echo 'make test-long installs it'; exit 1; }
+mkdir mon osd rgw
+for name in mon. osd.0 client.admin client.rgw; do
+  printf '[%s]\nkey = AQAAAAAAAAAAABAAMDEyMzQ1Njc4OTAxMjM0NQ==\n' $name >>keyring
+  printf 'caps %s = "allow *"\n' mon osd >>keyring
+done
+id=11111111-1111-1111-1111-111111111111
+address=[v2:127.0.0.1:$2,v1:127.0.0.1:$3]
+export CEPH_CONF=/dev/null CEPH_ARGS="--fsid=$id --mon-host=$address --keyring=$PWD/keyring \
+  --public-network=127.0.0.0/8 --mon-data=$PWD/mon --osd-data=$PWD/osd --rgw-data=$PWD/rgw \
+  --run-dir=$PWD --log-file=$PWD/log --osd-objectstore=memstore --osd-crush-chooseleaf-type=0 \
+  --mon-allow-pool-size-one=true --osd-pool-default-size=1 --osd-pool-default-pg-num=4 \
+  --osd-pool-default-pg-autoscale-mode=off"
+monmaptool --create --addv a $address --fsid $id monmap
+ceph-mon --mkfs -i a --monmap monmap
+ceph-mon -f -i a &
+ceph-osd -i 0 --mkfs --osd-uuid $id
+ceph osd new $id 0
+ceph osd crush add osd.0 1.0 host=h root=default
+ceph-osd -f -i 0 &
+radosgw-admin user create --uid=millrace --display-name=m \
+  --access-key=$access_key_id --secret=$secret_access_key
+exec radosgw -f -n client.rgw --rgw-frontends="beast endpoint=127.0.0.1:$1 tcp_nodelay=1"
+"""
 _ANSWERS = {  # of faults
-    "503": (503, b"<Error><Code>SlowDown</Code></Error>"),
-    "expired": (400, b"<Error><Code>ExpiredToken</Code></Error>"),
+    "503": (503, {}, b"<Error><Code>SlowDown</Code></Error>"),
+    "expired": (400, {}, b"<Error><Code>ExpiredToken</Code></Error>"),
 }
 
 
@@ -59,140 +103,65 @@ def environment_for(address: str, scheme: str = "s3") -> dict[str, str]:
 
 def store_of(address: str) -> Any:
     """A store of obstore's own."""
-    from obstore.store import S3Store
-
     own: Any = {"client_options": {"allow_http": True}, "retry_config": {"max_retries": 0}}
     return S3Store("train", **own, **options_for(address))
 
 
-def free_ports(number: int) -> list[int]:
-    """Ports below those of outgoing connections, which could take them before the server does."""
+@contextlib.contextmanager
+def _running(script: str, folder: Path, make_bucket: Callable[[str], Any]) -> Iterator[str]:
+    """The address of a server, with its data in a folder, once it has a bucket."""
     ports: set[int] = set()
-    while len(ports) < number:
+    while len(ports) < 8:  # below those of outgoing connections, which could take them first
         place = "127.0.0.1", random.randrange(10_000, 30_000)
         with contextlib.suppress(OSError), socket.create_server(place):
             ports.add(place[1])
-    return [*ports]
-
-
-@contextlib.contextmanager
-def process(command: list[Any], folder: Path, is_ready: Callable[[], Any]) -> Iterator[None]:
-    """A server, with its data in a folder, once it is ready."""
-    # One volume a bucket of SeaweedFS: the default takes seven.
-    environment = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1", "TMPDIR": str(folder)}
+    address = f"http://127.0.0.1:{min(ports)}"
+    # All that the script starts is killed when this process ends, however it does.
+    script = "exec 3<&0; { cat <&3; kill -9 0; } &" + script
+    command = ["bash", "-ec", script, "server", *map(str, sorted(ports))]
+    environment = {**os.environ, **KEYS, "VENV": sys.prefix, "TMPDIR": str(folder)}
+    own: Any = {"cwd": folder, "env": environment, "start_new_session": True}
     with open(folder / "log", "ab") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, **own)
     try:
         end = time.monotonic() + 120
         while True:
             try:
-                is_ready()
+                make_bucket(address)
                 break
             except Exception:
                 if server.poll() is not None or time.monotonic() > end:
                     raise RuntimeError((folder / "log").read_text()[-2000:]) from None
                 time.sleep(0.1)
-        yield
+        yield address
     finally:
-        server.kill()
-        server.wait()
+        os.killpg(server.pid, signal.SIGKILL)
+        server.communicate()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def seaweedfs(folder: Path) -> Iterator[str]:
+def _put(url: str) -> None:
+    urlopen(Request(url, method="PUT"), timeout=100).close()
+
+
+def seaweedfs(folder: Path) -> Any:
     """A SeaweedFS; gives the address of its S3 interface. Without a signature all is allowed."""
-    ports = free_ports(8)
-    all_of = {"actions": ["Admin", "Read", "Write", "List"]}
-    pair = dict(zip(("accessKey", "secretKey"), KEYS.values(), strict=True))
-    identities = [{"name": "anonymous", **all_of}, {"name": "m", "credentials": [pair], **all_of}]
-    (folder / "s3.json").write_text(json.dumps({"identities": identities}))
-    command = f"""{_SCRIPTS}/weed -logdir={folder} server -dir={folder} -ip=127.0.0.1
-        -ip.bind=127.0.0.1 -filer -s3 -master.telemetry=false -master.electionTimeout=1s
-        -master.volumeSizeLimitMB=256 -volume.max=500 -s3.port.iceberg=0 -s3.port.lance=0
-        -s3.iam=false -s3.config={folder}/s3.json -s3.localSocket={folder}/s3.sock
-        -filer.localSocket={folder}/filer.sock""".split()
-    names = ("master.port", "volume.port", "filer.port", "s3.port")
-    names += tuple(f"{name}.grpc" for name in names)
-    command += [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
-    address = f"http://127.0.0.1:{ports[3]}"
-    # Its health check answers before a write succeeds.
-    with process(command, folder, lambda: store_of(address).put("warm-up", b"x")):
-        yield address
+    # Its health check answers before a write, which makes the bucket, succeeds.
+    return _running(_SEAWEEDFS, folder, lambda address: store_of(address).put("warm-up", b"x"))
 
 
-@contextlib.contextmanager
-def azurite(folder: Path) -> Iterator[str]:
+def azurite(folder: Path) -> Any:
     """A server of Azure's blobs, with a container."""
-    (port,) = free_ports(1)
-    command = [_SCRIPTS / "node", _AZURITE, f"--blobPort={port}", "--blobHost=127.0.0.1"]
-    command += "--silent --disableTelemetry --inMemoryPersistence --skipApiVersionCheck".split()
-    address = f"http://127.0.0.1:{port}"
-
-    def make_container() -> None:
-        url = f"{address}/{AZURE}/train?restype=container&{_AZURE_SIGNATURE}"
-        try:
-            urlopen(Request(url, method="PUT"), timeout=5).close()
-        except HTTPError as error:
-            if error.code != 409:  # an earlier request made it, but its answer came too late
-                raise
-
-    with process(command, folder, make_container):
-        yield address
-
-
-_CEPH = """
-    --fsid={id} --mon-host=[v2:127.0.0.1:{0},v1:127.0.0.1:{1}] --public-network=127.0.0.0/8
-    --mon-data={folder}/mon --osd-data={folder}/osd --rgw-data={folder}/rgw --run-dir={folder}
-    --keyring={folder}/keyring --log-file={folder}/log --osd-objectstore=memstore
-    --mon-allow-pool-size-one=true --osd-pool-default-size=1 --osd-pool-default-pg-num=4
-    --osd-pool-default-pg-autoscale-mode=off --osd-crush-chooseleaf-type=0
-"""
-_CEPH_STEPS = """
-monmaptool --create --addv a [v2:127.0.0.1:{0},v1:127.0.0.1:{1}] --fsid {id} {folder}/monmap
-ceph-mon --mkfs -i a --monmap {folder}/monmap
-ceph-mon -f -i a
-ceph-osd -i 0 --mkfs --osd-uuid {id}
-ceph osd new {id} 0
-ceph osd crush add osd.0 1.0 host=h root=default
-ceph-osd -f -i 0
-radosgw-admin user create --uid=millrace --display-name=m --access-key={keys[0]} --secret={keys[1]}
-radosgw -f -n client.rgw --rgw-frontends={front}
-"""
+    return _running(_AZURITE, folder, lambda address: _put(f"{address}/{_AZURE_CONTAINER}"))
 
 
 @contextlib.contextmanager
 def ceph(folder: Path) -> Iterator[str]:
     """Ceph's RGW with its data in memory, one on a machine, of Debian's packages: a stricter S3
     server, for long tests."""
-    if shutil.which("radosgw") is None:
-        raise RuntimeError("radosgw is missing: `make test-long` installs it")
-    *ports, port = free_ports(3)
-    address, front = f"http://127.0.0.1:{port}", f"beast endpoint=127.0.0.1:{port} tcp_nodelay=1"
-    own = {"folder": folder, "id": "1" * 8 + "-1111" * 3 + "-" + "1" * 12, "front": front}
-    rights = 'key = AQAAAAAAAAAAABAAMDEyMzQ1Njc4OTAxMjM0NQ==\ncaps mon = "allow *"\n'
-    names = ("mon.", "osd.0", "client.admin", "client.rgw")
-    entries = [f'[{name}]\n{rights}caps osd = "allow *"\n' for name in names]
-    (folder / "keyring").write_text("".join(entries))
-    for name in ("mon", "osd", "rgw"):
-        (folder / name).mkdir()
-    options = " ".join(_CEPH.format(*ports, **own).split())
-
-    def make_bucket() -> None:
-        from obstore import sign
-
-        url = sign(store_of(address), "PUT", "", datetime.timedelta(minutes=5))
-        urlopen(Request(url, method="PUT"), timeout=5).close()
-
-    with file_lock("/tmp/millrace-ceph.lock"), contextlib.ExitStack() as stack:  # it takes 4 GiB
-        for step in _CEPH_STEPS.strip().splitlines():
-            words = [word.format(*ports, **own, keys=[*KEYS.values()]) for word in step.split()]
-            command = ["env", "CEPH_CONF=/dev/null", f"CEPH_ARGS={options}", *words]
-            if "-f" in words:
-                is_ready = make_bucket if words[0] == "radosgw" else lambda: None
-                stack.enter_context(process(command, folder, is_ready))
-            else:
-                subprocess.run(command, check=True, timeout=120)
+    day = datetime.timedelta(1)
+    server = _running(_CEPH, folder, lambda address: _put(sign(store_of(address), "PUT", "", day)))
+    with file_lock("/tmp/millrace-ceph.lock"), server as address:  # it takes 4 GiB
         yield address
 
 
@@ -207,14 +176,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815
 
-    def send(self, status: int, body: bytes, headers: Any) -> None:
-        self.send_response(status)
-        for pair in headers:
-            self.send_header(*pair)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
 
 class Proxy(ThreadingHTTPServer):
     """A proxy before a server, which counts requests and has faults.
@@ -225,22 +186,26 @@ class Proxy(ThreadingHTTPServer):
     """
 
     daemon_threads, request_queue_size = True, 512
+    is_google = False  # requests of the XML API, which become those of S3
 
-    def __init__(self, address: str, latency: float = 0.0, *, is_google: bool = False) -> None:
+    def __init__(self, address: str, latency: float = 0.0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.upstream = address
-        self._is_google = is_google  # requests of the XML API, which become those of S3
+        self.upstream, self.address = address, f"http://127.0.0.1:{self.server_port}"
         self._random, self._lock = random.Random(1), threading.Lock()
-        self.reset()
+        self.reset(latency)
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+
+    def server_close(self) -> None:
+        self.shutdown()
+        super().server_close()
+
+    def handle_error(self, *_: Any) -> None: ...  # its connection ends
+
+    def reset(self, latency: float = 0.0) -> None:
         self.latency = latency
-
-    def handle_error(self, *_: Any) -> None: ...
-
-    def reset(self) -> None:
         self.requests: list[str] = []  # "METHOD path"
         self.bodies = 0  # bytes of all bodies that were read
         self.faults: list[list[Any]] = []
-        self.latency = 0.0
 
     def add_fault(self, kind: str, pattern: str, share: float = 1.0, times: int = 1 << 30) -> None:
         self.faults.append([kind, pattern, share, times])
@@ -258,47 +223,40 @@ class Proxy(ThreadingHTTPServer):
                     return str(kind)
         return ""
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[str]:
-        with self:
-            threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
-            yield f"http://127.0.0.1:{self.server_port}"
-            self.shutdown()
-
     def answer(self, to: _Handler) -> None:
         sent = to.rfile.read(int(to.headers.get("Content-Length", 0)))
         fault = self.fault_of(f"{to.command} {to.path}")
         time.sleep(self.latency)
-        if fault in _ANSWERS:
-            status, body = _ANSWERS[fault]
-            to.send(status, body, [("Content-Length", str(len(body)))])
-            return
-        headers = {name.lower(): text for name, text in to.headers.items()}
+        status, headers, body = _ANSWERS.get(fault) or self.reply(to, sent, fault)
+        if fault == "flip" and body:
+            body = bytes([body[0] ^ 1]) + body[1:]
+        size = len(body) // 2 if fault in ("cut", "stall") else len(body)
+        to.send_response(status)
+        for pair in {"content-length": str(len(body)), **headers}.items():
+            to.send_header(*pair)
+        to.end_headers()
+        if to.command != "HEAD":
+            to.wfile.write(body[:size])
+        if size < len(body):
+            to.wfile.flush()
+            time.sleep(30 * (fault == "stall"))
+            to.close_connection = True
+
+    def reply(self, to: _Handler, sent: bytes, fault: str) -> tuple[int, dict[str, str], bytes]:
+        """The server's own answer."""
+        path, headers = to.path, {name.lower(): text for name, text in to.headers.items()}
         headers.pop(fault, None)
-        host, path = self.upstream.removeprefix("http://"), to.path
-        if self._is_google:
+        if self.is_google:
             path = path.replace("%2F", "/")
             headers.pop("authorization", None)
             if headers.pop("x-goog-if-generation-match", None) == "0":
                 headers["if-none-match"] = "*"
-        try:
-            with contextlib.closing(HTTPConnection(host, timeout=60)) as connection:
-                connection.request(to.command, path, sent, headers)
-                reply = connection.getresponse()
-                body = reply.read()
-        except (OSError, HTTPException):
-            to.close_connection = True
-            return
-        del reply.headers["Transfer-Encoding"]
-        if "Content-Length" not in reply.headers:
-            reply.headers["Content-Length"] = str(len(body))
+        host = self.upstream.removeprefix("http://")
+        with contextlib.closing(HTTPConnection(host, timeout=60)) as connection:
+            connection.request(to.command, path, sent, headers)
+            reply = connection.getresponse()
+            body = reply.read()
         with self._lock:
             self.bodies += len(body) * (to.command == "GET")
-        if fault == "flip" and body:
-            body = bytes([body[0] ^ 1]) + body[1:]
-        is_half = fault in ("cut", "stall")
-        to.send(reply.status, body[: len(body) // 2] if is_half else body, reply.headers.items())
-        if is_half:
-            to.wfile.flush()
-            time.sleep(30 * (fault == "stall"))
-            to.close_connection = True
+        del reply.headers["Transfer-Encoding"]
+        return reply.status, {name.lower(): text for name, text in reply.headers.items()}, body

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, ShardedDataset
+from millrace import GPTDataset, IndexedDataset, ShardedDataset
 from millrace.storage import mirror
 from millrace.storage.objects import ObjectStorage
 from tests.buckets.conftest import Bucket
-from tests.buckets.servers import Proxy
 from tests.conftest import results_of_processes
 from tests.feed.helpers import wait_for
 from tests.shard_folders import write_sequences
@@ -31,10 +30,6 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror, "FIRST", 0)
 
 
-def opened(bucket: Bucket, path: str, folder: Path, limit: int = 1 << 30) -> Any:
-    return bucket.storage(mirror=folder, limit=limit).open(path, "file")
-
-
 def read_all(file: Any) -> None:
     """Reads all in batches, each of which is announced while the one before it is read."""
     batches, counts = np.arange(0, len(DATA), SAMPLE).reshape(-1, 32), np.full(32, SAMPLE)
@@ -47,16 +42,16 @@ def read_all(file: Any) -> None:
 
 def misses_of_the_best_cache(samples: list[int], capacity: int) -> int:
     """Belady's: it keeps the samples that are used again the soonest."""
-    next_uses, later = [0] * len(samples), dict[int, int]()
+    uses = {sample: [len(samples)] for sample in samples}
     for place in reversed(range(len(samples))):
-        next_uses[place] = later.get(samples[place], len(samples))
-        later[samples[place]] = place
-    kept, num_misses = dict[int, int](), 0
-    for sample, next_use in zip(samples, next_uses, strict=True):
+        uses[samples[place]].append(place)
+    kept, num_misses = set[int](), 0
+    for sample in samples:
+        uses[sample].pop()
         num_misses += sample not in kept
-        kept[sample] = next_use
+        kept.add(sample)
         if len(kept) > capacity:
-            del kept[max(kept, key=lambda one: kept[one])]
+            kept.remove(max(kept, key=lambda one: uses[one][-1]))
     return num_misses
 
 
@@ -66,69 +61,58 @@ def taken(folder: Path) -> int:
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("order", ["megatron", "shards"])
-def test_it_saves_what_the_best_cache_would(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, order: str, share: float
-) -> None:
-    """Of three epochs, each shuffled anew; the next run finds what is there."""
+def test_it_saves_the_most_bytes(tmp_path: Path, bucket: Bucket, order: str, share: float) -> None:
+    """What the best cache would of three epochs, each shuffled anew; the next run finds them."""
     limit, tokens, folder = int(share * len(DATA)), DATA.view(np.uint16), tmp_path / "mirror"
-    if order == "megatron":
-        with IndexedDatasetBuilder(tmp_path / "in", np.uint16) as builder:
-            builder.add_documents(tokens, [len(tokens) // 128] * 128)
-    else:
-        write_sequences(tmp_path / "in", tokens.reshape(-1, SAMPLE // 2), 4)
+    length, num_shards = (len(tokens) // 128, 1) if order == "megatron" else (SAMPLE // 2, 4)
+    write_sequences(tmp_path / "in", tokens.reshape(-1, length), num_shards)
     prefix, rng, there = f"{bucket.upload(tmp_path)}/in", np.random.default_rng(1), 0
     for num_epochs in (3, 1):
         storage = bucket.storage(mirror=folder, limit=limit + METADATA)
         if order == "megatron":
-            pair = IndexedDataset(prefix, storage=storage)
+            pair = IndexedDataset(f"{prefix}/shard_0000", storage=storage)
             dataset: Any = GPTDataset(pair, sequence_length=SAMPLE // 2, seed=1)
         else:
             dataset = ShardedDataset(prefix, storage=storage)
         numbers = np.concatenate([rng.permutation(len(dataset)) for _ in range(num_epochs)])
-        proxy.reset()
+        bucket.reset()
         for step in np.array_split(numbers, 20):
             dataset.prefetch(step)
             dataset.batch(step)
         best = SAMPLE * misses_of_the_best_cache(numbers.tolist(), limit // SAMPLE)
-        assert proxy.bodies <= max(best - there, 0) + 0.02 * best * (there < len(DATA))
+        assert bucket.bodies <= max(best - there, 0) + 0.02 * best * (there < len(DATA))
         there = taken(folder) // BLOCK * BLOCK
     assert limit - BLOCK < taken(folder) <= limit + METADATA
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_shards_that_are_read_on_come_before_they_are_needed(
-    tmp_path: Path, bucket: Bucket
-) -> None:
-    write_sequences(tmp_path / "in", DATA.view(np.uint16).reshape(-1, SAMPLE // 2), 10)
+def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> None:
+    """Where an order reads on; a forked child reads what is there."""
+    tokens = DATA.view(np.uint16).reshape(-1, SAMPLE // 2)
+    write_sequences(tmp_path / "in", tokens, 2)
     storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
     dataset = ShardedDataset(f"{bucket.upload(tmp_path)}/in", storage=storage)
-    for step in ([0, 1], [2, 3]):
-        dataset.prefetch(step)
-    wait_for(lambda: taken(tmp_path / "mirror") >= mirror._AHEAD * BLOCK)
+    for sample in range(2):
+        dataset.prefetch([sample])
+    copy, second = dataset.dataset.reader._files[1]._copy, NUM_BLOCKS // 2
+    wait_for(lambda: copy.read(0, (mirror._AHEAD - second + 1) * BLOCK) is not None)
+    samples = range(len(tokens) // 2, len(tokens) // 2 + 3)
+
+    def read(out: Any) -> None:
+        out.put([dataset.batch([sample])["tokens"][0].tolist() for sample in samples])
+
+    with copy._loading:  # as a thread may that is filling a block during the fork
+        assert results_of_processes("fork", read, [()]) == [tokens[samples].tolist()]
 
 
-def put_block(file: Any, block: int, out: Any) -> None:
-    out.put(file.read(block * BLOCK, BLOCK).tobytes())
-
-
-def test_a_forked_child_reads_what_is_there(tmp_path: Path, bucket: Bucket) -> None:
-    file = opened(bucket, bucket.put("a", DATA.tobytes()), tmp_path / "mirror")
-    for block in range(2):
-        file.read(block * BLOCK, BLOCK)
-    wait_for(lambda: file._copy.read(3 * BLOCK, 5 * BLOCK) is not None)
-    with file._copy._loading:  # as a thread may that is filling a block during the fork
-        results = results_of_processes("fork", put_block, [(file, 3), (file, 4)])
-    assert {*results} == {block.tobytes() for block in DATA.reshape(-1, BLOCK)[3:5]}
-
-
-def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket) -> None:
     paths, limit = [bucket.put(name, DATA.tobytes()) for name in "abc"], 2 * len(DATA) + METADATA
 
     def read(path: str) -> tuple[Any, int]:
-        file = opened(bucket, path, tmp_path / "mirror", limit)
-        proxy.reset()
+        file = bucket.storage(mirror=tmp_path / "mirror", limit=limit).open(path, "file")
+        bucket.reset()
         read_all(file)
-        return file, proxy.bodies
+        return file, bucket.bodies
 
     first = [read(paths[0])[0], read(paths[1])[0]]
     read(paths[2])
@@ -159,7 +143,7 @@ def test_a_full_disk_and_too_few_open_files(
     with contextlib.suppress(OSError):
         (disk / "all").write_bytes(bytes(1 << 21))
     for path in paths:
-        read_all(opened(bucket, path, folder))
+        read_all(bucket.storage(mirror=folder, limit=1 << 30).open(path, "file"))
 
 
 def read_for_ever(path: str, folder: Path, limit: int, has_begun: Any) -> None:
@@ -171,11 +155,9 @@ def read_for_ever(path: str, folder: Path, limit: int, has_begun: Any) -> None:
 
 
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(50, marks=pytest.mark.long)])
-def test_kills_leave_no_wrong_byte(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, num_rounds: int
-) -> None:
+def test_kills_leave_no_wrong_byte(tmp_path: Path, bucket: Bucket, num_rounds: int) -> None:
     path, folder, limit = bucket.put("a", DATA.tobytes()), tmp_path / "mirror", len(DATA) // 2
-    context, proxy.latency = multiprocessing.get_context("spawn"), 0.002
+    context, bucket.latency = multiprocessing.get_context("spawn"), 0.002
     for _ in range(num_rounds):
         has_begun = context.Barrier(3)
         arguments = path, folder, limit, has_begun
@@ -187,7 +169,7 @@ def test_kills_leave_no_wrong_byte(
         for reader in readers:
             reader.kill()
             reader.join()
-        file = opened(bucket, path, folder, limit)
+        file = bucket.storage(mirror=folder, limit=limit).open(path, "file")
         read_all(file)
         assert taken(folder) <= limit
         (copy,) = folder.iterdir()  # which is damaged while it is open

@@ -1,6 +1,5 @@
 """Objects as files of a storage: identities, ranges, errors, faults and forks."""
 
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -9,12 +8,13 @@ import numpy as np
 import pytest
 
 from millrace.errors import ConfigError, StorageError
+from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.storage.objects import ObjectStorage
 from millrace.storage.transfers import start_pieces
 from tests.buckets.conftest import Bucket, on_each_server
-from tests.buckets.servers import Proxy
 from tests.conftest import results_of_processes
 
+FAULTS = {"503": "SlowDown", "cut": "cannot be read", "expired": "expired: ", "stall": "too slow"}
 BYTES = np.random.default_rng(0).integers(0, 256, 20 << 20).astype(np.uint8)
 
 
@@ -28,9 +28,7 @@ def test_an_object_is_a_file(bucket: Bucket) -> None:
     assert file.read(0, file.size).tobytes() == BYTES.tobytes()
     random = np.random.default_rng(1)
     for count in (0, 1, 3, 40):
-        pieces, others = (
-            (random.integers(0, 1 << 20, count), random.integers(0, 3000, count)) for _ in "ab"
-        )
+        pieces, others = random.integers(0, [[1 << 20], [3000]], (2, 2, count))
         parts = [BYTES[at : at + size].tobytes() for at, size in zip(*pieces, strict=True)]
         for announced in ((), (pieces,), (others,), (pieces, pieces, others)):
             for some in announced:
@@ -43,22 +41,18 @@ def test_an_object_is_a_file(bucket: Bucket) -> None:
         file.read(file.size - 1, 2)
 
 
-def test_what_is_announced_is_asked_for_once(bucket: Bucket, proxy: Proxy) -> None:
+def test_what_is_announced_is_asked_for_once(bucket: Bucket) -> None:
     file: Any = bucket.storage().open(bucket.put("a", BYTES.tobytes()), "file")
-    proxy.reset()
-    offsets = np.arange(0, 1 << 20, 1 << 16)
-    counts = np.full(len(offsets), 1000)
-    file.prefetch(offsets, counts)
-    file.gather(offsets[::-1], counts)
-    assert proxy.count("GET") == len(offsets)
-    file.prefetch(np.arange(0, 8000, 1000), np.full(8, 1000))  # neighbours
-    file.gather(np.arange(0, 8000, 1000), np.full(8, 1000))
-    assert proxy.count("GET") == len(offsets) + 1
-    assert proxy.bodies == 1000 * (len(offsets) + 8)
+    for step, num_requests in ((1 << 16, 8), (1000, 1)):  # apart, and neighbours
+        offsets, counts = np.arange(0, 8 * step, step), np.full(8, 1000)
+        bucket.reset()
+        file.prefetch(offsets, counts)
+        file.gather(offsets[::-1], counts)
+        assert (bucket.count("GET"), bucket.bodies) == (num_requests, 8000)
     file.gather(np.array([0, 1040]), np.array([1000, 1000]))  # a gap of 1/25
-    assert proxy.count("GET") == len(offsets) + 2
+    assert bucket.count("GET") == 2
     file.read(0, file.size)
-    assert proxy.count("GET") == len(offsets) + 5  # of 8 MiB at most
+    assert bucket.count("GET") == 5  # of 8 MiB at most
     asked: list[int] = []
     start_pieces(lambda start, _: asked.append(start), [(500, 9), (0, 9), (509, 9), (70, 9)])
     assert asked == [500, 0, 70]  # first what is needed first
@@ -79,68 +73,55 @@ def test_errors_say_what_is_wrong(bucket: Bucket) -> None:
         file.read(0, 5)
 
 
-WRONG: list[Any] = [
-    *[(bad, {}, r"s3://BUCKET/KEY") for bad in ("s3://", "s3:///a", "file://a/b", "ftp://a/b")],
-    *[(f"s3://{bad}", {}, "double slash") for bad in ("a/b//c", "a//b", "a/./b", "a/../b")],
-    ("s3://train/a\1", {}, "cannot be the path"),
-    ("s3://train/a", {"endpont": "x"}, "cannot be opened with its options"),
-    ("msc://nothing/a", {}, "cannot be opened with its options"),
-    *[("s3://train/a", {"endpoint": bad}, "must begin with http") for bad in ("", "localhost:1")],
-]
-
-
 def test_denied_and_wrong(bucket: Bucket) -> None:
     with pytest.raises(StorageError, match=r"denied.*Check the credentials"):
         bucket.storage({"access_key_id": "nobody"}).open(bucket.put("a", b"12345"), "file")
-    for path, options, message in WRONG:
+    wrong: list[Any] = [
+        *[(bad, {}, "s3://BUCKET/KEY") for bad in ("s3://", "s3:///a", "file://a/b", "ftp://a/b")],
+        *[(f"s3://{bad}", {}, "double slash") for bad in ("a/b//c", "a//b", "a/./b", "a/../b")],
+        ("s3://a/a\1", {}, "cannot be the path"),
+        ("msc://nothing/a", {}, "cannot be opened with its options"),
+        ("s3://a/a", {"options": {"endpont": "x"}}, "cannot be opened with its options"),
+        *[("s3://a/a", {"options": {"endpoint": bad}}, "must begin with") for bad in ("", "a:1")],
+        ("s3://a/a", {"time_limit": np.inf}, "time_limit must be between"),
+        ("s3://a/a", {"mirror": "a"}, "give mirror and limit"),
+    ]
+    for path, arguments, message in wrong:
         with pytest.raises(ConfigError, match=message):
-            bucket.storage(options).stat(path)
-    with pytest.raises(ConfigError, match="time_limit must be between"):
-        bucket.storage(time_limit=np.inf)
-    with pytest.raises(ConfigError, match="give mirror and limit"):
-        bucket.storage(mirror="a")
-
-
-FAULTS = {
-    "503": "SlowDown",
-    "cut": "cannot be read",
-    "expired": "credentials or the signature expired",
-    "stall": "too slow",
-}
+            bucket.storage(**arguments).stat(path)
+    for target in ("", "a/b", "s3://", "s3://a/", "msc://a/b"):
+        with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY"):
+            ShuffleOptions(output_dir="out", upload_to=target)
 
 
 @pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
 @pytest.mark.parametrize("kind", FAULTS)
-def test_faults_end_in_time_or_are_not_seen(bucket: Bucket, proxy: Proxy, kind: str) -> None:
+def test_faults_end_in_time_or_are_not_seen(bucket: Bucket, kind: str) -> None:
     path = bucket.put("a", BYTES[:5000].tobytes())
-    proxy.add_fault(kind, "GET", times=3)
+    bucket.add_fault(kind, "GET", times=3)
     file = bucket.storage(stall_limit=1.0).open(path, "file")
     assert file.read(7, 4000).tobytes() == BYTES[7:4007].tobytes()
-    assert proxy.count("GET") == 4
-    stall_limit = 0.2 if kind == "stall" else 10.0
-    storage = bucket.storage(stall_limit=stall_limit, time_limit=0.8, requests=1)
+    assert bucket.count("GET") == 4
+    storage = bucket.storage(time_limit=0.8, requests=1)
     file = storage.open(path, "file", file.identity)
-    proxy.add_fault(kind, "GET")
+    bucket.add_fault(kind, "GET")
     piece = np.array([7]), np.array([4000])
     file.prefetch(*piece)
     with pytest.raises(StorageError, match=rf"{FAULTS[kind]}.*requests in .*time_limit is 0.8 s"):
         file.read(0, 5000)
-    proxy.reset()  # what has failed ahead is asked for again
+    bucket.reset()  # what has failed ahead is asked for again
     assert file.gather(*piece).tobytes() == BYTES[7:4007].tobytes()
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
-@pytest.mark.parametrize(
-    ("header", "message"),
-    [("if-match", "changed .* an object of 5 bytes"), ("range", "cannot be read")],
-)
-def test_servers_without_conditions_or_ranges(
-    bucket: Bucket, proxy: Proxy, header: str, message: str
-) -> None:
+def test_servers_without_ranges_or_conditions(bucket: Bucket) -> None:
     file = bucket.storage(time_limit=0.3).open(bucket.put("a", b"12345"), "file")
-    bucket.put("a", b"54321" if header == "if-match" else b"12345")
-    proxy.add_fault(header, "GET")
-    with pytest.raises(StorageError, match=message):
+    bucket.add_fault("range", "GET")
+    with pytest.raises(StorageError, match="cannot be read"):
+        file.read(0, 4)
+    bucket.put("a", b"54321")
+    bucket.faults = [["if-match", "GET", 1, 1]]
+    with pytest.raises(StorageError, match=r"changed .* an object of 5 bytes"):
         file.read(0, 4)
 
 
@@ -152,22 +133,21 @@ def read_in_child(storage: Any, path: str, out: Any) -> None:
         out.put(str(error))
 
 
-def test_other_processes(bucket: Bucket, proxy: Proxy) -> None:
+def test_other_processes(bucket: Bucket) -> None:
     """A forked one is told what to do; the end of Python does not wait for 300 s of retries."""
     path, storage = bucket.put("a", b"12345"), bucket.storage(time_limit=300.0)
     bucket.put("ab", b"12345")
     storage.open(path, "file").read(0, 5)
-    proxy.add_fault("503", "GET .*/ab")
+    bucket.add_fault("503", "GET .*/ab")
     for method, answer in (("fork", "forkserver or spawn"), ("spawn", "12345")):
-        (result,) = results_of_processes(method, read_in_child, [(storage, path)])
-        assert answer in result
+        assert answer in results_of_processes(method, read_in_child, [(storage, path)])[0]
 
 
 def test_copies_of_indices(tmp_path: Path) -> None:
     (tmp_path / "a.idx").write_bytes(b"12345")
     path = f"file://{tmp_path}/a.idx"
     (tmp_path / "open").mkdir()
-    os.chmod(tmp_path / "open", 0o777)
+    (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match=r"its mode 0777"):
         ObjectStorage(folder=tmp_path / "open").open(path, "mmap")
     for folder in ("a.idx/b", "node"):  # below a file, as in a folder that is only read

@@ -1,8 +1,12 @@
-"""Whatever takes a prefix reads one in a bucket: the results are those of the local files."""
+"""Whatever takes a prefix reads or writes one in a bucket: the results are those of local files."""
 
 import multiprocessing
 import pickle
 import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,41 +15,39 @@ import numpy as np
 import pytest
 
 import millrace
-from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader
-from millrace.cli import main
+from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader, StorageError
 from millrace.encoding import Tokenizer
-from millrace.errors import StorageError
+from millrace.files import sum_of
 from millrace.online import open_rows
 from millrace.run import build_datasets, config_from
+from millrace.storage import SequentialStream, storage_of
 from millrace.store import RawTokens
 from millrace.tokenizing import tokenize
 from tests.buckets.conftest import Bucket
-from tests.buckets.servers import Proxy
-from tests.conftest import make_texts, results_of_processes, write_jsonl
+from tests.conftest import make_texts, results_of_processes, write_documents, write_jsonl
 from tests.feed.helpers import wait_for
+from tests.online.test_numbered_rows import write_tables
 from tests.shard_folders import make_sequences, write_sequences
+from tests.store.pairs import flip
 
-SERVERS = ["s3", "gs", "az", "file"]
-KINDS = ["pair", "shards", "gpt", "instant"]
-
-
-def write_pair(folder: Path, name: str = "data", documents: int = 300, seed: int = 0) -> Path:
-    folder.mkdir(exist_ok=True)
-    random = np.random.default_rng(seed)
-    with IndexedDatasetBuilder(folder / name, np.uint16, checksums=True) as builder:
-        for length in random.integers(1, 200, documents).tolist():
-            builder.add_document(random.integers(0, 100, length))
-    with millrace.provenance.OriginsWriter(folder / name) as origins:
-        origins.add(["web.jsonl"], [0] * documents, range(1, documents + 1), [-1] * documents)
-    return folder / name
+SERVERS, KINDS = ["s3", "gs", "az", "file"], ["pair", "shards", "gpt", "instant"]
+CASES = [
+    pytest.param(SERVERS[seed % 4], seed, marks=[pytest.mark.long] * (seed >= 12))
+    for seed in range(200)
+]
 
 
 def write_inputs(folder: Path, documents: int = 100, seed: int = 0) -> str:
     """Token files, one of them with a mask, raw tokens and shards; returns the folder."""
-    for number in range(3):
-        write_pair(folder, f"data{number}", documents, seed + number)
-    ranges = [(number, 0, 1) for number in range(documents)]
-    millrace.write_loss_ranges(write_pair(folder, "masked", documents, seed), ranges)
+    folder.mkdir(exist_ok=True)
+    random = np.random.default_rng(seed)
+    for name in ("data0", "data1", "data2", "masked"):
+        with IndexedDatasetBuilder(folder / name, np.uint16, checksums=True) as builder:
+            for length in random.integers(1, 200, documents).tolist():
+                builder.add_document(random.integers(0, 100, length))
+        with millrace.provenance.OriginsWriter(folder / name) as origins:
+            origins.add(["web.jsonl"], [0] * documents, range(1, documents + 1), [-1] * documents)
+    millrace.write_loss_ranges(folder / "masked", [(number, 0, 1) for number in range(documents)])
     rows = make_sequences(50, 16, np.uint16, seed)
     write_sequences(folder / "shards", rows)
     np.save(folder / "raw.npy", rows.reshape(-1))
@@ -74,16 +76,9 @@ def batches_of(dataset: Any, **options: Any) -> list[dict[str, Any]]:
         return [{name: np.asarray(one).tolist() for name, one in batch.items()} for batch in loader]
 
 
-@pytest.mark.parametrize(
-    ("bucket", "seed"),
-    [
-        pytest.param(SERVERS[seed % 4], seed, marks=[pytest.mark.long] * (seed >= 12))
-        for seed in range(200)
-    ],
-    indirect=["bucket"],
-)
+@pytest.mark.parametrize(("bucket", "seed"), CASES, indirect=["bucket"])
 def test_random_cases_under_faults(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, bucket: Bucket, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults that are shorter than the limit change no batch, and are not seen."""
     for name in ("storage.mirror.BLOCK", "storage.objects.BLOCK", "store.info.BLOCK_SIZE"):
@@ -93,12 +88,12 @@ def test_random_cases_under_faults(
     kind, limit = KINDS[(seed + seed // 4) % 4], [1 << 30, None, 1 << 15][seed % 3]
     local = write_inputs(tmp_path / "in", int(random.integers(40, 200)), seed)
     folders = local, bucket.upload(tmp_path / "in")
-    proxy.latency = float(random.choice([0, 0.003]))
+    bucket.latency = float(random.choice([0, 0.003]))
     # Each block is compared with the sidecar, if all are in the mirror.
     is_checked = kind in ("pair", "instant") and limit == 1 << 30
-    proxy.add_fault("flip", "GET .*(data.|masked).bin", 0.3 * is_checked)
+    bucket.add_fault("flip", "GET .*(data.|masked).bin", 0.3 * is_checked)
     for fault, share in {"503": 0.05, "cut": 0.03, "expired": 0.02, "stall": 0.003}.items():
-        proxy.add_fault(fault, "GET|HEAD", share)
+        bucket.add_fault(fault, "GET|HEAD", share)
     mirror: Any = {} if limit is None else {"mirror": tmp_path / "mirror", "limit": limit}
     storage = bucket.storage(stall_limit=2.0, time_limit=120.0, **mirror)
     length, threads, ahead = random.integers(1, 100), random.integers(1, 4), random.integers(1, 9)
@@ -110,36 +105,31 @@ def test_random_cases_under_faults(
     assert results[0] == results[1]
 
 
-def test_a_run_reads_ahead(tmp_path: Path, bucket: Bucket, proxy: Proxy) -> None:
+def test_a_run_reads_ahead(tmp_path: Path, bucket: Bucket) -> None:
     """Also from one sequence length to the next, which the samples of a step do not mix."""
     write_inputs(tmp_path)
     remote = dataset_of("instant", bucket.upload(tmp_path))
     remote.prefetch(range(76, 84))
-    proxy.reset()
+    bucket.reset()
     with Loader(remote, micro_batch_size=4, prefetch=1) as loader:
         next(loader)
-        wait_for(lambda: proxy.count("GET .*bin") > 99)  # of 200 samples
+        wait_for(lambda: bucket.count("GET .*bin") > 99)  # of 200 samples
 
 
-def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, capsys: Any) -> None:
+def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, verb: Callable[..., str]) -> None:
     places = write_inputs(tmp_path), bucket.upload(tmp_path)
-    for words in (("inspect", "data0"), ("verify", "data0"), ("inspect", "shards")):
-        assert [main([words[0], f"{place}/{words[1]}"]) for place in places] == [0, 0]
-        lines = capsys.readouterr().out.replace(places[1], places[0]).splitlines()
-        assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
+    for name, path in (("inspect", "data0"), ("verify", "data0"), ("inspect", "shards")):
+        local, remote = (verb(name, f"{place}/{path}") for place in places)
+        assert remote.replace(places[1], places[0]) == local
     pairs = [IndexedDataset(f"{place}/data0") for place in places]
     raw = [RawTokens(f"{place}/raw.npy").reader.read(0, 1600).tolist() for place in places]
     facts = [(one.origin(7), one.fingerprint, some) for one, some in zip(pairs, raw, strict=True)]
     assert facts[0] == facts[1]
-    data = bytearray((tmp_path / "data0.bin").read_bytes())
-    data[1000] ^= 1
-    for name, damage, text in (
-        ("data0.bin", data, "block 0"),
-        ("shards/shard_0007.bin", b"12", "shard_0007.bin is not one of the 3 shards"),
-    ):
-        bucket.put(name, bytes(damage))
-        assert main(["verify", f"{places[1]}/{re.split('[.]|/', name)[0]}"]) == 1
-        assert text in capsys.readouterr().out
+    flip(tmp_path / "data0.bin", 1000)
+    bucket.put("data0.bin", (tmp_path / "data0.bin").read_bytes())
+    assert "block 0" in verb("verify", f"{bucket.prefix}/data0", status=1)
+    bucket.put("shards/shard_0007.bin", b"12")
+    assert "shard_0007.bin is not one" in verb("verify", f"{bucket.prefix}/shards", status=1)
 
 
 def first_batch(config: Any, barrier: Any, out: Any) -> None:
@@ -147,29 +137,27 @@ def first_batch(config: Any, barrier: Any, out: Any) -> None:
     out.put(next(Loader(build_datasets(config).train, micro_batch_size=64))["tokens"].shape)
 
 
-def test_a_start_without_a_herd(
-    tmp_path: Path, bucket: Bucket, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_without_a_herd(tmp_path: Path, bucket: Bucket, monkeypatch: Any) -> None:
     """A listing of all, and each index once on a node; nothing if the manifest is trusted."""
     write_inputs(tmp_path / "in")
     config = run_of(bucket.upload(tmp_path / "in"), cache=tmp_path / "cache")
-    proxy.reset()
+    bucket.reset()
     for _ in range(2):
         IndexedDataset(f"{bucket.prefix}/masked")
-    assert (proxy.count("HEAD"), proxy.count("GET")) == (4, 1)
+    assert (bucket.count("HEAD"), bucket.count("GET")) == (4, 1)
     expected = batches_of(build_datasets(config).train)  # plans
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     barrier = multiprocessing.get_context("spawn").Barrier(6)
     for num_indices in (3, 0):
-        proxy.reset()
+        bucket.reset()
         results_of_processes("spawn", first_batch, [(config, barrier)] * 6)
-        assert proxy.count("list-type") <= 1
-        assert proxy.count("HEAD") == proxy.count("info.json") == 0
-        assert proxy.count("idx") == num_indices
+        assert bucket.count("list-type") <= 1
+        assert bucket.count("HEAD") == bucket.count("info.json") == 0
+        assert bucket.count("idx") == num_indices
     trusted = replace(config, trust_cache=True)
-    proxy.reset()
+    bucket.reset()
     assert batches_of(build_datasets(trusted).train) == expected
-    assert proxy.count("HEAD|list-type") == 0
+    assert bucket.count("HEAD|list-type") == 0
     bucket.put("data1.bin", (tmp_path / "in/data1.bin").read_bytes()[::-1])
     with pytest.raises(StorageError, match="changed"):
         batches_of(build_datasets(trusted).train)
@@ -177,8 +165,6 @@ def test_a_start_without_a_herd(
 
 def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) -> None:
     """Of Parquet, Arrow, JSONL and CSV, as a folder and as patterns, and of a compressed file."""
-    from tests.online.test_numbered_rows import write_tables
-
     (tmp_path / "in").mkdir()
     num_files = len(write_tables(tmp_path / "in"))
     write_jsonl(tmp_path / "a.jsonl.gz", make_texts(400))
@@ -199,25 +185,22 @@ def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) ->
         opened.rows(numbers)
 
 
-def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, proxy: Proxy, capsys: Any) -> None:
+def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     """Its requests and bytes are those that the proxy counts."""
-    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        for _ in range(4):
-            builder.add_document(np.zeros(1 << 16, np.uint16))
+    write_documents(tmp_path / "data", np.zeros((4, 1 << 16), int))
     prefix = f"{bucket.upload(tmp_path)}/data"
     dataset = GPTDataset(IndexedDataset(prefix), sequence_length=255, seed=1234)
-    proxy.reset()
+    bucket.reset()
     for start in range(0, len(dataset), 8):
         dataset.batch(np.arange(start, min(start + 8, len(dataset))))
-    expected = pytest.approx(proxy.count("data.bin"), rel=0.1)
+    expected = pytest.approx(bucket.count("data.bin"), rel=0.1)
     source = f"order: instant\nsources: {{a: {{prefix: {prefix}, weight: 1}}}}\n"
     counts = f"seq-length: 255\nglobal-batch-size: 8\nnum-samples: [{len(dataset)}, 0, 0]\n"
     mirror = f"mirror: {tmp_path}/mirror\nmirror-limit: 1M\n"
     (tmp_path / "run.yaml").write_text(source + counts + mirror)
     bench = f"bench {prefix} --sequence-length=255 --seconds=0.1 --micro-batch-size=8 --mirror=100M"
     for command in (bench, f"plan {tmp_path}/run.yaml"):
-        assert main([*command.split(), "--get-price=1000"]) == 0
-        text = capsys.readouterr().out
+        text = verb(*command.split(), "--get-price=1000")
         (requests, price), *_ = re.findall(r"the run +([\d,]+) requests, .* ([\d,]+)\.00", text)
         assert int(requests.replace(",", "")) == expected
         assert price == requests
@@ -230,8 +213,7 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
     from millrace import megatron as drop_in
     from tests.oracle import oracle_megatron as oracle
 
-    local = str(write_pair(tmp_path, documents=60))
-    remote = f"{bucket.upload(tmp_path)}/data"
+    local, remote = (f"{one}/data0" for one in (write_inputs(tmp_path), bucket.upload(tmp_path)))
     assert [drop_in.IndexedDataset.exists(one) for one in (remote, f"{remote}2")] == [True, False]
     folder, samples = str(tmp_path / "copies"), []
     is_remote = {"object_storage_cache_path": folder, "mmap_bin_files": False}
@@ -248,7 +230,89 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
     for one, kind in ((low, "_S3BinReader"), (by_client, "_MultiStorageClientBinReader")):
         assert type(one.bin_reader) is getattr(drop_in, kind)
         assert pickle.loads(pickle.dumps(one))[7].tolist() == IndexedDataset(local)[7].tolist()
-    (tmp_path / "data.bin").write_bytes((tmp_path / "data.bin").read_bytes())
+    Path(f"{local}.bin").write_bytes(Path(f"{local}.bin").read_bytes())
     with pytest.raises(StorageError, match="changed"):
         by_client[0]
     assert {path.suffix for path in Path(folder).iterdir()} == {".idx"}
+
+
+def test_two_jobs_never_mix(tmp_path: Path, bucket: Bucket, verb: Callable[..., str]) -> None:
+    target = f"{bucket.prefix}/v1/data"
+
+    def job(name: str, *options: str) -> list[str]:
+        write_jsonl(tmp_path / f"{name}.jsonl", make_texts(200, len(name)))
+        words = f"tokenize --input {tmp_path}/{name}.jsonl --output-prefix {tmp_path}/{name}"
+        return [*words.split(), "--tokenizer", "bytes", "--workers", "1", *options]
+
+    def fails(command: list[str], text: str) -> None:
+        assert text in verb(*command, "--upload-to", target, status=1)
+
+    ours, other = job("ours"), job("other", "--no-checksums", "--provenance", "none")
+    bucket.add_fault("503", "PUT .*idx")
+    command = [sys.executable, "-m", "millrace", *ours, "--upload-to", target]
+    with subprocess.Popen(command) as process:
+        wait_for(lambda: bucket.count("PUT .*idx"))
+        process.kill()
+    bucket.reset()
+    fails(other, "another upload to this target is at work, has died")
+    write_jsonl(tmp_path / "ours.jsonl", make_texts(300))
+    fails(ours, "inputs of the job have changed since its output began to go up")
+    verb(*other, "--upload-to", target, "--restart")
+    fails(ours, "or has ended")
+    fails(job("third"), "is there already: give a new name")
+    start = f"{target}_text_document"  # without the sidecars of the first job, and without a claim
+    assert sorted(storage_of(target).list(target)) == [f"{start}.bin", f"{start}.idx"]
+    verb(*job("other")[:-2], "--output-prefix", f"{tmp_path}/local")
+    local = IndexedDataset(tmp_path / "local_text_document")
+    assert IndexedDataset(start).fingerprint == local.fingerprint
+
+
+def job_of(verb: str, folder: Path, megabytes: int) -> list[str]:
+    """Writes the input of a job; its command, but for the output."""
+    random, num_bytes = np.random.default_rng(0), megabytes * 10**6
+    if verb == "tokenize":
+        data = write_jsonl(folder / "in.jsonl", make_texts(10_000)).read_bytes()
+        (folder / "in.jsonl").write_bytes(data * max(num_bytes // len(data), 1))
+        words = f"--input {folder}/in.jsonl --tokenizer bytes --chunk-size {num_bytes // 9 + 1}"
+        return f"tokenize {words} --workers 2 --output-prefix".split()
+    for domain in "ab":
+        (folder / "in" / domain).mkdir(parents=True)
+        random.integers(0, 50_000, num_bytes // 4, np.uint16).tofile(folder / f"in/{domain}/x.bin")
+    words = f"--input-dir {folder}/in --dtype uint16 --seq-len 512 --plan gather --num-shards 20"
+    memory = max(num_bytes // 8, 110 * 10**6)
+    return f"shuffle {words} --num-workers 2 --memory {memory} --output-dir".split()
+
+
+@pytest.mark.parametrize("megabytes", [4, pytest.param(2000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("verb", ["tokenize", "shuffle"])
+def test_kills_change_no_upload(tmp_path: Path, bucket: Bucket, verb: str, megabytes: int) -> None:
+    command = [sys.executable, "-m", "millrace", *job_of(verb, tmp_path, megabytes)]
+    for name in ("local", "work"):
+        (tmp_path / name).mkdir()
+    start = time.monotonic()
+    subprocess.run([*command, f"{tmp_path}/local/out"], check=True)
+    seconds, target = time.monotonic() - start, f"{bucket.prefix}/v1"
+    results = {"out.job.info.json", "shuffle.job.info.json"}
+    local = [path for path in (tmp_path / "local").rglob("*.*") if path.name not in results]
+    paths = {f"{target}/{path.relative_to(tmp_path / 'local')}": path for path in local}
+    folder = min(paths).rpartition("/")[0] + "/"
+    command += [f"{tmp_path}/work/out", "--upload-to", f"{target}/out"]
+    bucket.add_fault("503", "POST|PUT .*idx", 0.3)
+    num_kills = 4 if megabytes == 4 else 10
+    for _ in range(num_kills):
+        job = subprocess.Popen(command)
+        time.sleep(np.random.uniform(0, 0.6 * seconds))
+        job.kill()
+        job.wait()
+        there = {*storage_of(folder).list(folder)} - {f"{target}/out.uploading"}
+        if any(path.endswith(("document.idx", "metadata.json")) for path in there):
+            assert there == {*paths}  # readers see all, or nothing
+    subprocess.run(command, check=True)
+    if verb == "shuffle" and megabytes == 4:  # a kill costs the files of the workers
+        assert bucket.count("PUT .*shard.*bin") <= 20 + 2 * num_kills
+    kept = {path.name for path in (tmp_path / "work").rglob("*") if path.is_file()}
+    assert len(kept & results) == len(kept) == 1
+    assert {*storage_of(folder).list(folder)} == {*paths}
+    for path, ours in paths.items():
+        there = SequentialStream(storage_of(path).open(path, "file"))
+        assert sum_of(path, opened=there) == sum_of(str(ours))

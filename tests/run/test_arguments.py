@@ -36,6 +36,7 @@ def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
     [
         ("nothing.yaml", None, r"nothing\.yaml: No such file"),
         ("a.yaml", "a: [", "cannot be read"),
+        ("a.yaml", "a: !!bool x", "cannot be read"),
         ("a.toml", "a = ", "cannot be read"),
         ("a.yaml", "- 1", "holds a list"),
         ("a.json", "{}", "neither .yaml"),

@@ -4,6 +4,7 @@ import pickle
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from millrace import (
     Loader,
     ResumeError,
     TransformedDataset,
+    ViewChangeWarning,
     build_datasets,
     storage,
     write_loss_ranges,
@@ -239,7 +241,9 @@ def test_splits_end_with_documents(tmp_path: Path) -> None:
     assert {*range(180)}.isdisjoint(web[0] | web[1] | web[2])
     for before, after in pairwise(web):
         assert np.any((starts > max(before)) & (starts <= min(after)))
-    small = make_run(tmp_path, {"web": sources["web"]}, split="9,1,0", sequence_length=100)
+    two = {"web": sources["web"], "code": {"prefix": tmp_path / "none"}}  # which no phase draws
+    write_documents(tmp_path / "none", [np.arange(9)] * 900)
+    small = make_run(tmp_path, two, split="9,1,0", sequence_length=100)
     with pytest.raises(ConfigError, match="no source has 200 tokens in this split"):
         build_datasets(small).valid[0]  # type: ignore[index]
     write_documents(tmp_path / "one", [np.arange(900)])  # whose part of a document is nothing
@@ -308,6 +312,21 @@ def test_other_content_is_refused_once_it_was_drawn(checksums: bool, tmp_path: P
         loader_of(config).load_state_dict(state)
 
 
+def test_rewritten_loss_ranges_are_told_once_their_source_was_drawn(tmp_path: Path) -> None:
+    """As in Megatron-LM's order; of a source that was not drawn there need not be any."""
+    sources = write_sources(tmp_path, dict.fromkeys(NAMES[:3], 500), web=3, code=1, wiki=1e-9)
+    for name in ("web", "code"):
+        write_loss_ranges(tmp_path / name, [])
+    config = make_run(tmp_path, sources, dtype="uint16", loss_ranges="apply")
+    loader = loader_of(config, 3)
+    place = int(IndexedDataset(tmp_path / "code").sequence_lengths.argmax())
+    write_loss_ranges(tmp_path / "code", [(place, 0, 1)])
+    state = loader.state_dict()  # of the ranges that it has drawn with
+    loader_of(config, 3).load_state_dict(loader_of(config, 3).state_dict())
+    with pytest.warns(ViewChangeWarning, match=r"view.loss_ranges.code: saved '\w+', now '\w+'$"):
+        loader_of(config).load_state_dict(state)
+
+
 def test_a_trial_repeats_each_source_as_the_run_does(tmp_path: Path) -> None:
     sizes = {"web": 9000, "code": 5000, "wiki": 3000}
     sources = write_sources(tmp_path, sizes, web=5, code=4)
@@ -360,6 +379,16 @@ def test_a_batch_has_one_length(tmp_path: Path) -> None:
             Loader(dataset, micro_batch_size=4, data_parallel_size=2)
     sampler = GlobalBatchSampler(14, global_batch_size=4, micro_batch_size=2)
     Loader(train_of(make_run(tmp_path, **same)), sampler=sampler)
+    loader = Loader(train, micro_batch_size=7)
+    with pytest.raises(ConfigError, match=r"phase 1, from sample 20, has .* inside step 1;"):
+        loader.load_state_dict(loader.state_dict(10))
+    Loader(train, micro_batch_size=5, consumed_samples=14)  # the phase that starts there is over
+
+
+def test_a_replaced_length_is_that_of_the_phases_without_one(tmp_path: Path) -> None:
+    config = make_run(tmp_path, phases=[{"until": 9}, {"seq-length": 4}])
+    train = train_of(replace(config, sequence_length=16))
+    assert [train[n]["tokens"].size for n in (8, 9)] == [16, 4]
 
 
 def test_transforms_see_the_numbers_of_the_run(tmp_path: Path) -> None:
@@ -484,8 +513,11 @@ def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> Non
 
 def test_arguments_of_another_order_are_refused() -> None:
     rest = {"seq_length": 8, "train_samples": 5, "data_path": ["a"], "eval_iters": 0}
-    with pytest.raises(ConfigError, match="only the instant order has sources"):
-        config_from({**rest, "sources": {"a": "a"}})
+    for own in ({"sources": {"a": "a"}}, {"alpha": 0.5}, {"mix_window": 4}):
+        with pytest.raises(ConfigError, match=f"only the instant order has {next(iter(own))}"):
+            config_from({**rest, **own})
+    with pytest.raises(ConfigError, match="only built orders have full_validation: leave it"):
+        config_from({**rest, "order": "instant", "full_validation": True})
     with pytest.raises(ConfigError, match="there are sources and data_path"):
         config_from({**rest, "order": "instant", "sources": {"a": "a"}})
     with pytest.raises(ConfigError, match="two prefixes end with a: give sources"):
@@ -495,4 +527,7 @@ def test_arguments_of_another_order_are_refused() -> None:
     assert named.split == "969, 30, 1"
     sources = [(name, one.prefix, one.weight) for name, one in named.sources.items()]
     assert sources == [("a", "x/a", 3), ("b", "b", 1)]
+    sized = config_from({**rest, "order": "instant", "alpha": 0.5})
+    assert isinstance(sized, InstantConfig)
+    assert sized.alpha == 0.5
     assert config_from({**rest, "order": "gpt"}) == config_from(rest)

@@ -133,6 +133,8 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
         f"{{order: instant, seq-length: 16, global-batch-size: 4, num-samples: [90, 0, 0], "
         f"skips: [[2, 6]], sources: {{{sources}}}}}"
     )
+    endless = f"{{order: instant, seq-length: 16, split: '5,5,0', sources: {{{sources}}}}}"
+    Path("endless.yaml").write_text(endless)
     Path("lines.txt").write_text("a.jsonl:6\nb.jsonl:8\n")
     trace = partial(verb, "trace", "run.yaml")
     [sample] = json.loads(trace("--sample", 3, "--json"))
@@ -150,12 +152,19 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
         (["--held-out", "lines.txt"], "Equal text elsewhere is not found"),
         (["--line", "a.jsonl:41"], "no document of the run comes from a.jsonl:41"),
         (["--source", "c", "--document", 0], "there is no source c"),
+        (["--source", "a", "--document", 40], "the document of a must be between 0 and 39, not 40"),
         (["--sample", 94], "the sample must be between 0 and 93"),
     ):
         assert text in trace(*words, status=1)
+    valid = verb("trace", "endless.yaml", "--source", "a", "--document", 39)
+    assert "in no sample" in valid
+    error = verb("trace", "endless.yaml", "--held-out", "lines.txt", status=1)
+    assert "the run has no end: give the step" in error
     run = Trace.of("run.yaml")
     for one in check_held_out(run, "a.jsonl")["seen"]:
         visits = run.visits("a", one["visit"].document)
         assert one["visit"].sample == min(own.sample for own in visits if own.position is not None)
+    with pytest.raises(SystemExit, match="2"):
+        trace("--sample", 3, "--step", 4)
     Path("a_text_document.origins.parquet").unlink()
     assert "`millrace tokenize` writes" in trace("--held-out", "lines.txt", status=1)

@@ -74,20 +74,33 @@ def write_loss_ranges(
 def read_loss_ranges(file: IndexedDataset | TokenFile, path: str | None = None) -> arrays.ArraySet:
     """The ranges beside a token file, or at a path prefix; DataError unless they are its own."""
     path = file.prefix if path is None else path
+    array_set = _ranges_at(path, file.storage, LOSS, LOSS_ARRAY)
+    key = array_set.key
+    if (key["content"], key["lengths"]) != (file.fingerprint, file.lengths_checksum):
+        what = f"{path}{LOSS} holds ranges of other data than {file.prefix}"
+        raise DataError(f"{what}: write them again with write_loss_ranges")
+    array_set[ARRAY]  # maps it: damage shows now, not in mid-training
+    return array_set
+
+
+def loss_checksum(prefix: str, storage: Any = None) -> str:
+    """The checksum of the ranges beside a token file, which is not opened for it."""
+    return str(_ranges_at(prefix, storage, LOSS).key["ranges"])
+
+
+def _ranges_at(path: str, storage: Any, *suffixes: str) -> arrays.ArraySet:
+    """The ranges at a path prefix, of whatever data, in a bucket a copy of those of their files;
+    DataError if there are none."""
     folder, name = _place(path)
     if (scheme := SCHEME.match(path)) and scheme[1] in BUCKET_SCHEMES:
-        buckets: Any = storage_of(path, file.storage)
+        buckets: Any = storage_of(path, storage)
         with contextlib.suppress(FileNotFoundError):
-            folder = getattr(buckets, "base", buckets).copied([path + LOSS, path + LOSS_ARRAY])
+            folder = getattr(buckets, "base", buckets).copied([path + one for one in suffixes])
     array_set = arrays.load(folder, name)
     key = getattr(array_set, "key", None)
     if array_set is None or not isinstance(key, dict) or key.get("kind") != KIND:
         remedy = "write it again, or use write_loss_ranges, with an empty list if it has none"
         raise DataError(f"{path}{LOSS} is missing, damaged or of another version: {remedy}")
-    if (key["content"], key["lengths"]) != (file.fingerprint, file.lengths_checksum):
-        what = f"{path}{LOSS} holds ranges of other data than {file.prefix}"
-        raise DataError(f"{what}: write them again with write_loss_ranges")
-    array_set[ARRAY]  # maps it: damage shows now, not in mid-training
     return array_set
 
 

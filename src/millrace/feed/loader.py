@@ -110,8 +110,6 @@ class Loader(Renewed):
         check_dataset(dataset)
         share = (micro_batch_size, data_parallel_rank, data_parallel_size, drop_last)
         sampler = sampler_of(dataset, sampler, share)
-        if (check_steps := getattr(dataset, "check_steps", None)) is not None:
-            check_steps(sampler)
         form = form_of(
             fields, token_dtype=token_dtype, share_labels=share_labels, vocab_size=vocab_size
         )
@@ -278,6 +276,8 @@ class Loader(Renewed):
 
     def _seek(self, position: Position) -> None:
         start = checked_position(self.sampler, position.consumed_samples)
+        if (check_steps := getattr(self.dataset, "check_steps", None)) is not None:
+            check_steps(self.sampler, start)
         self._maker.check_thread()
         with self._lock:
             self._check_handler()

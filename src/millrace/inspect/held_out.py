@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.checks import MAX_INT64
 from millrace.errors import ConfigError
 from millrace.inspect.trace import NO_ORIGINS, Trace, Visit, format_origin
 
@@ -71,9 +72,11 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
         each of them that is drawn, and not skipped, the `origin` and the first `visit`.
 
     Raises:
-        ConfigError: A source without origins, or a list that is empty, or cannot be read: nothing
-            can be proved.
+        ConfigError: A source without origins, a list that is empty, or cannot be read, or no end:
+            nothing can be proved.
     """
+    if until is None and trace.num_samples == MAX_INT64:
+        raise ConfigError("the run has no end: give the step, or sample, before which to look")
     try:
         with open(path, encoding="utf-8") as file:
             entries = [*enumerate(map(str.strip, file), 1)]

@@ -124,6 +124,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         raise ConfigError("the run has no end: give train_samples, train_iters or num_samples")
     skips, mixture = Skips(config.skips), train.order
     end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
+    num_parts = min(num_parts, end)
     starts = [0, *(phase.until for phase in config.phases[:-1] if phase.until < end)]
     shape = len(starts), len(mixture.names)
     samples, repeats, unseen = np.zeros((3, *shape), np.int64)
@@ -158,7 +159,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "sources": mixture.names,
         "starts": [*starts, end],
         "positions": [*map(skips.position, starts), len(train)],
-        "sequence_lengths": [phase.sequence_length for phase in config.phases[: len(starts)]],
+        "sequence_lengths": [phase.sequence_length for phase in config.whole_phases[: len(starts)]],
         "num_tokens": num_tokens,
         "samples": samples,
         "epochs": epochs,

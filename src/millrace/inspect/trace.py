@@ -232,8 +232,14 @@ class Trace:
 
     def origin(self, source: int, document: int) -> dict[str, Any] | None:
         """Where a document came from; None without origins."""
+        self._check_document(source, document)
         origin = getattr(self.store(source), "origin", lambda _: None)(document)
         return None if origin is None else dict(origin._asdict())
+
+    def _check_document(self, source: int, document: int) -> None:
+        store = self.store(source)
+        count = store.num_documents if isinstance(store, IndexedDataset) else len(store)
+        check_int(f"the document of {self.names[source]}", document, 0, count - 1)
 
     def sources(self, name: str) -> list[int]:
         """The numbers of the sources of a name; if there are none, of those that end with it."""
@@ -258,9 +264,8 @@ class Trace:
         numbers = np.unique(check_ints("documents", np.atleast_1d(documents)))
         for place in self.sources(source):
             store = self.store(place)
-            count = store.num_documents if isinstance(store, IndexedDataset) else len(store)
             for document in numbers.tolist():
-                check_int(f"the document of {source}", document, 0, count - 1)
+                self._check_document(place, document)
             for wanted, samples in self._candidates(place, numbers, stop):
                 if len(samples) == 0:
                     continue

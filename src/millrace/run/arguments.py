@@ -203,7 +203,7 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
         return _instant_config(arguments)
     if order == "gpt":
         del arguments["order"]
-    for name in ("sources", "phases", "skips", "trial"):
+    for name in ("sources", "phases", "skips", "trial", "alpha", "mix_window"):
         if name in arguments:
             raise ConfigError(f"only the instant order has {name}: give `order: instant`")
     return _dataset_config(arguments)
@@ -226,8 +226,11 @@ def built_config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
 
 
 def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
+    for name in ("full_validation", "multiple_validation_sets", "order_options"):
+        if arguments.get(name):
+            raise ConfigError(f"only built orders have {name}: leave it out, or give `order: gpt`")
     if "sources" not in arguments:
-        arguments = {**arguments, **_named_sources(arguments)}
+        arguments = {**_named_sources(arguments), **arguments}
     elif both := [name for name in _DATA if name in arguments]:
         raise ConfigError(f"there are sources and {both[0]}: leave one out")
     own = {}
@@ -238,7 +241,7 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
     if "trial" in arguments:
         config = trial_of(config, arguments["trial"], batches)
     if batches is not None:
-        check_starts(config.phases, Skips(config.skips), batches.step_at)
+        check_starts(config.whole_phases, Skips(config.skips), batches.step_at)
     return config
 
 

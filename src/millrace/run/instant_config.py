@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -105,13 +106,12 @@ class InstantConfig(RunConfig):
             raise ConfigError(f"source {given[0]} has a weight, and there is alpha: leave one out")
 
     def _checked_phases(self) -> list[Phase]:
-        """The phases, at least one, each with its sequence length."""
-        start, length, phases = 0, self.sequence_length, []
+        """The phases, at least one."""
+        start, phases = 0, []
         entries = check_list("phases", self.phases, "phases", lambda _, one: one) or [Phase()]
         for number, entry in enumerate(entries):
-            phase = copy.copy(_checked(Phase, f"phase {number}", entry))
+            phase = _checked(Phase, f"phase {number}", entry)
             phases.append(phase)
-            vars(phase)["sequence_length"] = length = phase.sequence_length or length
             for name in (phase.weights or {}).keys() - self.sources.keys():
                 raise ConfigError(f"phase {number}: there is no source {name}: add it to sources")
             if phase.until is None:
@@ -128,6 +128,14 @@ class InstantConfig(RunConfig):
                     "`until` must grow from phase to phase"
                 )
             start = phase.until or start
+        return phases
+
+    @functools.cached_property
+    def whole_phases(self) -> list[Any]:
+        """The phases, each with its sequence length."""
+        length, phases = self.sequence_length, [*map(copy.copy, self.phases)]
+        for phase in phases:
+            vars(phase)["sequence_length"] = length = phase.sequence_length or length
         return phases
 
     def weights(self, num_tokens: Mapping[str, int]) -> dict[str, float]:

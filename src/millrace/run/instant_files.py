@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.cache.loss_files import loss_checksum
 from millrace.checks import absolute_path
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
@@ -49,6 +50,7 @@ class SourceFile:
         source = config.sources[name]
         self.prefix = absolute_path(source.prefix)
         self._access, self._storage, self._name = config.access, config.storage, name
+        self._has_loss_ranges = config.loss_ranges == "apply"
         self._tokenizers = None if config.any_tokenizer else tokenizers
         dtype = source.dtype or config.dtype
         path, index = self.prefix + BIN, self.prefix + IDX
@@ -97,6 +99,11 @@ class SourceFile:
         if info is None or info.bin is None:
             return None
         return checksum([f"{info.bin} {info.idx}".encode()])
+
+    @cached_property
+    def loss_ranges(self) -> str | None:
+        """The checksum of its loss ranges, if they are applied; no token file is opened for it."""
+        return loss_checksum(self.prefix, self._storage) if self._has_loss_ranges else None
 
     @property
     def content(self) -> str:

@@ -41,7 +41,7 @@ class PhasedDataset(BlendedDataset):
         config: The configuration of the run.
         num_samples: Number of samples; None: without end.
         is_training: Whether phases and skips count. Else there is the first phase alone, of the
-            sources that have tokens for a sample: all files are opened for it.
+            sources that have tokens for a sample: their files are opened for it.
 
     Attributes:
         stores: The token file of each source, by their names' order; `dataset_numbers` and
@@ -65,7 +65,7 @@ class PhasedDataset(BlendedDataset):
     ) -> None:
         self._ranges = {name: ranges[name] for name in sorted(ranges)}
         self._config, self._is_training = config, is_training
-        self._phases = config.phases if is_training else config.phases[:1]
+        self._phases = config.whole_phases[: None if is_training else 1]
         self._skips = Skips(config.skips if is_training else ())
         most = MAX_INT64 - self._skips.num_samples
         self._num_samples = most if num_samples is None else min(num_samples, most)
@@ -88,14 +88,15 @@ class PhasedDataset(BlendedDataset):
         if self._is_training:
             return Phases(self._ranges, self._phases)
         (phase,), ranges = self._phases, self._ranges
-        length = phase.sequence_length
-        small = [name for name, one in ranges.items() if num_windows(one.num_tokens, length) < 1]
-        if len(small) == len(ranges):
+        length, weights = phase.sequence_length, {n: one.weight for n, one in ranges.items()}
+        for name, weight in (weights | {**(phase.weights or {})}).items():
+            is_small = weight > 0 and num_windows(ranges[name].num_tokens, length) < 1
+            weights[name] = 0 if is_small else weight
+        if not any(weights.values()):
             raise ConfigError(
                 f"no source has {2 * length} tokens in this split, which a sample of {length} "
                 "needs: give the split a larger share"
             )
-        weights = {**(phase.weights or {}), **dict.fromkeys(small, 0)}
         return Phases(ranges, [replace(phase, weights=weights)])
 
     # ---- batches ----
@@ -104,14 +105,16 @@ class PhasedDataset(BlendedDataset):
         """The sample numbers of the run, skipped ones included, of samples of the dataset."""
         return self._skips.samples(numbers)
 
-    def check_steps(self, sampler: Any) -> None:
-        """Raises ConfigError where another sequence length starts in the middle of a step."""
+    def check_steps(self, sampler: Any, consumed_samples: int) -> None:
+        """Raises ConfigError where another sequence length will start in the middle of a step."""
+
+        def check(position: int) -> None:
+            if position > consumed_samples and sampler.has_step(position):
+                for start in (position, consumed_samples):
+                    sampler.step_at(start)
+
         if getattr(sampler, "step_at", None):
-            check_starts(
-                self._phases,
-                self._skips,
-                lambda position: sampler.has_step(position) and sampler.step_at(position),
-            )
+            check_starts(self._phases, self._skips, check)
 
     def _draws(self, numbers: Numbers) -> Any:
         samples = self.run_numbers(numbers)
@@ -166,6 +169,7 @@ class PhasedDataset(BlendedDataset):
         segment, place = divmod(number, len(self.stores))
         name, options = self.order.names[place], self._views[segment]
         source, choice = self._ranges[name], self._config.loss_ranges
+        _ = source.file.loss_ranges  # of now: other ranges may take their place
         order: Any = InstantOrder(
             source.tokens,
             name,
@@ -185,14 +189,16 @@ class PhasedDataset(BlendedDataset):
         view = self._config.sample_options.identity()
         for name in ("sequence_length", "add_extra_token"):
             del view[name]
+        past = self._past(len(self) if consumed_samples is None else consumed_samples)
         if self._config.loss_ranges == "apply":
-            view["loss_ranges"] = "apply"
+            files = {name: self._ranges[name].file for name in past["sources"]}
+            view["loss_ranges"] = {name: file.loss_ranges for name, file in files.items()}
         return {
             "kind": "instant",
             "rules": RULES_VERSION,
             "seed": self._config.seed,
             "add_extra_token": self._config.add_extra_token,
-            **self._past(len(self) if consumed_samples is None else consumed_samples),
+            **past,
             "view": view,
         }
 

@@ -13,7 +13,7 @@ def load_yaml(file: BinaryIO) -> Any:
 
     try:
         return _Values(yaml, file).document()
-    except (yaml.YAMLError, TypeError) as error:
+    except (yaml.YAMLError, TypeError, AttributeError, LookupError) as error:
         raise ValueError(error) from None
 
 

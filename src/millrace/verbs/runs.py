@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 from millrace import inspect
-from millrace.checks import SCHEME, check_int
+from millrace.checks import SCHEME, check_int, printable
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
 from millrace.files import atomic_file
@@ -78,6 +78,8 @@ def _trace(as_json: bool = False, **values: Any) -> str:
     is_one = asked.count(None) == 3 or (asked.count(None) == 4 and own.step is not None)
     if not is_one or (own.document is not None and own.source is None):
         raise UsageError("give --sample, --step, --line, --source and --document, or --held-out")
+    if (own.sample, own.step, own.until).count(None) < 2:
+        raise UsageError("give one of --sample, --step and --until")
     tokenizer = None if own.tokenizer is None else Tokenizer(own.tokenizer)
     trace = inspect.Trace.of(own.config, tokenizer)
     if own.sample is not None or asked.count(None) == 4:
@@ -95,7 +97,8 @@ def _trace(as_json: bool = False, **values: Any) -> str:
         more = trace.visits(source, document, until)
         visits = [*itertools.islice(more, own.limit)]
         all_visits += visits
-        lines.append(f"{source}: document {document}, {inspect.format_origin(origin)}")
+        name = printable(source)
+        lines.append(f"{name}: document {document}, {inspect.format_origin(origin)}")
         lines += [f"  {visit}" for visit in visits] or ["  in no sample"]
         lines += ["  and more: --limit"] if next(more, None) else []
     return json_text(all_visits) if as_json else "\n".join(lines)
@@ -141,6 +144,8 @@ class PlanOptions(BucketOptions):
 
 def _plan(as_json: bool = False, **values: Any) -> str:
     own = PlanOptions(**values)
+    if own.picture is not None and not own.picture.endswith((".svg", ".html")):
+        raise UsageError(f"--picture is {own.picture}: give a name that ends with .svg or .html")
     arguments, config = run_arguments.read_run(own.config)
     batches = run_arguments.schedule_from(arguments)
     if own.diff is not None:
