@@ -203,7 +203,8 @@ def open_rows(
             in order; a `datasets.Dataset`; or a sequence of dictionaries.
         cache: Folder for what is made of the rows. None: a temporary one that is removed with the
             process, so that each process of a run makes its own.
-        max_document_size: Largest line of JSON or CSV in bytes.
+        max_document_size: Largest line of JSON or CSV in bytes; where texts are tokenised once,
+            into token files, also largest text of a table.
 
     Raises:
         TextError: A file that cannot be read, or not by number: a compressed one, a pipe, an Arrow
