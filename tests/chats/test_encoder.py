@@ -128,6 +128,13 @@ def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
             ChatEncoder(tokenizer, template)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="ChatML takes no template_arguments"):
         ChatEncoder(Tokenizer(folder), template_arguments={"a": 1})
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="is not UTF-8"):
+        ChatEncoder(tokenizer)
+    (tmp_path / "chat_template.jinja").unlink()
+    for named in (listed[1:], ["b"]):
+        with pytest.raises(ConfigError, match="has no default: "):
+            ChatEncoder(config(folder, tmp_path, chat_template=named))
 
 
 def test_templates_render_as_transformers_does(folder: Path) -> None:
@@ -156,6 +163,8 @@ def test_workers_and_threads_have_the_same_encoder(folder: Path) -> None:
     copy = pickle.loads(pickle.dumps(encoder))
     assert copy.fingerprint() == encoder.fingerprint()
     json.dumps(encoder.fingerprint())
+    copy.__class__ = type("Derived", (ChatEncoder,), {})  # which may encode in another way
+    assert copy.fingerprint() != encoder.fingerprint()
     for method in ("fork", "spawn"):
         assert results_of_processes(method, encode, [(encoder,)]) == [expected]
     with ThreadPoolExecutor(4) as pool:  # templates track the tags of one rendering

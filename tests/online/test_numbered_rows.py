@@ -55,7 +55,9 @@ def write_tables(folder: Path) -> list[Path]:
 
     at = {"b": b"\xc3\xa9"}
     rows = [{"text": f"row {n}\n", "more": ["x"] * (n % 3), "at": at} for n in range(25)]
-    table = pa.Table.from_pylist(rows)
+    ends = np.cumsum([0, *(n % 3 for n in range(25))])
+    more = pa.ListArray.from_arrays(ends, pa.array(['"x"'] * int(ends[-1]), pa.json_()))
+    table = pa.Table.from_pylist(rows).set_column(1, "more", more)
     pq.write_table(table, folder / "a.parquet", row_group_size=7)
     with pa.ipc.new_file(folder / "b.arrow", table.schema) as writer:
         writer.write_table(table, max_chunksize=4)
@@ -147,7 +149,9 @@ def test_what_is_learnt_survives_death_and_damage(tmp_path: Path, name: str) -> 
 def test_rows_of_memory() -> None:
     rows = [{"text": str(n), "more": [n]} for n in range(300)]
     dataset = datasets.Dataset.from_list(rows)
-    for source in (dataset, dataset.filter(lambda row: True), dataset.select(range(300))):
+    changed = (dataset.filter(lambda row: True), dataset.select(range(300)))
+    formats = (dataset.with_format("torch"), dataset.with_format("pandas"))
+    for source in (dataset, *changed, *formats, dataset.with_transform(dict)):
         found = pickle.loads(pickle.dumps(open_rows(source)))
         assert found.rows([299, 0]) == [rows[299], rows[0]]
         assert found.fingerprint()["parts"] == [["memory", 300, source._fingerprint]]
@@ -157,6 +161,9 @@ def test_rows_of_memory() -> None:
     with pytest.raises(TextError, match="tuple, row 1: the row is 5; a dictionary"):
         mixed.rows([1])
     assert mixed.fingerprint() != open_rows(({"text": "b"}, 5, {"n": 1})).fingerprint()
+    arrays = np.arange(2000), np.where(np.arange(2000) == 900, 0, np.arange(2000))
+    one, other = (open_rows([{"ids": array}]).fingerprint() for array in arrays)
+    assert one != other  # though `str` shows the same ends of both
     assert len(open_rows([])) == 0
 
 
@@ -181,6 +188,8 @@ def test_what_has_no_numbers_is_refused_with_the_remedy(tmp_path: Path) -> None:
     for source in (iter([{}]), {"text": "a"}, 5, None, {1, 2}, list):
         with pytest.raises(ConfigError, match="cannot be read by number"):
             open_rows(source)
+    with pytest.raises(ConfigError, match=r"one of its values \(\['train', 'test'\]\)"):
+        open_rows({"train": [], "test": []})  # as `load_dataset` returns
     for number, error in ((1, IndexError), (0.5, ConfigError)):
         with pytest.raises(error, match="row numbers"):
             open_rows([{}]).rows([number])

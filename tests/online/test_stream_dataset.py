@@ -11,6 +11,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torchdata.nodes
 from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, Loader, ResumeError, TextError
@@ -41,6 +42,8 @@ class Stateful:
 
 
 def source_of(kind: str, rows: list[Any]) -> Any:
+    if kind == "torchdata":
+        return torchdata.nodes.Loader(torchdata.nodes.IterableWrapper(rows))
     functions = {"function": lambda first: iter(rows[first:]), "iterable": rows}
     return functions.get(kind) or Stateful(rows)
 
@@ -83,7 +86,7 @@ def expected_samples(rows: list[Any], encoder: Any, case: Any) -> list[Document]
 LAW = {
     "texts": st.lists(st.text(alphabet="amz", max_size=9), max_size=25),
     "again": st.booleans(),
-    "kind": st.sampled_from(["function", "state", "iterable"]),
+    "kind": st.sampled_from(["function", "state", "torchdata", "iterable"]),
     "packing": st.sampled_from(PACKINGS),
     "buffer": st.integers(0, 9),
     "per_sample": st.integers(1, 3),
@@ -192,6 +195,13 @@ def test_each_rank_tokenises_its_own() -> None:
         assert loader.state_dict()["stream"]["state"]["tokenised"] == kind
 
 
+def test_a_report_counts_rows_and_what_is_cut() -> None:
+    loader = loader_of([{"text": "abcdef"}, {"text": "m"}], Marked(), sequence_length=3)
+    assert len([*loader]) == 2
+    counts = {"rows": 2, "tokens": 9, "trained tokens": 6}
+    assert loader.dataset.report == {**counts, "cut documents": 1, "tokens behind the cut": 3}
+
+
 def test_an_iterator_is_refused_when_a_state_is_saved() -> None:
     loader = loader_of(({"text": str(n)} for n in range(9)), micro=3)
     assert loader.state_dict()["consumed_samples"] == 0
@@ -208,6 +218,21 @@ def test_an_iterator_is_refused_when_a_state_is_saved() -> None:
     with pytest.raises(ConfigError, match=r"lacks the rows in the buffer.*give shuffle_buffer"):
         loader.state_dict()
     assert len([*Loader(loader.dataset, micro_batch_size=3)]) == 6
+
+
+def test_a_stream_begins_at_its_start_and_resumes_in_its_epoch() -> None:
+    rows = datasets.Dataset.from_list([{"text": str(n)} for n in range(9)])
+    source, other = rows.to_iterable_dataset(), source_of("torchdata", [*rows])
+    for one in (source, other):
+        assert next(iter(one)) == {"text": "0"}  # as people do to see what it holds
+    assert len([*loader_of(other)]) == 9
+    source.set_epoch(1)
+    loader = loader_of(source, shuffle_buffer=2)
+    seen = [int(next(loader)["tokens"][0, 0]) for _ in range(5)]
+    other = loader_of(rows.to_iterable_dataset(), shuffle_buffer=2)
+    other.load_state_dict(loader.state_dict())
+    seen += [int(batch["tokens"][0, 0]) for batch in other]
+    assert sorted(seen) == [*b"012345678"]
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -239,6 +264,7 @@ def test_bad_rows_stop_at_their_sample(packing: str) -> None:
         ({"sequence_length": 0}, "sequence_length"),
         ({"fingerprint": 3}, "fingerprint is 3; give a dict"),
         ({"source": lambda first: None}, r"source\(0\) returned None"),
+        ({"source": {"train": []}}, "source is a dict; give an iterable of rows"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], problem: str) -> None:

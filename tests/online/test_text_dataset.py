@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows, RowEncoder, TextRows, encode_rows
 from millrace.online import TextDataset, open_rows
+from millrace.online.cached_rows import _inputs_of
 from millrace.order import PackedOrder
 from millrace.tokenizing import tokenize
 from tests.jobs.kills import deaths_of, finished_tasks
@@ -220,12 +221,22 @@ def test_orders_of_token_files_are_those_of_the_cache(
     law()
 
 
+class Capitals(TextRows):
+    """Texts in capitals, of which B is trained on."""
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
+        encoded = super().encode([{"text": row["text"].upper()} for row in rows])
+        return encoded._replace(trained=encoded.tokens == ord("B"))
+
+
 def test_rows_of_memory_go_to_the_encoder_as_they_are(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows: list[Any] = [{"text": "a", "again": np.bool_(False), "messages": chat, 5: "x"}] * 600
     rows[0] = {**rows[0], "at": date(2020, 1, 1)}
-    for encoder in (Marked(), ChatEncoder(BYTES.tokenizer)):
+    for encoder in (Capitals(BYTES.tokenizer), Marked(), ChatEncoder(BYTES.tokenizer)):
         online = TextDataset(rows, encoder, sequence_length=4)
+        [document] = documents_in(encoder.encode(rows[:1]))
+        assert documents_in(online.tokens([0])) == [document[:5]]
         for workers in (1, 2):
             form: Any = {"sequence_length": 4, "cache": tmp_path / f"{workers}", "workers": workers}
             cached = TextDataset(rows, encoder, **form)
@@ -239,6 +250,11 @@ def test_rows_of_memory_go_to_the_encoder_as_they_are(tmp_path: Path) -> None:
         for cache in (None, tmp_path):
             with pytest.raises(TextError, match=rf"list, row 0: messages\[1\]\.{reason}"):
                 TextDataset(rows, encoder, **form | {"cache": cache})[0]
+
+
+def test_rows_that_are_sorted_by_length_are_several_inputs() -> None:
+    rows = open_rows([{"text": "a"}] * 300 + [{"text": "a" * 10**6}] * 30)
+    assert len(_inputs_of(rows)) > 2
 
 
 def test_threads_encode_rows_of_several_steps_at_once(tmp_path: Path) -> None:

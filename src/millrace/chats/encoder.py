@@ -167,6 +167,8 @@ class ChatEncoder:
         return {
             "kind": "chats",
             "version": 1,
+            # A derived class encodes in its own way.
+            **({} if type(self) is ChatEncoder else {"class": type(self).__qualname__}),
             "tokenizer": self.tokenizer.fingerprint,
             "tokenizer_options": self.tokenizer.options,
             "tokenizer_versions": self.tokenizer.versions,

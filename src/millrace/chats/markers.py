@@ -19,8 +19,26 @@ _DIGITS = 6
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """Pattern of one of some texts, the longest first; without texts, it is nowhere."""
-    return "|".join(sorted(map(re.escape, texts), key=len, reverse=True)) or "(?!)"
+    """Pattern of one of some texts, the longest first; without texts, it is nowhere.
+
+    Beginnings that texts share are tried once: a vocabulary may have 6,000 special tokens.
+
+    >>> any_of(["<a>", "<b>", "<b>c"])
+    '<(?:a>|b>(?:c)?)'
+    """
+    groups: dict[str, list[str]] = {}
+    for text in sorted({*texts}):
+        groups.setdefault(text[0], []).append(text)
+    branches = []
+    for group in groups.values():
+        # The texts are sorted, so all share what the first and the last one share.
+        pairs = zip(group[0], group[-1], strict=False)
+        shared = "".join(one for one, _ in itertools.takewhile(lambda two: two[0] == two[1], pairs))
+        tails = [text[len(shared) :] for text in group if text != shared]
+        branches.append(re.escape(shared))
+        if tails:
+            branches[-1] += f"(?:{any_of(tails)}){'?' * (shared in group)}"
+    return "|".join(branches) or "(?!)"
 
 
 class Piece(NamedTuple):

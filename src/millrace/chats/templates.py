@@ -199,7 +199,7 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     elif template is not None and re.search(r"\{[{%]", template):
         source = template
     elif template is not None and os.path.isfile(template):
-        source, place = read_file(template).decode(), template
+        source, place = _source_of(template), template
     elif template not in (None, "chatml"):
         raise ConfigError(f"template is {template!r}; give a file, Jinja, or chatml")
     if source is None:
@@ -216,10 +216,21 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
 def _template_of_folder(folder: str, settings: dict[str, Any]) -> str | None:
     file = os.path.join(folder, "chat_template.jinja")
     if os.path.isfile(file):  # it wins, as in transformers
-        return read_file(file).decode()
+        return _source_of(file)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
-        template = {one["name"]: one["template"] for one in template}.get("default")
+        try:
+            template = {one["name"]: one["template"] for one in template}["default"]
+        except (KeyError, TypeError):
+            what = f"the chat_template of {folder} has no default: {shown(template)}"
+            raise ConfigError(f"{what}. Write one of them to a file, and give template=") from None
     if not isinstance(template, str | None):
         raise ConfigError(f"the chat_template of {folder} is {shown(template)}; give a text")
     return template
+
+
+def _source_of(path: str) -> str:
+    try:
+        return read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error}): convert it") from None

@@ -207,5 +207,7 @@ class TextRows:
         """See `RowEncoder.fingerprint`."""
         tokenizer = self.tokenizer
         entries: dict[str, Any] = {"kind": "texts", "key": self.key, "edges": list(self._edges)}
+        if type(self) is not TextRows:  # which encodes in its own way
+            entries["class"] = type(self).__qualname__
         entries |= {"tokenizer": tokenizer.fingerprint, "versions": tokenizer.versions}
         return {**entries, **tokenizer.options}

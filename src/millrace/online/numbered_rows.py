@@ -23,6 +23,7 @@ from millrace.order.splits import Bookends
 from millrace.ragged import starts_of
 from millrace.samples.tokens import Numbers
 from millrace.text import BadDocumentError, InputFile, find_inputs
+from millrace.text.formats.arrow_tables import records_of
 from millrace.tokenizing.input_tasks import absolute
 
 _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
@@ -51,6 +52,10 @@ class MemoryPart:
 
     def __init__(self, source: Any) -> None:
         self._source, self._is_dataset = source, _is_dataset(source)
+        self._fingerprint = str(getattr(source, "_fingerprint", None))
+        if self._is_dataset and source.format["type"] != "custom":  # which is the caller's
+            # Other formats decode images, and give tensors or data frames.
+            self._source = source.with_format("arrow", columns=source.format["columns"])
 
     def __len__(self) -> int:
         return len(self._source)
@@ -58,6 +63,8 @@ class MemoryPart:
     def read(self, numbers: Numbers) -> list[Row]:
         if self._is_dataset:
             columns = self._source[numbers.tolist()]  # one call, which reads few pages
+            if not isinstance(columns, Mapping):
+                return list[Row](records_of(columns, "the dataset"))
             values = zip(*columns.values(), strict=True)
             return [dict(zip(columns, row, strict=True)) for row in values]
         return [_checked(self._source[number]) for number in numbers.tolist()]
@@ -68,9 +75,14 @@ class MemoryPart:
     @cached_property
     def identity(self) -> list[Any]:
         if self._is_dataset:
-            return ["memory", len(self), str(self._source._fingerprint)]
-        lines = (json.dumps(row, default=str).encode() + b"\n" for row in self._source)
+            return ["memory", len(self), self._fingerprint]
+        lines = (json.dumps(row, default=_whole).encode() + b"\n" for row in self._source)
         return ["memory", len(self), checksum(lines)]
+
+
+def _whole(value: Any) -> Any:
+    """A value of no type of JSON as one; `str` leaves out the middle of a long array."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _checked(row: Any) -> Row:
@@ -191,7 +203,8 @@ def open_rows(
             in order; a `datasets.Dataset`; or a sequence of dictionaries.
         cache: Folder for what is made of the rows. None: a temporary one that is removed with the
             process, so that each process of a run makes its own.
-        max_document_size: Largest line of JSON or CSV in bytes.
+        max_document_size: Largest line of JSON or CSV in bytes; where texts are tokenised once,
+            into token files, also largest text of a table.
 
     Raises:
         TextError: A file that cannot be read, or not by number: a compressed one, a pipe, an Arrow
@@ -217,7 +230,9 @@ def open_rows(
     if _is_dataset(source) or (isinstance(source, Sequence) and not isinstance(source, bytearray)):
         return Rows([MemoryPart(source)], folder, max_size)
     remedy = "give files, a datasets.Dataset or a sequence of dictionaries"
-    if hasattr(source, "__iter__"):
+    if isinstance(source, Mapping):
+        remedy = f"give one of its values ({shown([*source], 60)}), or a list of dictionaries"
+    elif hasattr(source, "__iter__"):
         remedy = "what can only be read in turn belongs in a StreamDataset; else " + remedy
     raise ConfigError(f"rows cannot be read by number from a {type(source).__name__}: {remedy}")
 

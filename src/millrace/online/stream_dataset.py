@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -81,10 +82,10 @@ def _has_buffer(source: Any) -> bool:
 class RowStream(Renewed):
     """A `TokenStream` of rows: see `StreamDataset`."""
 
-    _renewed = ("_lock", "_reading", "_after")
+    _renewed = ("report", "_lock", "_reading", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
-        if not (callable(source) or isinstance(source, Iterable)):
+        if isinstance(source, Mapping) or not (callable(source) or isinstance(source, Iterable)):
             raise ConfigError(
                 f"source is a {type(source).__name__}; give an iterable of rows, or a function "
                 "from a row number to the rows from there on"
@@ -96,16 +97,18 @@ class RowStream(Renewed):
         for name, least in (("rows_per_sample", 1), ("seed", 0), ("shuffle_buffer", 0)):
             limit = None if name == "seed" else MAX_INT32
             options[name] = check_int(name, options[name], least, limit)
-        self._options, self._has_begun = options, False
-        self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
+        self._options = options
         is_spent = isinstance(source, Iterator) and not self._has_state
         self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
-        self._first = {"window": 0, "source": self._source_state() if self._has_state else 0}
+        # None: what `iter` gives first, though rows may have been looked at.
+        self._first: dict[str, Any] = {"window": 0, "source": None if self._has_state else 0}
+        self._origin: list[Any] = []  # the state there, once the source has begun
         kind = "own" if options["packing"] == "documents" else "all"
         self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
 
     def after_fork(self) -> None:
+        self.report = Counter[str]()
         self._lock = threading.Lock()  # a loader may begin while an earlier one still reads
         self._reading: Iterator[Any] = iter(())  # of entries, or of samples
         self._after: Any = None  # the state behind what was read
@@ -153,29 +156,44 @@ class RowStream(Renewed):
             source = self._source_state() if self._has_state else source + len(read)
             skipped = 0
 
+    @property
+    def _has_state(self) -> bool:
+        return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
+
     def _source_state(self) -> Any:
         """A copy of the source's state: the source may go on in the dict that it gives."""
         return plain_json(self._source.state_dict(), "the state of the source")
 
     def _rows_from(self, state: Any) -> Iterator[Any]:
         source = self._source
-        is_first = state == self._first["source"] and (self._has_state or not self._has_begun)
+        is_first = state == self._first["source"] and (self._has_state or not self._origin)
         if self._obstacle and not is_first:
             raise ResumeError(f"the source cannot begin again there: {self._obstacle}")
-        self._has_begun = True
         if self._has_state:
-            source.load_state_dict(plain_json(state))
+            is_hugging_face = hasattr(source, "_ex_iterable")
+            if not self._origin:
+                rows: Iterator[Any] = iter(source)
+                # Hugging Face's has a state only behind the first row; it takes None for the start.
+                self._origin = [None if is_hugging_face else self._source_state()]
+                if state is None:
+                    return rows
+            if is_hugging_face and state:
+                source.set_epoch(state["epoch"])  # else it forgets the state of another epoch
+            source.load_state_dict(plain_json(self._origin[0] if state is None else state))
             return iter(source)
+        self._origin = [0]
         state = check_int("source, of the stream's state,", state, 0)
-        rows = source(state) if callable(source) else itertools.islice(source, state, None)
-        if not isinstance(rows, Iterable):
-            what = f"source({state}) returned {shown(rows)}"
+        following = source(state) if callable(source) else itertools.islice(source, state, None)
+        if not isinstance(following, Iterable):
+            what = f"source({state}) returned {shown(following)}"
             raise ConfigError(f"{what}; give an iterable of the rows from there on")
-        return iter(rows)
+        return iter(following)
 
     def _encoded(self, entries: Sequence[_Entry]) -> Iterator[list[Piece]]:
         """The documents of each row that are not empty; TextError when a bad one is reached."""
         encoded = encode_rows(self._encoder, [row for _, row, _ in entries])
+        counts = {"rows": len(entries), "tokens": len(encoded.tokens), **encoded.report}
+        self.report.update(counts)
         tokens, trained, ends = encoded.tokens, encoded.trained, iter(encoded.ends.tolist())
         trained, stop = np.ones(len(tokens), np.bool_) if trained is None else trained, 0
         for place, count in enumerate(encoded.counts.tolist()):
@@ -197,6 +215,8 @@ class RowStream(Renewed):
         for home, pieces in zip(homes, documents, strict=True):
             for piece in pieces:
                 room = self._capacity - sum(one.size for one in samples[home])
+                self.report["cut documents"] += piece.size > room
+                self.report["tokens behind the cut"] += max(piece.size - room, 0)
                 samples[home] += [piece.cut(0, room)] if room > 0 else []
         return samples
 
@@ -306,3 +326,9 @@ class StreamDataset(TokenStreamDataset):
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
         return self.stream.read(state, count, own)
+
+    @property
+    def report(self) -> Counter[str]:
+        """Counts of the rows that this process has encoded, some of them ahead of their use, and of
+        what was cut of them."""
+        return Counter(self.stream.report)

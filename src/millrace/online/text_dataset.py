@@ -40,7 +40,7 @@ def _tokenized_part(
     start and stop in them."""
     # A text is a document, so all splits share the files of all rows. Others are made alone: their
     # rows may have several documents or none.
-    is_shared = isinstance(encoder, TextRows) and job["on_error"] == "stop"
+    is_shared = type(encoder) is TextRows and job["on_error"] == "stop"
     store, report = tokenized(rows.range() if is_shared else rows, encoder, folder, **job)
     places = (rows.start, rows.stop) if is_shared else (0, store.num_documents)
     return store, report, *places
@@ -116,8 +116,8 @@ class TextDataset(TokenDataset):
         if is_online and on_error != "stop":
             raise ConfigError(f'on_error="{on_error}" needs all rows before the first: give cache')
         self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
-        has_mask = not isinstance(encoder, TextRows)
-        if isinstance(encoder, TextRows):
+        has_mask = type(encoder) is not TextRows
+        if type(encoder) is TextRows:
             first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))
             encoder = encoder.checked([row for row in first if isinstance(row, dict)])
         capacity = options.sequence_length + options.add_extra_token

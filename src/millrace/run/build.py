@@ -153,9 +153,9 @@ def _fetch_ahead(files: Sequence[TokenFile]) -> None:
     remote = [file for file in files if file.is_remote]
     first = os.getpid() % max(len(remote), 1)
     if remote:
-        files, pool = iter(remote[first:] + remote[:first]), ThreadPoolExecutor(REQUESTS)
+        rest, pool = iter(remote[first:] + remote[:first]), ThreadPoolExecutor(REQUESTS)
         for _ in range(REQUESTS):
-            pool.submit(_fetch_each, files)
+            pool.submit(_fetch_each, rest)
         pool.shutdown(wait=False)
 
 

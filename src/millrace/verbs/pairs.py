@@ -28,7 +28,8 @@ from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
 # Compressed ones, too: reading them tells why they have no rows by number.
 _ROW_FILES = re.compile(
-    r"\.(jsonl|ndjson|json|parquet|arrow|feather|csv)(\.(gz|gzip|zst|zstd|bz2|xz))?$"
+    r"\.(jsonl|ndjson|json|parquet|pq|arrows?|feather|ipc|csv|tsv|tab)"
+    r"(\.(gz|gzip|zst|zstd|bz2|xz))?$"
 )
 
 

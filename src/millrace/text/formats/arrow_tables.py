@@ -11,13 +11,15 @@ from typing import Any
 
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query, no_column
+from millrace.text.formats.separated_records import parse_line
 from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
 from millrace.text.streams import is_remote, open_path, package, readable, status_of
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
-_HAS_TIME = re.compile("time|date|duration")  # in the name of a type
+_JSON = "extension<arrow.json>"
+_NEEDS_CARE = re.compile(f"time|date|duration|{_JSON}")  # in the name of a type
 _TEXT_TYPES = ("string", "large_string", "binary", "large_binary", "null")
 
 
@@ -331,8 +333,9 @@ def _id_values(column: Any) -> list[Any]:
 
 def _values(column: Any) -> list[Any]:
     """The values of a column as Python's: str, or bytes where they are not UTF-8; times as Arrow's
-    text, as Python has no nanoseconds, no year 10,000, and not every time zone."""
-    _check_offsets(getattr(column, "storage", column))
+    text, as Python has no nanoseconds, no year 10,000, and not every time zone; JSON is parsed."""
+    if str(column.type) == _JSON:
+        return list(map(_parsed, column.to_pylist()))
     column = _plain(column)
     import pyarrow as pa
     from pyarrow import compute, types
@@ -342,7 +345,7 @@ def _values(column: Any) -> list[Any]:
             return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
         column = column.cast(pa.timestamp(column.type.unit))  # its time zone is not known
         return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
-    if not _HAS_TIME.search(str(column.type)) or types.is_map(column.type):
+    if not _NEEDS_CARE.search(str(column.type)) or types.is_map(column.type):
         with contextlib.suppress(ValueError, OverflowError, KeyError):  # of times in a map, too
             return list(map(_as_text, column.to_pylist()))
     if types.is_struct(column.type):
@@ -360,6 +363,13 @@ def _values(column: Any) -> list[Any]:
     return list(map(_as_text, column.to_pylist()))
 
 
+def _parsed(text: str | None) -> Any:
+    """The value of some JSON; a text that is not JSON as it is."""
+    with contextlib.suppress(BadDocumentError):
+        return parse_line(("null" if text is None else text).encode())
+    return text
+
+
 def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
     """The rows of a record batch or table as dictionaries, with Python's values."""
     names = batch.schema.names
@@ -372,7 +382,7 @@ def records_of(batch: Any, source: str) -> list[dict[str, Any]]:
 def _check_offsets(column: Any) -> None:
     """ArrowInvalid unless all offsets are valid: others would lead to any place in memory."""
     try:
-        column.validate(full=True)
+        getattr(column, "storage", column).validate(full=True)
     except ValueError as error:
         if "UTF8" not in str(error):  # rows that are not UTF-8 are rejected one by one
             raise
