@@ -220,6 +220,18 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     return place
 
 
+def check_local(path: str) -> str:
+    """A path in a file system; ConfigError for one in a bucket, where no file can be written."""
+    if SCHEME.match(path):
+        raise ConfigError(f"{path} must be a path in a file system, where files are written")
+    return path
+
+
+def check_folder(name: str, value: Any) -> str:
+    """The path of a folder in a file system, from any folder."""
+    return check_local(absolute_path(check_path(name, value)))
+
+
 def printable(name: str) -> str:
     """A name for people: control characters and the like become `\\x1b` or `\\u202e`."""
     return "".join(

@@ -150,7 +150,7 @@ def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
     """
     descriptor, is_held = _take(path, limit)
     holder = os.getpid()
-    _held.add(descriptor)
+    closed_in_children.add(descriptor)
     try:
         yield is_held
     finally:
@@ -159,7 +159,7 @@ def file_lock(path: str, *, limit: float | None = None) -> Iterator[bool]:
             with contextlib.suppress(OSError):
                 if _is_at(descriptor, path):
                     os.unlink(path)
-            _held.discard(descriptor)
+            closed_in_children.discard(descriptor)
             os.close(descriptor)
 
 
@@ -174,14 +174,14 @@ def writers_lock(lock: str, *paths: str, limit: float | None = None) -> Iterator
         yield is_held
 
 
-_held: set[int] = set()  # the descriptors of this process's locks
+closed_in_children: set[int] = set()
+"""Descriptors of this process's locks: one is held as long as a forked child has it open."""
 
 
 def _forget_locks() -> None:
-    """In a forked child, at once: the parent's lock is held while any copy is open."""
-    for descriptor in _held:
+    for descriptor in closed_in_children:
         os.close(descriptor)
-    _held.clear()
+    closed_in_children.clear()
 
 
 os.register_at_fork(after_in_child=_forget_locks)

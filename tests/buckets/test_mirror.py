@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,19 @@ def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> N
 
     with copy._loading:  # as a thread may that is filling a block during the fork
         assert results_of_processes("fork", read, [()]) == [tokens[samples].tolist()]
+
+
+def test_a_forked_child_keeps_no_lock(tmp_path: Path, bucket: Bucket) -> None:
+    storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
+    file = storage.open(bucket.put("a", DATA.tobytes()), "file")
+    bucket.latency = 1.0
+    with ThreadPoolExecutor(2) as threads:  # one of them waits for the block of the other
+        pieces = [threads.submit(file.read, place, 9) for place in (0, 9)]
+        wait_for(lambda: bucket.count("GET"))
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+        child.start()
+        assert b"".join(one.result(20) for one in pieces) == DATA[:18].tobytes()
+        child.kill()
 
 
 def test_objects_that_nobody_uses_make_room(tmp_path: Path, bucket: Bucket) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 from millrace.errors import ConfigError, StorageError
 from millrace.shuffling.shuffle_job import ShuffleOptions
+from millrace.storage import bytes_in_memory
 from millrace.storage.objects import ObjectStorage
 from millrace.storage.transfers import start_pieces
 from tests.buckets.conftest import Bucket, on_each_server
+from tests.buckets.servers import KEYS
 from tests.conftest import results_of_processes
 
 FAULTS = {"503": "SlowDown", "cut": "cannot be read", "expired": "expired: ", "stall": "too slow"}
@@ -35,6 +37,8 @@ def test_an_object_is_a_file(bucket: Bucket) -> None:
                 file.prefetch(*some)
             for _ in range(2):
                 assert file.gather(*pieces).tobytes() == b"".join(parts)
+    in_memory: Any = bucket.storage(folder="/dev/null/a").open(bucket.put("a.idx", b"5"), "mmap")
+    assert bytes_in_memory(in_memory) == ord("5")  # at an address for numbers
     for name, paths in (("a", [path]), ("", [path]), ("b", [])):
         assert list(storage.list(f"{bucket.prefix}/folder/{name}")) == paths
     with pytest.raises(ValueError, match=r"the file has"):
@@ -85,13 +89,29 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
         *[("s3://a/a", {"options": {"endpoint": bad}}, "must begin with") for bad in ("", "a:1")],
         ("s3://a/a", {"time_limit": np.inf}, "time_limit must be between"),
         ("s3://a/a", {"mirror": "a"}, "give mirror and limit"),
+        ("s3://a/a", {"mirror": "s3://a/b", "limit": 1}, "in a file system"),
     ]
     for path, arguments, message in wrong:
         with pytest.raises(ConfigError, match=message):
             bucket.storage(**arguments).stat(path)
+    with pytest.raises(StorageError, match="the last of 1 requests"):  # of a file system
+        bucket.storage().stat("file:///a#1")
     for target in ("", "a/b", "s3://", "s3://a/", "msc://a/b"):
         with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY"):
             ShuffleOptions(output_dir="out", upload_to=target)
+
+
+def test_credentials_that_come_late(bucket: Bucket) -> None:
+    calls: list[int] = []
+
+    def provider() -> Any:
+        calls.append(1)
+        if len(calls) < 3:
+            raise RuntimeError("not yet")
+        return {**KEYS, "token": None, "expires_at": None}
+
+    path = bucket.put("a", b"12345")
+    assert bucket.storage({"credential_provider": provider}).stat(path).size == 5
 
 
 @pytest.mark.parametrize("bucket", ["s3", "gs", "az"], indirect=True)
@@ -105,12 +125,14 @@ def test_faults_end_in_time_or_are_not_seen(bucket: Bucket, kind: str) -> None:
     storage = bucket.storage(time_limit=0.8, requests=1)
     file = storage.open(path, "file", file.identity)
     bucket.add_fault(kind, "GET")
-    piece = np.array([7]), np.array([4000])
-    file.prefetch(*piece)
+    pieces = np.arange(7, 4000, 400), np.full(10, 9)
+    bucket.requests.clear()
+    file.prefetch(*pieces)
     with pytest.raises(StorageError, match=rf"{FAULTS[kind]}.*requests in .*time_limit is 0.8 s"):
         file.read(0, 5000)
+    assert bucket.count("GET") < 25  # the limits of those that wait do not add up
     bucket.reset()  # what has failed ahead is asked for again
-    assert file.gather(*piece).tobytes() == BYTES[7:4007].tobytes()
+    assert file.gather(*pieces).tobytes() == BYTES[7:4007].reshape(-1, 400)[:, :9].tobytes()
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
@@ -143,15 +165,18 @@ def test_other_processes(bucket: Bucket) -> None:
         assert answer in results_of_processes(method, read_in_child, [(storage, path)])[0]
 
 
-def test_copies_of_indices(tmp_path: Path) -> None:
+def test_copies_of_indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.idx").write_bytes(b"12345")
     path = f"file://{tmp_path}/a.idx"
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match=r"its mode 0777"):
         ObjectStorage(folder=tmp_path / "open").open(path, "mmap")
-    for folder in ("a.idx/b", "node"):  # below a file, as in a folder that is only read
-        assert ObjectStorage(folder=tmp_path / folder).open(path, "mmap").size == 5
+    monkeypatch.chdir(tmp_path)
+    storages = [ObjectStorage(folder=folder) for folder in ("a.idx/b", "node")]
+    monkeypatch.chdir("/")
+    for storage in storages:  # below a file, as in a folder that is only read
+        assert storage.open(path, "mmap").size == 5
     (copy,) = (tmp_path / "node").glob("*.idx")
     for damage in (b"12354" + copy.read_bytes()[5:], bytes(13), b"12345"):
         copy.write_bytes(damage)

@@ -17,7 +17,9 @@ import pytest
 import millrace
 from millrace import GPTDataset, IndexedDataset, IndexedDatasetBuilder, Loader, StorageError
 from millrace.encoding import Tokenizer
+from millrace.errors import ConfigError
 from millrace.files import sum_of
+from millrace.jobs.bucket_budget import BucketOptions, budget_of
 from millrace.online import open_rows
 from millrace.run import build_datasets, config_from
 from millrace.storage import SequentialStream, storage_of
@@ -125,6 +127,8 @@ def test_verify_and_inspect(tmp_path: Path, bucket: Bucket, verb: Callable[..., 
     raw = [RawTokens(f"{place}/raw.npy").reader.read(0, 1600).tolist() for place in places]
     facts = [(one.origin(7), one.fingerprint, some) for one, some in zip(pairs, raw, strict=True)]
     assert facts[0] == facts[1]
+    with pytest.raises(ConfigError, match="in a file system"):
+        millrace.write_loss_ranges(pairs[1].prefix, [])
     flip(tmp_path / "data0.bin", 1000)
     bucket.put("data0.bin", (tmp_path / "data0.bin").read_bytes())
     assert "block 0" in verb("verify", f"{bucket.prefix}/data0", status=1)
@@ -145,6 +149,9 @@ def test_a_start_without_a_herd(tmp_path: Path, bucket: Bucket, monkeypatch: Any
     for _ in range(2):
         IndexedDataset(f"{bucket.prefix}/masked")
     assert (bucket.count("HEAD"), bucket.count("GET")) == (4, 1)
+    bucket.reset()
+    millrace.ShardedDataset(f"{bucket.prefix}/shards")
+    assert (bucket.count("HEAD"), bucket.count("list-type")) == (2, 1)  # none for a shard
     expected = batches_of(build_datasets(config).train)  # plans
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     barrier = multiprocessing.get_context("spawn").Barrier(6)
@@ -167,10 +174,10 @@ def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) ->
     """Of Parquet, Arrow, JSONL and CSV, as a folder and as patterns, and of a compressed file."""
     (tmp_path / "in").mkdir()
     num_files = len(write_tables(tmp_path / "in"))
-    write_jsonl(tmp_path / "a.jsonl.gz", make_texts(400))
+    write_jsonl(tmp_path / "a[1].jsonl.gz", make_texts(400))
     (local, remote), outputs = (tmp_path, bucket.upload(tmp_path)), []
     for place, files in ((local, ["in"]), (remote, ["in"]), (remote, ["in/*.*"])):
-        inputs = [f"{place}/{name}" for name in (*files, "*.gz")]
+        inputs = [f"{place}/{name}" for name in (*files, "a[1].jsonl.gz")]
         tokenizer, out = Tokenizer(tokenizer_file), tmp_path / f"out{len(outputs)}"
         tokenize(inputs, out, tokenizer=tokenizer, workers=2, chunk_size=500)
         outputs.append(Path(f"{out}_text_document.bin").read_bytes())
@@ -180,9 +187,10 @@ def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) ->
     for _ in range(2):
         opened = open_rows(f"{remote}/in", cache=tmp_path / "cache")
         assert pickle.loads(pickle.dumps(opened)).rows(numbers) == expected
-    bucket.put("in/c.jsonl", (tmp_path / "in/c.jsonl").read_bytes()[::-1])
+    bucket.put("in/c.jsonl", b"\n" + (tmp_path / "in/c.jsonl").read_bytes())
     with pytest.raises(StorageError, match="changed"):
         opened.rows(numbers)
+    assert open_rows(f"{remote}/in", cache=tmp_path / "cache").rows(numbers) == expected
 
 
 def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
@@ -206,6 +214,12 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
         assert price == requests
         assert "mirrors      save 0." in text or command != bench  # one epoch
     assert [*(tmp_path / "mirror").glob("*.data")]  # of the plan
+    write_documents(tmp_path / "other", np.ones((4, 1 << 16), int))
+    paths = ["1", prefix, "1", f"{tmp_path}/other"]
+    own = {"data_path": paths, "seq_length": 255, "num_samples": [99, 0, 0], "split": "1,0,0"}
+    mixed = config_from(own)  # half of it is not in a bucket
+    budget: Any = budget_of(build_datasets(mixed).train, BucketOptions(), 8, 1.0)
+    assert budget["requests_per_step"] == pytest.approx(4, abs=1)
 
 
 def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
@@ -298,6 +312,7 @@ def test_kills_change_no_upload(tmp_path: Path, bucket: Bucket, verb: str, megab
     folder = min(paths).rpartition("/")[0] + "/"
     command += [f"{tmp_path}/work/out", "--upload-to", f"{target}/out"]
     bucket.add_fault("503", "POST|PUT .*idx", 0.3)
+    bucket.add_fault("409", "PUT .*(idx|metadata|uploading)", 0.3)
     num_kills = 4 if megabytes == 4 else 10
     for _ in range(num_kills):
         job = subprocess.Popen(command)

@@ -23,6 +23,7 @@ from millrace.store.publish import files_of
 CLAIM = ".uploading"
 _STEP = 1 << 19  # number of an upload's tasks, beside those of its job
 _LEAST_PART, _MOST_PARTS = 5 << 20, 9_000  # a store takes at most 10,000 parts
+_CONFLICT = "ConditionalRequestConflict"  # S3's answer beside another request: ask again
 _SMALL = 64 << 20  # bytes that are put by one request, on a condition
 
 
@@ -146,7 +147,8 @@ def _put(path: str, data: bytes, mode: str) -> bool:
         try:
             store.put(key, data, mode=mode)
         except Exception as error:
-            if type(error).__name__ == "AlreadyExistsError":  # of an optional package
+            is_there = type(error).__name__ == "AlreadyExistsError"  # of an optional package
+            if is_there and _CONFLICT not in str(error):
                 return False
             raise
         return True

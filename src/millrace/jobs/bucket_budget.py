@@ -84,20 +84,22 @@ def budget_of(
         "price": total_requests / 1e3 * own.get_price + total_bytes / 1e9 * own.gigabyte_price,
     }
     if own.mirror is not None:  # a node reads epochs / nodes of the data; its part comes once
-        size = sum({one.prefix: one.store.reader.size for one in dataset.stores}.values())
+        stores = [one for one in dataset.stores if one.is_remote]
+        size = sum({one.prefix: one.store.reader.size for one in stores}.values())
         reads = max(total_bytes / max(size, 1) / own.nodes, 1)
         budget["mirror_saving"] = min(own.mirror / max(size, 1), 1) * (1 - 1 / reads)
     return budget
 
 
 def _sources(dataset: Any, numbers: Any) -> Iterator[tuple[StoredTokens, Any]]:
-    """The stored tokens of samples, and the samples' numbers in them."""
+    """The tokens of samples that are in buckets, and the samples' numbers in them."""
     if isinstance(dataset, BlendedDataset):
         which, inside = dataset.order.draws(dataset.run_numbers(numbers))
         for number in np.unique(which).tolist():
             yield from _sources(dataset.datasets[number], np.asarray(inside)[which == number])
     elif isinstance(dataset.source, StoredTokens):
-        yield dataset.source, numbers
+        if dataset.source.is_remote:
+            yield dataset.source, numbers
     elif dataset.source is not None:
         yield from _sources(dataset.source, numbers)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from millrace.checks import absolute_path, check_int, check_ints, check_path, shown
+from millrace.checks import check_folder, check_int, check_ints, shown
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, TextError
 from millrace.files import checksum
@@ -34,7 +34,7 @@ BLOCK = 256
 def folder_of(cache: str | os.PathLike[str] | None) -> str:
     """The cache folder; for None, a new one that is removed when the process ends."""
     if cache is not None:
-        return absolute_path(check_path("cache", cache))
+        return check_folder("cache", cache)
     folder, owner = tempfile.mkdtemp(prefix="millrace-"), os.getpid()
 
     def remove() -> None:

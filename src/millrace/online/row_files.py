@@ -157,7 +157,7 @@ def _opened(file: InputFile) -> Iterator[Callable[[Numbers, Numbers], Any]]:
     source: Any
     with readable(file.path):
         if is_remote(file.path):
-            source = FileStream(_object(file.path))
+            source = FileStream(_object(file.path, file.size, file.mtime_ns))
             gather = source.reader.gather
         else:
             source = open(file.path, "rb", buffering=0)  # noqa: SIM115
@@ -167,7 +167,7 @@ def _opened(file: InputFile) -> Iterator[Callable[[Numbers, Numbers], Any]]:
 
 
 @functools.cache
-def _object(path: str) -> StoredFile:
+def _object(path: str, size: int, mtime_ns: int) -> StoredFile:
     """An object, which a process opens once: what is read later is of this object, or an error."""
     return storage_of(path).open(path, "file")
 
@@ -189,7 +189,7 @@ def _notes_of(
     name = _name(kind, file.path)
     key = {"path": _real(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
     if is_remote(file.path):
-        key["version"] = _object(file.path).identity.version
+        key["version"] = _object(file.path, file.size, file.mtime_ns).identity.version
 
     def find() -> arrays.ArraySet | None:
         notes = arrays.load(folder, name)

@@ -97,6 +97,9 @@ class Shards(OpenTokens):
             )
         self._options = {"access": access, "dtype": dtype, "storage": storage}
         self.dtype = self.metadata.token_dtype
+        place: Any = storage
+        if hasattr(place, "listed"):  # by one request, not one for each shard
+            storage = place.pinned(place.listed([shard_prefix(self.prefix, 0)]).identities)
         readers: list[StoredFile] = []
 
         def size_of(path: str) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from millrace import _native
-from millrace.files import blake2b, checksum, file_lock
+from millrace.files import blake2b, checksum, closed_in_children, file_lock
 from millrace.storage import Bytes, Identity, Numbers
 from millrace.storage.copies import own_folder
 
@@ -200,9 +200,14 @@ class Copy:
         for each other, though in other threads than those that go on.
         """
         byte = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, block, 1, 0)
-        with open(f"/proc/self/fd/{self._file}", "r+b") as file:
+        file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR)
+        closed_in_children.add(file)
+        try:
             fcntl.fcntl(file, fcntl.F_OFD_SETLKW, byte)
             yield
+        finally:
+            closed_in_children.discard(file)
+            os.close(file)
 
     def _write(self, data: Any, place: int) -> None:
         if os.pwrite(self._file, data, place) != len(data):

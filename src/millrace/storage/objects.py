@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from millrace.checks import check_float, check_int, check_path
+from millrace.checks import check_float, check_folder, check_int
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
 from millrace.forks import Renewed
@@ -92,13 +93,13 @@ class ObjectStorage(Renewed):
         self._options, self._client_options = dict(options or {}), dict(client_options or {})
         self.time_limit = check_float("time_limit", time_limit, 0.001, _MOST_SECONDS)
         self._stall_limit = check_float("stall_limit", stall_limit, 0.001, _MOST_SECONDS)
-        self._folder = None if folder is None else check_path("folder", folder)
+        self._folder = None if folder is None else check_folder("folder", folder)
         if (mirror is None) != (limit is None):
             raise ConfigError("give mirror and limit, the folder and its size, or none of the two")
         self.mirror: Mirror | None = None
         if mirror is not None:
-            self.mirror = Mirror(check_path("mirror", mirror), check_int("limit", limit, 0))
-        self.requests = check_int("requests", requests, 1)
+            self.mirror = Mirror(check_folder("mirror", mirror), check_int("limit", limit, 0))
+        self.requests, self._last_success = check_int("requests", requests, 1), 0.0
         self.renew()
 
     def after_fork(self) -> None:
@@ -166,10 +167,18 @@ class ObjectStorage(Renewed):
             if (path := start + entry["path"]).startswith(prefix):
                 yield path, identity_of(entry)
 
-    def ask(self, path: str, request: Callable[[Any, str], T], part_retries: int = 0) -> T:
+    def ask(
+        self,
+        path: str,
+        request: Callable[[Any, str], T],
+        part_retries: int = 0,
+        begin: float | None = None,
+    ) -> T:
         """What a request of a store and a key gives, tried again until the limit.
 
         Each of the requests that obstore makes of one is tried again `part_retries` times by it.
+        While no request succeeds, the limit counts from `begin`, when it was asked for: those of
+        requests that wait for one another would add up.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -179,10 +188,12 @@ class ObjectStorage(Renewed):
         bucket, key = bucket_of(path)
         if (store := self._stores.get((bucket, part_retries))) is None:
             store = self._stores[bucket, part_retries] = self._store(bucket, part_retries)
-        begin, pause, count = time.monotonic(), _FIRST_PAUSE, 1
+        start, pause, count = time.monotonic(), _FIRST_PAUSE, 1
         while True:
             try:
-                return request(store, key)
+                result = request(store, key)
+                self._last_success = time.monotonic()
+                return result
             except FileNotFoundError:
                 raise FileNotFoundError(2, "there is no such object or bucket", path) from None
             except StorageError:
@@ -195,8 +206,9 @@ class ObjectStorage(Renewed):
                 if not isinstance(error, Exception):
                     raise
                 problem = _problem_of(path, error)
-                passed = time.monotonic() - begin
-                if passed + pause > self.time_limit or closing.is_set():
+                passed = time.monotonic() - min(start, max(begin or start, self._last_success))
+                is_local = bucket == "file://"  # whose errors stay
+                if is_local or passed + pause > self.time_limit or closing.is_set():
                     raise StorageError(
                         f"{problem} (the last of {count} requests in {passed:.1f} s; time_limit is "
                         f"{self.time_limit:g} s)"
@@ -283,12 +295,12 @@ def _problem_of(path: str, error: Exception) -> str:
         return f"{path} was refused, because the credentials or the signature expired: {text}"
     if kind == "PreconditionError":
         raise _changed(path, "another object")
-    if status in (401, 403) or kind in ("PermissionDeniedError", "UnauthenticatedError"):
+    if status in (401, 403) or kind == "PermissionDeniedError":
         remedy = "Check the credentials, and what they may read"
         raise StorageError(f"{path} was denied: {text}. {remedy}") from None
     # S3 answers 400 if credentials expired, and to a HEAD it does so without a code.
     may_expire = status == 400 and "<Code>" not in text
-    if 400 <= status < 500 and status not in (408, 429) and not may_expire:
+    if 400 <= status < 500 and status not in (408, 409, 429) and not may_expire:
         raise StorageError(f"{path} cannot be read: {text}") from None
     return f"{path} cannot be read: {text}"
 
@@ -372,7 +384,8 @@ class ObjectFile(Ahead):
             if (data := self._copy.read(start, stop)) is not None:
                 return data
         _note_use()
-        return self._storage.pool.submit(self._fetch_or_fill, start, stop)
+        fetch = partial(self._fetch, time.monotonic())
+        return self._storage.pool.submit(self._fetch_or_fill, fetch, start, stop)
 
     def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
         """Asks for the blocks that come next where bytes [start, stop) read on.
@@ -383,15 +396,16 @@ class ObjectFile(Ahead):
         first, end = (0, 0) if _use["was_forked"] else copy.blocks_ahead(start, stop)
         while file is not None and file._copy is not None and end > first:
             for block in file._copy.new_blocks(first, end):
-                self._storage.pool.submit(file._copy.fill, *block, file._fetch, file._sums)
+                fetch = partial(file._fetch, time.monotonic())
+                self._storage.pool.submit(file._copy.fill, *block, fetch, file._sums)
             first, end = 0, end - file._copy.num_blocks
             file = file.following
 
-    def _fetch_or_fill(self, start: int, stop: int) -> Any:
+    def _fetch_or_fill(self, fetch: Callable[..., Any], start: int, stop: int) -> Any:
         copy, data = self._copy, None
-        if copy is not None and copy.fill(start, stop, self._fetch, self._sums):
+        if copy is not None and copy.fill(start, stop, fetch, self._sums):
             data = copy.read(start, stop)
-        return self._fetch(start, stop) if data is None else data
+        return fetch(start, stop) if data is None else data
 
     def _sums(self) -> list[str]:
         """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""
@@ -400,14 +414,17 @@ class ObjectFile(Ahead):
                 path = self._path.removesuffix(BIN) + INFO
                 sidecar = ObjectFile(self._storage, path, self._storage.stat(path))
                 # By this thread: the pool's others may all wait for these checksums.
-                sums = json.loads(bytes(sidecar._fetch(0, sidecar.size)))["checksums"]
+                data = sidecar._fetch(time.monotonic(), 0, sidecar.size)
+                sums = json.loads(bytes(data))["checksums"]
                 kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
                 if kind == ("xxh3_64", BLOCK, self.size):
                     return list(sums["bin"]["blocks"])
         return []
 
-    def _fetch(self, start: int, stop: int, is_right: Callable[[Any], bool] | None = None) -> Any:
-        """Bytes [start, stop) of the object, and of no other."""
+    def _fetch(
+        self, begin: float, start: int, stop: int, is_right: Callable[[Any], bool] | None = None
+    ) -> Any:
+        """Bytes [start, stop) of the object, and of no other; asked for at `begin`."""
         options: Any = {"range": (start, stop)}
         if self.identity.version is not None:
             options["if_match"] = self.identity.version
@@ -427,6 +444,6 @@ class ObjectFile(Ahead):
             return body
 
         try:
-            return self._storage.ask(self._path, request)
+            return self._storage.ask(self._path, request, begin=begin)
         except FileNotFoundError:
             raise _changed(self._path, "gone") from None

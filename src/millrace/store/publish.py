@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from millrace.checks import SCHEME, shown
+from millrace.checks import check_local, shown
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import fsync_folder, temporary_name, writers_lock
 from millrace.names import BIN, IDX, INFO, LOSS, NEW, ORIGINS
@@ -131,9 +131,7 @@ def _is_half_published(prefix: str, storage: Storage = LOCAL) -> bool:
 
 def check_prefix(prefix: str) -> None:
     """Raises ConfigError, before any work, if a pair could not be published there."""
-    if SCHEME.match(prefix):
-        raise ConfigError(f"{prefix} must be a path in a file system, where files are written")
-    folder = os.path.dirname(prefix) or "."
+    folder = os.path.dirname(check_local(prefix)) or "."
     if not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder; create it, or give another prefix")
     if prefix.endswith((".bin", ".idx")):

@@ -173,7 +173,7 @@ class _Finder:
     def _objects(self, entry: str) -> list[str]:
         """The objects of a path, a pattern of the last part of a path, or a folder."""
         storage = storage_of(entry)
-        if not glob.has_magic(entry) and exists(storage, entry):
+        if exists(storage, entry):
             return [entry]
         pattern = entry if glob.has_magic(entry) else f"{entry.rstrip('/')}/*"
         start = pattern[: re.search(r"[*?\[]", pattern).start()]  # type: ignore[union-attr]
