@@ -145,10 +145,10 @@ def extra_bytes(name: str, dataset: Any, num_samples: int) -> Row:
     """Bytes fetched over bytes used, of all samples of a dataset's first ones."""
     num_fetched, fetch = 0, ObjectFile._fetch
 
-    def counted(self: ObjectFile, start: int, stop: int, *check: Any) -> Any:
+    def counted(self: ObjectFile, begin: float, start: int, stop: int, *check: Any) -> Any:
         nonlocal num_fetched
         num_fetched += stop - start
-        return fetch(self, start, stop, *check)
+        return fetch(self, begin, start, stop, *check)
 
     numbers = np.arange(min(num_samples, len(dataset)))
     sampler = SequentialSampler(len(numbers), micro_batch_size=16, drop_last=False)
