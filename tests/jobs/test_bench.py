@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import ConfigError, DatasetConfig, IndexedDataset
+from millrace import ConfigError, DatasetConfig, IndexedDataset, InstantConfig
 from millrace.cli import main
 from millrace.jobs import BenchResult, bench
 from millrace.jobs.benchmark_report import format_result
@@ -58,6 +58,18 @@ def test_bench_feeds_several_ranks_and_leaves_the_page_cache(config: DatasetConf
     assert result.page_cache == "left as it was"
     assert (result.options["ranks"], result.options["threads"]) == (2, 2)
     assert all(one.num_steps >= 2 for one in result.measurements)
+
+
+def test_bench_takes_the_samples_before_another_sequence_length(config: DatasetConfig) -> None:
+    assert config.blend is not None
+    sources: Any = {name: {"prefix": name, "weight": 1} for name in config.blend[0]}
+    phases: Any = [{"until": 24, "sequence_length": 8}, {"sequence_length": 4}]
+    run = InstantConfig(
+        sequence_length=16, seed=1, sources=sources, dtype="uint16", phases=phases, skips=[[3, 11]]
+    )
+    result = bench(run, micro_batch_size=4, **SHORT)
+    assert result.sequence_length == 8
+    assert [one.num_steps for one in result.measurements[:2]] == [3, 3]  # after a first batch
 
 
 def test_bench_of_a_run_with_a_cache_folder(config: DatasetConfig, tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import contextlib
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from millrace.run import DatasetConfig, InstantConfig, arguments, build_datasets
 from millrace.run.config import source_of
 from millrace.run.instant_config import AnyConfig
 from millrace.run.plan import Manifest
+from millrace.run.skips import Skips
 from millrace.samples.fields import FIELDS, TOKEN_DTYPES
 
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them
@@ -99,7 +101,8 @@ class Pass(NamedTuple):
 
 
 def bench(config: AnyConfig, **options: Any) -> BenchResult:
-    """Measures how fast this machine feeds the training samples of a run.
+    """Measures how fast this machine feeds the training samples of a run, up to those of another
+    sequence length.
 
     Three measurements through the `Loader`: as fast as possible after the run's files were dropped
     from the page cache ("cold"), with simulated training steps after another drop ("paced"), and as
@@ -114,6 +117,8 @@ def bench(config: AnyConfig, **options: Any) -> BenchResult:
         DataError: A token file that is missing or damaged.
     """
     own = BenchOptions(**options)
+    if isinstance(config, InstantConfig):  # up to another length
+        config = replace(config, sequence_length=config.whole_phases[0].sequence_length)
     prefixes = prefixes_of(config)
     page_cache = "left as it was"
     facts: dict[str, Any] = {}
@@ -257,11 +262,12 @@ def measure_rank(
         raise ConfigError("the split leaves no training data to measure: give train a share")
     opening_seconds = time.perf_counter() - start
     rank = {"data_parallel_rank": task.number, "data_parallel_size": own.ranks}
-    sampler = SequentialSampler(len(dataset), micro_batch_size=own.micro_batch_size, **rank)
-    if len(dataset) < 2 * sampler.block_size:
+    num_samples = min([len(dataset), *_first_change(config)])
+    sampler = SequentialSampler(num_samples, micro_batch_size=own.micro_batch_size, **rank)
+    if num_samples < 2 * sampler.block_size:
         raise ConfigError(
             f"a step takes micro_batch_size * ranks = {sampler.block_size} samples; the data have "
-            f"{len(dataset)}, and at least 2 steps are needed: lower one of them, or use more data"
+            f"{num_samples}, and at least 2 steps are needed: lower one of them, or use more data"
         )
     first_file: Any = dataset.stores[0]
     loader_of = partial(
@@ -292,6 +298,15 @@ def measure_rank(
         with loader_of(sampler=again) as loader:
             passes.append(_draw(job, loader))
     return facts, passes
+
+
+def _first_change(config: AnyConfig) -> list[int]:
+    """The position at which a run first takes another sequence length, if it does."""
+    if isinstance(config, DatasetConfig):
+        return []
+    pairs = itertools.pairwise(config.whole_phases)
+    ends = [one.until for one, other in pairs if one.sequence_length != other.sequence_length]
+    return [*map(Skips(config.skips).position, ends[:1])]
 
 
 def _draw(job: tuple[AnyConfig, BenchOptions], loader: Loader, step_time: float = 0.0) -> Pass:
