@@ -350,7 +350,12 @@ def test_a_trial_repeats_each_source_as_the_run_does(tmp_path: Path) -> None:
             drawn = [pair for step in steps for pair in dataset.sources_of(step).items()]
             epochs.append({name: one for name, (_, one) in drawn})
         assert epochs[0] == pytest.approx(epochs[1], rel=0.03, abs=0.03)
-    for changes in ({"trial": 0}, {"trial": 1.5}, {"trial": 0.1, "split": "0,1,0"}):
+    for changes in (
+        {"trial": 0},
+        {"trial": 1.5},
+        {"trial": 1e-4},
+        {"trial": 0.1, "split": "0,1,0"},
+    ):
         with pytest.raises(ConfigError, match="trial"):
             config_from(arguments | changes)
 

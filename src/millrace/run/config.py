@@ -52,7 +52,7 @@ NOT_IN_KEY = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(SampleOptions):
     """What the configurations of all runs have.
 
     Args:
@@ -74,16 +74,9 @@ class RunConfig:
         sampler_options: Keyword arguments for it, plain JSON values.
     """
 
-    sequence_length: int
     seed: int
     num_samples: Sequence[int | None]
     split: str | Sequence[Bookends | None] | None = None
-    add_extra_token: bool = True
-    eod_token: int | None = None
-    pad_token: int | None = None
-    reset_position_ids: bool = False
-    eod_mask_loss: bool = False
-    boundaries: str = "eod"
     access: Access = "mmap"
     storage: Storage | None = None
     any_tokenizer: bool = False
@@ -93,6 +86,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Makes numbers and flags Python's, whose sums are exact."""
+        super().__post_init__()
         _check_three("num_samples", self.num_samples)
         for field in dataclasses.fields(self):
             if field.type is bool:
@@ -103,7 +97,6 @@ class RunConfig:
         if not isinstance(split, str | None):
             split = [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
         vars(self).update(
-            vars(self.sample_options),
             num_samples=tuple(
                 None if count is None else check_int(f"num_samples of {name}", count, 0)
                 for name, count in zip(SPLITS, self.num_samples, strict=True)
