@@ -148,7 +148,7 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
     assert "and more" in trace("--source", "a", "--document", 4, "--limit", 1)
     assert trace("--held-out", "a.jsonl", "--step", 0).startswith("40 documents")
     for words, text in (
-        (["--held-out", "lines.txt"], "2 documents of the run come from the list"),
+        (["--held-out", "lines.txt"], "2 documents of the run's files come from the list"),
         (["--held-out", "lines.txt"], "Equal text elsewhere is not found"),
         (["--line", "a.jsonl:41"], "no document of the run comes from a.jsonl:41"),
         (["--source", "c", "--document", 0], "there is no source c"),

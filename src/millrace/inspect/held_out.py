@@ -68,8 +68,9 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
         until: The sample number; None: the end of the run.
 
     Returns:
-        `num_documents`, the number of documents of the run that come from the list; and `seen`, of
-        each of them that is drawn, and not skipped, the `origin` and the first `visit`.
+        `num_documents`, the number of documents in the run's token files that come from the list;
+        and `seen`, of each of them that is drawn, and not skipped, the `origin` and the first
+        `visit`.
 
     Raises:
         ConfigError: A source without origins, a list that is empty, or cannot be read, or no end:
@@ -104,7 +105,7 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
 def format_held_out(report: Mapping[str, Any]) -> str:
     """What `check_held_out` returns as text for people."""
     lines = [f"{format_origin(one['origin'])}: {one['visit']}" for one in report["seen"]]
-    documents = f"{report['num_documents']:,} documents of the run come from the list"
+    documents = f"{report['num_documents']:,} documents of the run's files come from the list"
     lines.append(
         f"{documents}; {len(lines):,} of them are drawn. Equal text elsewhere is not found"
     )
