@@ -68,10 +68,10 @@ class Mirror:
         return True
 
     def stop(self, error: OSError) -> None:
-        """Stops the growth, and says so once."""
-        if not self.is_full:
+        """Stops the growth, and says so once: in one step, as threads may come together."""
+        was_full, self.is_full = self.is_full, True
+        if not was_full:
             _log.warning("the mirror %s does not grow any more: %s", self.folder, error)
-        self.is_full = True
 
     def _paths(self) -> list[str]:
         return glob.glob(f"{glob.escape(self.folder)}/*.data")
