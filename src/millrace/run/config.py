@@ -25,7 +25,7 @@ from millrace.order.gpt import check_seed
 from millrace.order.order_plans import PlanOf
 from millrace.order.splits import VALID, Bookends
 from millrace.samples.dataset import Dataset
-from millrace.samples.fields import SampleOptions
+from millrace.samples.fields import SampleFields, SampleOptions
 from millrace.samples.loss_ranges import LOSS_CHOICES
 from millrace.sampling import Sampler, SequentialSampler
 from millrace.storage import Access, Storage
@@ -52,17 +52,16 @@ NOT_IN_KEY = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(SampleOptions):
+class RunConfig(SampleFields):
     """What the configurations of all runs have.
 
     Args:
-        sequence_length: Tokens to train on in a sample.
+        sequence_length, add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss,
+            boundaries: See `SampleOptions`.
         seed: Seed of the order.
         num_samples: Number of samples of train, valid and test. In Megatron-LM's order it is the
             least number, and None is one epoch; in the instant order None is without end.
         split: Shares such as "969,30,1", or the fractions at which each split starts and ends.
-        add_extra_token, eod_token, pad_token, reset_position_ids, eod_mask_loss, boundaries: See
-            `GPTDataset`.
         access: How to read token files: "mmap" or "file".
         storage: Where token files are; None: their prefixes say it.
         any_tokenizer: Whether to take token files whose sidecars name different tokenizers. In

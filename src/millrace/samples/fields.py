@@ -24,26 +24,8 @@ BOUNDARIES = ("eod", "documents")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleOptions:
-    """What a sample looks like. The core reads the fields by name (`cpp/rows.hpp` has the same).
-
-    Args:
-        sequence_length: Number of tokens to train on in a sample, 1 to 2**31 - 1.
-        add_extra_token: Whether a sample has one token more, the last label. Without it the last
-            label is missing and masked.
-        eod_token: The end-of-document token; `reset_position_ids` and `eod_mask_loss` need it.
-        pad_token: The padding token, never trained on: where a label equals it, the loss mask is 0,
-            and it becomes token 0 in tokens and labels. None: every token is trained on.
-        reset_position_ids: Whether position ids start again after each EOD.
-        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
-        boundaries: What tells documents apart. "eod": the EOD token, wherever it stands, as in
-            Megatron-LM. "documents": the parts of the token batch. Then position ids start again
-            with each part, the label behind its last token is 0 and masked, and padding is a part
-            of its own, whatever the tokens; this replaces the two options before.
-
-    Raises:
-        ConfigError: An option outside its limits, or one that needs another.
-    """
+class SampleFields:
+    """The fields of `SampleOptions`, which a run's configuration has among others."""
 
     sequence_length: int
     add_extra_token: bool = True
@@ -71,6 +53,29 @@ class SampleOptions:
                 "reset_position_ids and eod_mask_loss belong to boundaries='eod': leave them out; "
                 "boundaries='documents' resets position ids and masks between documents"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions(SampleFields):
+    """What a sample looks like. The core reads the fields by name (`cpp/rows.hpp` has the same).
+
+    Args:
+        sequence_length: Number of tokens to train on in a sample, 1 to 2**31 - 1.
+        add_extra_token: Whether a sample has one token more, the last label. Without it the last
+            label is missing and masked.
+        eod_token: The end-of-document token; `reset_position_ids` and `eod_mask_loss` need it.
+        pad_token: The padding token, never trained on: where a label equals it, the loss mask is 0,
+            and it becomes token 0 in tokens and labels. None: every token is trained on.
+        reset_position_ids: Whether position ids start again after each EOD.
+        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
+        boundaries: What tells documents apart. "eod": the EOD token, wherever it stands, as in
+            Megatron-LM. "documents": the parts of the token batch. Then position ids start again
+            with each part, the label behind its last token is 0 and masked, and padding is a part
+            of its own, whatever the tokens; this replaces the two options before.
+
+    Raises:
+        ConfigError: An option outside its limits, or one that needs another.
+    """
 
     def identity(self) -> dict[str, Any]:
         """The options as plain values, for fingerprints; `boundaries` only if it is not "eod"."""
