@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import itertools
 import mmap
 import os
 import resource
@@ -28,7 +27,7 @@ from millrace.names import BIN, IDX
 from millrace.option_class import check_options, option
 from millrace.run import DatasetConfig, InstantConfig, arguments, build_datasets
 from millrace.run.config import source_of
-from millrace.run.instant_config import AnyConfig
+from millrace.run.instant_config import AnyConfig, length_changes
 from millrace.run.plan import Manifest
 from millrace.run.skips import Skips
 from millrace.samples.fields import FIELDS, TOKEN_DTYPES
@@ -262,7 +261,10 @@ def measure_rank(
         raise ConfigError("the split leaves no training data to measure: give train a share")
     opening_seconds = time.perf_counter() - start
     rank = {"data_parallel_rank": task.number, "data_parallel_size": own.ranks}
-    num_samples = min([len(dataset), *_first_change(config)])
+    num_samples = len(dataset)
+    if isinstance(config, InstantConfig):  # those of one sequence length
+        changes = length_changes(config.whole_phases, Skips(config.skips))
+        num_samples = min([num_samples, *changes.values()])
     sampler = SequentialSampler(num_samples, micro_batch_size=own.micro_batch_size, **rank)
     if num_samples < 2 * sampler.block_size:
         raise ConfigError(
@@ -298,15 +300,6 @@ def measure_rank(
         with loader_of(sampler=again) as loader:
             passes.append(_draw(job, loader))
     return facts, passes
-
-
-def _first_change(config: AnyConfig) -> list[int]:
-    """The position at which a run first takes another sequence length, if it does."""
-    if isinstance(config, DatasetConfig):
-        return []
-    pairs = itertools.pairwise(config.whole_phases)
-    ends = [one.until for one, other in pairs if one.sequence_length != other.sequence_length]
-    return [*map(Skips(config.skips).position, ends[:1])]
 
 
 def _draw(job: tuple[AnyConfig, BenchOptions], loader: Loader, step_time: float = 0.0) -> Pass:

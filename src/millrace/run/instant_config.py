@@ -152,19 +152,25 @@ AnyConfig = DatasetConfig | InstantConfig
 """A run in Megatron-LM's order, or an order of the user's, or in the instant order."""
 
 
-def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int], Any]) -> None:
-    """Raises ConfigError where another sequence length starts in the middle of a step.
+def length_changes(phases: Sequence[Phase], skips: Skips) -> dict[int, int]:
+    """The positions at which another sequence length starts, by the numbers of the phases."""
+    return {
+        number: skips.position(before.until or 0)
+        for number, (before, phase) in enumerate(itertools.pairwise(phases), 1)
+        if phase.sequence_length != before.sequence_length
+    }
 
-    `step_at` raises ConfigError for a number of consumed samples inside a step.
-    """
-    for number, (before, phase) in enumerate(itertools.pairwise(phases), 1):
+
+def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int], Any]) -> None:
+    """Raises ConfigError where another sequence length starts in the middle of a step, for which
+    `step_at` raises one."""
+    for number, position in length_changes(phases, skips).items():
         try:
-            if phase.sequence_length != before.sequence_length:
-                step_at(skips.position(before.until or 0))
+            step_at(position)
         except ConfigError as error:
             raise ConfigError(
-                f"phase {number}, from sample {before.until}, has another sequence length, and "
-                f"must start with a step: {error}"
+                f"phase {number}, from sample {phases[number - 1].until}, has another sequence "
+                f"length, and must start with a step: {error}"
             ) from None
 
 

@@ -191,8 +191,7 @@ class PhasedDataset(BlendedDataset):
             del view[name]
         past = self._past(len(self) if consumed_samples is None else consumed_samples)
         if self._config.loss_ranges == "apply":
-            files = {name: self._ranges[name].file for name in past["sources"]}
-            view["loss_ranges"] = {name: file.loss_ranges for name, file in files.items()}
+            view["loss_ranges"] = {n: self._ranges[n].file.loss_ranges for n in past["sources"]}
         return {
             "kind": "instant",
             "rules": RULES_VERSION,

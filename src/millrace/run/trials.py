@@ -1,7 +1,6 @@
 """Small runs that repeat their sources as a large run does."""
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,17 +50,14 @@ def trial_of(
     def scaled(sample_number: int) -> int:
         return int(after.samples(np.array([position(before.position(sample_number))]))[0])
 
-    untils = [one.until and scaled(one.until) for one in config.phases]
-    if any(one >= other for one, other in pairwise(filter(None, untils))):
-        raise ConfigError(
-            f"trial is {share}, with which the phases end at the samples {untils}: give a share "
-            f"that leaves each a step of {step}"
-        )
     num, *rest = config.num_samples
-    return replace(
-        config,
-        split=[(train[0], train[0] + share * (train[1] - train[0])), *others],
-        skips=after.ranges,
-        phases=[replace(one, until=end) for one, end in zip(config.phases, untils, strict=True)],
-        num_samples=(None if num is None else position(num), *rest),
-    )
+    try:
+        return replace(
+            config,
+            split=[(train[0], train[0] + share * (train[1] - train[0])), *others],
+            skips=after.ranges,
+            phases=[replace(one, until=one.until and scaled(one.until)) for one in config.phases],
+            num_samples=(None if num is None else position(num), *rest),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"trial is {share}: {error}; or give a larger share") from None
