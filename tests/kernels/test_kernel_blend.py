@@ -11,7 +11,6 @@ from tests.kernels import reference
 from tests.kernels.twins import assert_same
 
 from millrace import ConfigError, _native
-from millrace.order import blend, blend_exhaustively
 
 WEIGHTS_OF: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "uniform": lambda random, count: random.random(count) + 1e-3,
@@ -200,11 +199,6 @@ def test_by_sizes_refuses_wrong_sizes(sizes: Any) -> None:
 
 
 def test_other_arguments_outside_their_limits_are_refused() -> None:
-    for threads in (0, -1, 2**40):
-        with pytest.raises(ConfigError, match="threads"):
-            blend([1], 10, threads=threads)
-        with pytest.raises(ConfigError, match="threads"):
-            blend_exhaustively([5], threads=threads)
     for size in (-1, 2**62, 2**63):
         with pytest.raises(ConfigError, match="size"):
             _native.blend_by_weights(np.array([0.5, 0.5]), size)

@@ -187,13 +187,12 @@ def samples_per_dataset(
     return [(share, math.ceil(share * (1 + surplus))) for share in shares]
 
 
-def blend(weights: Sequence[float], size: int, *, threads: int | None = None) -> BlendIndices:
+def blend(weights: Sequence[float], size: int) -> BlendIndices:
     """Mixes datasets by weight: each sample comes from the one that lags most behind its weight.
 
     Args:
         weights: Positive weights, one for each dataset; they are normalised.
         size: Number of samples.
-        threads: Number of worker threads; the result does not depend on it. None: one per core.
 
     Returns:
         The dataset of each sample, int16 [size], and its number there, int64 [size].
@@ -202,31 +201,25 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
         ConfigError: If a weight is not positive and finite, there are too many datasets, or another
             argument is out of range.
     """
-    threads = None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
-    size = check_int("the blend's size", size, 0, _native.MAX_INT64 // 8)
-    normalized = normalize(_checked_weights(weights))
-    _checked_weights(normalized)  # a weight far below a larger one may have become 0
-    return BlendIndices(*_native.blend_by_weights(np.array(normalized), size, threads))
+    size = check_int("the blend's size", size)
+    # A weight far below a larger one may have become 0.
+    normalized = _checked_weights(normalize(weights))
+    return BlendIndices(*_native.blend_by_weights(np.array(normalized), size))
 
 
-def blend_exhaustively(sizes: Sequence[int], *, threads: int | None = None) -> BlendIndices:
+def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
     """Mixes datasets evenly until each has given all its samples.
 
     Args:
         sizes: Each dataset's number of samples, at least 0.
-        threads: As in `blend`.
 
     Returns:
         As `blend`, for the sum of the sizes.
 
     Raises:
-        ConfigError: If a size is negative, there are too many datasets, or `threads` is below 1.
+        ConfigError: If a size is negative, or there are too many datasets.
     """
-    threads = None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
-    sizes = [check_int("a dataset's size", size, 0) for size in sizes]
-    _check_count(len(sizes))
-    check_int("the sum of the datasets' sizes", sum(sizes), most=_native.MAX_INT64 // 8)
-    return BlendIndices(*_native.blend_by_sizes(np.array(sizes, dtype=np.int64), threads))
+    return BlendIndices(*_native.blend_by_sizes(check_ints("the datasets' sizes", sizes)))
 
 
 def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
@@ -248,16 +241,9 @@ def check_surplus(surplus: float) -> float:
     return check_float("the surplus", surplus, 0, _MOST_SURPLUS)
 
 
-def _check_count(count: int) -> None:
-    if not 1 <= count <= _native.MAX_DATASETS:
-        raise ConfigError(
-            f"a blend has {count} datasets; 1 to {_native.MAX_DATASETS} are possible: merge some"
-        )
-
-
 def _checked_weights(weights: Sequence[float]) -> list[float]:
     weights = check_floats("the weights", weights)
-    _check_count(len(weights))
+    check_within("the number of datasets", len(weights), 1, _native.MAX_DATASETS)
     for number, weight in enumerate(weights):
         if not 0 < weight < math.inf:
             raise ConfigError(
