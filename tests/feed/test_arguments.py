@@ -105,7 +105,6 @@ def test_invalid_counts_are_refused(data: IndexedDataset, dataset: GPTDataset, v
         ("num_sequences", lambda: split_ranges(value, "1,1")),
         ("num_tokens_per_epoch", lambda: plan_gpt(value, 5, 8)),
         ("sequence_length", lambda: plan_gpt(100, 5, value)),
-        ("num_datasets", lambda: count_draws(np.zeros(3, np.int16), value)),
     ]
     for name, call in calls:
         if value is not None or name not in optional:

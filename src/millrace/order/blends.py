@@ -40,16 +40,6 @@ class Mixture(Protocol):
             The sources, integers [batch], and the numbers, int64 [batch].
         """
 
-    def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The reverse of `draws`: the sample numbers of some samples of a source.
-
-        Returns:
-            int64 [numbers]; -1 for a sample that is never drawn.
-        """
-
-    def counts(self, sample_number: int) -> NDArray[np.int64]:
-        """How many samples of each source are drawn before a sample number: int64 [sources]."""
-
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the draws, as plain values, for comparison with a saved state.
 
@@ -97,19 +87,6 @@ class BlendOrder:
         self, sample_numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         return _native.look_up_draws(*self.indices, sample_numbers)
-
-    def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        check_int("the source", source, 0, len(self.weights) - 1)
-        numbers = check_ints("numbers", numbers)
-        places = np.flatnonzero(self.indices.dataset_index == source)
-        found = np.full(len(numbers), -1, np.int64)
-        is_drawn = (numbers >= 0) & (numbers < len(places))
-        found[is_drawn] = places[numbers[is_drawn]]
-        return found
-
-    def counts(self, sample_number: int) -> NDArray[np.int64]:
-        sample_number = check_int("sample_number", sample_number, 0, len(self))
-        return count_draws(self.indices.dataset_index[:sample_number], len(self.weights))
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides all draws: each of them depends on all weights."""
@@ -228,7 +205,7 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
     Raises:
         ConfigError: If an entry is not the number of a dataset.
     """
-    counts = np.zeros(check_int("num_datasets", num_datasets, 0), np.int64)
+    counts = np.zeros(num_datasets, np.int64)
     for start in range(0, len(dataset_index), _CHUNK_SIZE):
         chunk = check_ints("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])
         for number in (chunk.min(), chunk.max()):
