@@ -98,7 +98,7 @@ def test_invalid_counts_are_refused(data: IndexedDataset, dataset: GPTDataset, v
         for name in names.split()
     ]
     calls += [
-        ("an end of the range of sequences", lambda: gpt(data, sequences=(0, value))),
+        (r"the range of sequences\[1\]", lambda: gpt(data, sequences=(0, value))),
         ("the sample number", lambda: dataset[value]),
         ("size", lambda: blend([1.0], value)),
         ("samples", lambda: samples_per_dataset([1.0], value)),

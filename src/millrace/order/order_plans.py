@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT32, MAX_INT64, check_int, shown
+from millrace.checks import MAX_INT32, MAX_INT64, check_int, check_list, shown
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order.spans import Order
@@ -97,19 +97,14 @@ class OrderPlan(Protocol):
 
 def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
     """A range of sequences as ints; ConfigError for one outside the file."""
-    try:
-        start, stop = sequences
-    except (TypeError, ValueError):
+    ends = check_list("the range of sequences", sequences, "two numbers", check_int)
+    limit = min(num_sequences, MAX_INT32 + 1)
+    if len(ends) != 2 or not 0 <= ends[0] <= ends[1] <= limit:
         raise ConfigError(
-            f"the range of sequences must be (start, stop), not {shown(sequences)}"
-        ) from None
-    start, stop = (check_int("an end of the range of sequences", end) for end in (start, stop))
-    if not 0 <= start <= stop <= num_sequences or stop > MAX_INT32 + 1:
-        raise ConfigError(
-            f"the range of sequences is ({shown(start)}, {shown(stop)}); the file has "
-            f"{num_sequences}, and at most {MAX_INT32 + 1} can be numbered (int32)"
+            f"the range of sequences is {shown(sequences)}; give (start, stop) up to {limit}: the "
+            f"file has {num_sequences}, and at most {MAX_INT32 + 1} can be numbered (int32)"
         )
-    return start, stop
+    return ends[0], ends[1]
 
 
 def check_token_dtype(dtype: np.dtype[Any], name: str) -> None:
@@ -180,10 +175,7 @@ def build_order(
 
 
 def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
-    kind = type(plan).__name__
-    if not dataclasses.is_dataclass(plan):
-        raise ConfigError(f"the plan of the order must be a dataclass, not a {kind}")
-    entries = entries_of(plan)
+    kind, entries = type(plan).__name__, entries_of(plan)
     try:
         is_plain = json.loads(json.dumps(entries)) == entries
     except (TypeError, ValueError):

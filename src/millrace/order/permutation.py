@@ -22,6 +22,9 @@ class KeyedPermutation:
         size: Number of items, 0 to 2**63 - 1.
         seed: Seed of the permutation, at least 0.
 
+    Raises:
+        ConfigError: A size or seed outside its limits; in both methods, a number outside [0, size).
+
     Example:
         >>> permutation = KeyedPermutation(10, seed=42)
         >>> permutation.places([0, 1, 2]).tolist()
@@ -41,31 +44,11 @@ class KeyedPermutation:
         vars(self).update(size=size, seed=seed, _key=int(key[0]))
 
     def places(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """The place that each item goes to.
-
-        Args:
-            numbers: Numbers of items, [n], each in [0, size).
-
-        Returns:
-            int64 [n].
-
-        Raises:
-            ConfigError: A number outside [0, size).
-        """
+        """The place that each item goes to: int64 [n]."""
         return self._permuted("numbers", numbers, False)
 
     def sources(self, places: ArrayLike) -> NDArray[np.int64]:
-        """The item that goes to each place: the inverse of `places`.
-
-        Args:
-            places: Places, [n], each in [0, size).
-
-        Returns:
-            int64 [n].
-
-        Raises:
-            ConfigError: A place outside [0, size).
-        """
+        """The item that goes to each place: the inverse of `places`."""
         return self._permuted("places", places, True)
 
     def _permuted(self, name: str, values: ArrayLike, is_inverse: bool) -> NDArray[np.int64]:
