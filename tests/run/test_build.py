@@ -127,41 +127,29 @@ def test_invalid_sources_are_refused(source: Any) -> None:
 
 # ---- refusals ----
 
-NAN, INF = float("nan"), float("inf")
-
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"blend": ("AB", [1.0])}, "1 weights for 2 prefixes"),
-        ({"blend": ("AB", [1.0, 2.0, 3.0])}, "3 weights for 2 prefixes"),
         ({"blend": ("AB", [1.0, -1.0])}, r"\[1.0, -1.0\]; they must be finite, not below 0"),
-        ({"blend": ("AB", [1.0, NAN])}, r"\[1.0, nan\]; they must be finite"),
-        ({"blend": ("AB", [1.0, INF])}, r"\[1.0, inf\]; they must be finite"),
         ({"blend": ("AB", [0.0, 0.0])}, "not all 0"),
         ({"blend": ("AB", [1.0, 0.0])}, "train split: the weight of dataset 1 is 0.0"),
         ({"blend": ("AB", [1e300, 1e-300])}, "train split: the weight of dataset 1 is 0.0"),
-        ({"blend": ("AB", ["1", "2"])}, "a number"),
         ({"blend": ("AB", None), "num_samples": (1, 2)}, r"num_samples must .*\(1, 2\)"),
         ({"blend": ("AB", None), "num_samples": 7}, "num_samples must .* 7"),
         ({"blend": ("AB", None), "num_samples": (-1, 2, 3)}, "of train must be at least 0, not -1"),
-        ({"blend": ("AB", None), "num_samples": (1.5, 2, 3)}, "a whole number, not 1.5"),
         ({"blend": ("AB", [1, 2]), "num_samples": (9, None, 9)}, "valid blend has weights, and"),
         ({"blend": ("", None)}, "train blend must"),
         ({"blend": ("A",)}, "train blend must"),
         ({"split": None}, "a blend needs one"),
         ({"split": "a,b"}, 'split "a,b" must be'),
-        ({"split": "1,-1"}, 'split "1,-1" must be'),
-        ({"split": [(0, 0.9), (0.8, 1), None]}, "they overlap"),
         ({"split": [(0, 0.9), (0.9, 1.1), None]}, "end <= 1"),
         ({"blend_per_split": [None] * 3}, "one of the two"),
         ({"blend": None, "blend_per_split": [("A", None)]}, "blend_per_split must"),
         ({"blend": None, "blend_per_split": [None] * 3}, "no split has a blend"),
-        ({"seed": -1}, "seed must be .* not -1"),
         ({"seed": 2**32}, "seed must be between .* not 4294967296"),
         ({"surplus": -0.1}, "surplus must be .* not -0.1"),
-        ({"surplus": NAN}, "surplus must be .* not nan"),
-        ({"surplus": INF}, "surplus must be .* not inf"),
         ({"num_threads": 0}, "num_threads must be at least 1, not 0"),
         ({"trust_cache": True}, "give cache"),
         ({"full_validation": True}, r"num_samples\[1\] is 20"),
