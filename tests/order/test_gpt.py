@@ -4,6 +4,8 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,13 +55,14 @@ def test_any_choice_of_sequences_is_as_if_the_file_held_only_those(numbers: list
 
 def test_a_fork_beside_a_thread_that_makes_an_order_is_not_blocked() -> None:
     lengths, plan = np.array([9, 0, 4, 17], np.int32), plan_gpt(30, 12, 4)
-    indices = Deferred.of(build_gpt_indices(lengths, (0, 4), plan, 3))
+    indices = build_gpt_indices(lengths, (0, 4), plan, 3)
 
-    def load() -> np.ndarray:
+    def load() -> Any:
         time.sleep(0.5)
-        return lengths
+        return indices._asdict()
 
-    order = GPTOrder(plan, sequences=(0, 4), seed=3, lengths=Deferred(load), indices=indices)
+    inputs: Any = SimpleNamespace(lengths=lengths)
+    order = GPTOrder(plan, inputs, Deferred(load))
     with ThreadPoolExecutor(1) as pool:
         making = pool.submit(order.spans, [0])
         time.sleep(0.1)

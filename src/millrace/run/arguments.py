@@ -30,7 +30,6 @@ _GIVE_COUNTS = "Give num_samples: the numbers that Megatron-LM prints as `datase
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
-_BATCH_SIZES = ("global_batch_size", "rampup_batch_size")
 _OF_BUILT_ORDERS = ("full_validation", "multiple_validation_sets", "order_options")
 _OF_THE_INSTANT_ORDER = ("sources", "phases", "skips", "trial", "alpha", "mix_window")
 _UNKNOWN_COUNTS = ("step_batch_size_schedule", "phase_transition_iterations")
@@ -229,7 +228,8 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
 
 def schedule_from(arguments: Mapping[str, Any]) -> BatchSizeSchedule | None:
     """The global batch sizes of a run; None without global_batch_size."""
-    size, rampup = (_read(one, arguments.get(one)) for one in _BATCH_SIZES)
+    names = "global_batch_size", "rampup_batch_size"
+    size, rampup = (_read(name, arguments.get(name)) for name in names)
     if size is None or not rampup:
         return None if size is None else BatchSizeSchedule([(0, size)])
     start, increment, samples = rampup

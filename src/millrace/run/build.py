@@ -29,7 +29,6 @@ from millrace.run.config import DatasetConfig, name_of_order
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.phased_dataset import instant_datasets
 from millrace.run.plan import REQUESTS, DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
-from millrace.storage.transfers import closing
 from millrace.store.token_file import TokenFile, listed_storages
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
@@ -91,7 +90,8 @@ def build_run(
     """The plan of the run, and what `build_datasets` returns."""
     wait_limit = None if wait_limit is None else check_float("wait_limit", wait_limit, 0)
     plan, arrays = _find(config) or _build(config, progress, wait_limit)
-    _warn_of_copies(plan)
+    for message in copies_in(plan):
+        warnings.warn(message, DuplicateDataWarning, stacklevel=3)  # that calls `build_datasets`
     _fetch_ahead(plan.files)
     datasets = [split and _dataset(plan, split, arrays[split.name]) for split in plan.splits]
     return plan, Datasets(*datasets)  # type: ignore[arg-type]
@@ -107,11 +107,6 @@ def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDatas
         return datasets if split.kind == "apart" else datasets[0]
     weights = normalize(split.weights or split.lengths)
     return BlendedDataset(datasets, order=BlendOrder(weights, split.num_samples, arrays.blend))
-
-
-def _warn_of_copies(plan: RunPlan) -> None:
-    for message in copies_in(plan):
-        warnings.warn(message, DuplicateDataWarning, stacklevel=4)  # that calls `build_datasets`
 
 
 def copies_in(plan: RunPlan) -> Iterator[str]:
@@ -138,13 +133,12 @@ def _find(config: DatasetConfig) -> tuple[RunPlan, Mapping[str, SplitArrays]] | 
     arrays = None if plan is None else _find_sets(plan, os.fspath(config.cache or ""))
     if plan is None or arrays is None:
         return None
-    return None if not config.trust_cache and _has_changed(plan) else (plan, arrays)
-
-
-def _has_changed(plan: RunPlan) -> bool:
-    storages = listed_storages([file.prefix for file in plan.files], plan.config.storage)
-    pairs = zip(plan.files, storages, strict=True)
-    return any(file.record.change(storage) for file, storage in pairs)
+    if not config.trust_cache:
+        storages = listed_storages([file.prefix for file in plan.files], config.storage)
+        pairs = zip(plan.files, storages, strict=True)
+        if any(file.record.change(storage) for file, storage in pairs):
+            return None
+    return plan, arrays
 
 
 def _fetch_ahead(files: Sequence[TokenFile]) -> None:
@@ -152,17 +146,10 @@ def _fetch_ahead(files: Sequence[TokenFile]) -> None:
     another one: those of a node fetch each index once, and wait little for each other."""
     remote = [file for file in files if file.is_remote]
     first = os.getpid() % max(len(remote), 1)
-    if remote:
-        rest, pool = iter(remote[first:] + remote[:first]), ThreadPoolExecutor(REQUESTS)
-        for _ in range(REQUESTS):
-            pool.submit(_fetch_each, rest)
-        pool.shutdown(wait=False)
-
-
-def _fetch_each(files: Iterator[TokenFile]) -> None:
-    for file in files:
-        if not closing.is_set():  # else the end of Python would wait for it
-            file.fetch_index()
+    pool = ThreadPoolExecutor(REQUESTS)
+    for file in remote[first:] + remote[:first]:
+        pool.submit(file.fetch_index)
+    pool.shutdown(wait=False)
 
 
 def _build(

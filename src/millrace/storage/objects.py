@@ -124,6 +124,8 @@ class ObjectStorage(Renewed):
 
     def fetch_index(self, path: str, identity: Identity) -> None:
         """Brings an index to this node, if there is room and no other process does so."""
+        if closing.is_set():
+            return  # the end of Python would wait for it
         with contextlib.suppress(OSError, StorageError):  # who opens it is told
             fetch_index(self._folder, path, ObjectFile(self, path, identity), waits=False)
 
