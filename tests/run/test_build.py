@@ -686,14 +686,9 @@ def test_the_first_batch_opens_the_files_that_it_reads_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefixes = [write(tmp_path / f"d{number}", [100] * 9, number) for number in range(20)]
-    config = DatasetConfig(
-        sequence_length=8,
-        seed=1,
-        num_samples=(50, None, None),
-        blend_per_split=[(prefixes, [1.0] * 20), None, None],
-        cache=tmp_path / "cache",
-    )
-    build_datasets(config)
+    blends = [(prefixes, [1.0] * 20), None, None]
+    options: Options = {"num_samples": (50, None, None), "cache": tmp_path / "cache"}
+    build(blend_per_split=blends, **options)
     opened = []
     open_dataset = token_file.IndexedDataset
 
@@ -702,10 +697,10 @@ def test_the_first_batch_opens_the_files_that_it_reads_alone(
         return open_dataset(prefix, **options)
 
     monkeypatch.setattr(token_file, "IndexedDataset", note)
-    loader = millrace.Loader(build_datasets(config).train, micro_batch_size=2, prefetch=0)
+    train = build(blend_per_split=blends, **options).train
     assert opened == []
-    next(loader)
+    next(millrace.Loader(train, micro_batch_size=2, prefetch=0))
     assert 1 <= len(opened) <= 2
-    with millrace.Loader(loader.dataset, micro_batch_size=2, prefetch=2) as ahead:
+    with millrace.Loader(train, micro_batch_size=2, prefetch=2) as ahead:
         next(ahead)
     assert len(opened) < 20
