@@ -7,7 +7,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
 from millrace.checks import check_int, check_ints
-from millrace.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,8 @@ class KeyedPermutation:
         seed: Seed of the permutation, at least 0.
 
     Raises:
-        ConfigError: A size or seed outside its limits; in both methods, a number outside [0, size).
+        ConfigError: A size or seed outside its limits.
+        ValueError: In both methods, a number outside [0, size).
 
     Example:
         >>> permutation = KeyedPermutation(10, seed=42)
@@ -45,15 +45,9 @@ class KeyedPermutation:
 
     def places(self, numbers: ArrayLike) -> NDArray[np.int64]:
         """The place that each item goes to: int64 [n]."""
-        return self._permuted("numbers", numbers, False)
+        numbers = check_ints("numbers", numbers)
+        return _native.swap_or_not(numbers, self.size, self._key, False)
 
     def sources(self, places: ArrayLike) -> NDArray[np.int64]:
         """The item that goes to each place: the inverse of `places`."""
-        return self._permuted("places", places, True)
-
-    def _permuted(self, name: str, values: ArrayLike, is_inverse: bool) -> NDArray[np.int64]:
-        numbers = check_ints(name, values)
-        try:
-            return _native.swap_or_not(numbers, self.size, self._key, is_inverse)
-        except ValueError as error:
-            raise ConfigError(f"one of {name} is out of range: {error}") from None
+        return _native.swap_or_not(check_ints("places", places), self.size, self._key, True)

@@ -186,9 +186,7 @@ class ObjectStorage(Renewed):
             FileNotFoundError: There is no such object.
             StorageError: It was denied, or failed until the limit.
         """
-        if _use["was_forked"]:
-            raise StorageError(_FORK)
-        _use["began"] = True
+        _note_use()
         bucket, key = bucket_of(path)
         if (store := self._stores.get((bucket, part_retries))) is None:
             store = self._stores[bucket, part_retries] = self._store(bucket, part_retries)
@@ -265,6 +263,12 @@ def bucket_of(path: str) -> tuple[str, str]:
 
 _use = {"began": False, "was_forked": False}  # of obstore, by this process or before its fork
 os.register_at_fork(after_in_child=lambda: _use.update(was_forked=_use["began"]))
+
+
+def _note_use() -> None:
+    if _use["was_forked"]:
+        raise StorageError(_FORK)
+    _use["began"] = True
 
 
 def _problem_of(path: str, error: BaseException) -> str:
@@ -379,6 +383,7 @@ class ObjectFile(Ahead):
 
     def _submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """A `Future` of some work, which is given a fetch whose time limit counts from now."""
+        _note_use()  # in a forked child the work might wait for a lock of the parent
         return self._storage.pool.submit(work, *arguments, partial(self._fetch, time.monotonic()))
 
     def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
