@@ -111,37 +111,26 @@ class RunConfig(SampleFields):
         fields = dataclasses.fields(SampleOptions)
         return SampleOptions(**{field.name: getattr(self, field.name) for field in fields})
 
-    def make_sampler(
-        self,
-        dataset: Dataset,
-        *,
-        micro_batch_size: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-    ) -> Sampler:
+    def make_sampler(self, dataset: Dataset, **share: int) -> Sampler:
         """The sampler of a rank that the configuration names, or a `SequentialSampler`.
 
         It is `sampler.of(dataset, ...)`, `sampler(len(dataset), ...)` of a class without a method
-        `of`, or `sampler(dataset, ...)` of a function, with the other arguments of this method and
-        `sampler_options`.
+        `of`, or `sampler(dataset, ...)` of a function, with `share` and `sampler_options`.
+
+        Args:
+            share: `micro_batch_size`, `data_parallel_rank` and `data_parallel_size`.
 
         Raises:
             ConfigError: Arguments that the sampler does not take, or refuses.
         """
         make: Any = self.sampler or SequentialSampler
         first = dataset if hasattr(make, "of") or not isinstance(make, type) else len(dataset)
-        share = {
-            "micro_batch_size": micro_batch_size,
-            "data_parallel_rank": data_parallel_rank,
-            "data_parallel_size": data_parallel_size,
-        }
         options = self.sampler_options or {}
-        if both := share.keys() & options.keys():
-            raise ConfigError(f"sampler_options have {', '.join(sorted(both))}: leave them out")
         try:
             sampler: Sampler = getattr(make, "of", make)(first, **share, **options)
         except TypeError as error:
-            raise ConfigError(f"sampler_options are {shown(options)}: {error}") from None
+            what = f"sampler_options are {shown(options)}, the other arguments {shown(share)}"
+            raise ConfigError(f"{what}: {error}") from None
         return sampler
 
 
