@@ -11,6 +11,7 @@ from millrace import _native
 from millrace.checks import check_float, check_floats, check_int, check_ints, check_within, shown
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError
+from millrace.order.order_plans import Arrays
 from millrace.order.spans import RULES_VERSION
 
 SURPLUS = 0.005
@@ -66,22 +67,18 @@ class BlendOrder:
     Args:
         weights: Normalised weights.
         size: Number of samples.
-        indices: The two indices, loaded at the first sample.
+        arrays: The two indices by their names, loaded at the first sample.
     """
 
-    def __init__(
-        self, weights: Sequence[float], size: int, indices: Deferred[BlendIndices]
-    ) -> None:
-        self.weights = list(weights)
-        self._size = size
-        self._indices = indices
+    def __init__(self, weights: Sequence[float], size: int, arrays: Deferred[Arrays]) -> None:
+        self.weights, self._size, self._arrays = list(weights), size, arrays
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def indices(self) -> BlendIndices:
-        return self._indices.value
+        return BlendIndices(**self._arrays.value)
 
     def draws(
         self, sample_numbers: NDArray[np.int64]

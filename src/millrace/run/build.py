@@ -23,7 +23,7 @@ from millrace.checks import check_float
 from millrace.deferred import Deferred
 from millrace.errors import CacheError, ConfigError, DataError, DuplicateDataWarning
 from millrace.feed import BlendedDataset, GPTDataset
-from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
+from millrace.order import BlendOrder, build_blend_indices, normalize
 from millrace.order.order_plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
 from millrace.run.instant_config import AnyConfig, InstantConfig
@@ -55,7 +55,7 @@ class SplitArrays(NamedTuple):
     """The arrays of each dataset and of the blend, loaded at the first sample."""
 
     datasets: Sequence[Deferred[Arrays]]
-    blend: Deferred[BlendIndices] | None
+    blend: Deferred[Arrays] | None
 
 
 def build_datasets(
@@ -216,11 +216,11 @@ def _cache_error(folder: str, error: OSError) -> CacheError:
     )
 
 
-def build_blend(split: SplitPlan) -> BlendIndices:
-    """The indices of a blend; ConfigError if a dataset has too few samples."""
+def build_blend(split: SplitPlan) -> Arrays:
+    """The arrays of a blend; ConfigError if a dataset has too few samples."""
     prefixes = [dataset.file.prefix for dataset in split.datasets]
     try:
-        return build_blend_indices(prefixes, split.lengths, split.weights, split.size)
+        return build_blend_indices(prefixes, split.lengths, split.weights, split.size)._asdict()
     except ConfigError as error:
         raise ConfigError(f"the {split.name} split: {error}") from None
 
@@ -291,7 +291,7 @@ class SplitSet:
                     writers[name].write(self._places[number][name].start, array)
 
             if self.split.kind == "blend":
-                for name, index in build_blend(self.split)._asdict().items():
+                for name, index in build_blend(self.split).items():
                     writers[name].write(0, index)
                 del index  # the memory is needed below
             for_each(self.split, write)
@@ -300,7 +300,8 @@ class SplitSet:
         return self._arrays(array_sets.load_or_build(*place, build, limit=limit)[0])
 
     def _arrays(self, array_set: array_sets.ArraySet) -> SplitArrays:
-        blend = Deferred(partial(_load_blend, array_set)) if self.split.kind == "blend" else None
+        every = dict.fromkeys(_BLEND, slice(None))
+        blend = Deferred(partial(_load, array_set, every)) if self.split.kind == "blend" else None
         datasets = [Deferred(partial(_load, array_set, places)) for places in self._places]
         return SplitArrays(datasets, blend)
 
@@ -310,7 +311,3 @@ def _load(array_set: array_sets.ArraySet, places: Mapping[str, slice]) -> Arrays
         return {name: array_set[name][place] for name, place in places.items()}
     except DataError as error:  # removed or damaged between the start and the first sample
         raise DataError(f"{error}. To build it, start it again, or run `millrace index`") from None
-
-
-def _load_blend(array_set: array_sets.ArraySet) -> BlendIndices:
-    return BlendIndices(**_load(array_set, dict.fromkeys(BlendIndices._fields, slice(None))))
