@@ -206,7 +206,7 @@ def test_a_blend_that_draws_too_much_of_a_dataset_is_refused_by_both(tmp_path: P
     config = config_of()
     ours = our_datasets(prefixes, None)
     theirs = [
-        megatron.gpt_dataset(prefix, config, dataset.order.sequences, None)
+        megatron.gpt_dataset(prefix, config, dataset.order.inputs.sequences, None)
         for prefix, dataset in zip(prefixes, ours, strict=True)
     ]
     for weights in ([1.0, 1e-6], [1e-6, 1.0]):
