@@ -411,13 +411,10 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
     if lengths[documents[-1]] == 0:
         lengths[documents[-1]] = 1
     walk = lengths, documents, sequence_length, 1, int(lengths.sum())
-    num_epochs, separate = int(random.integers(1, 5)), bool(random.integers(2))
-    first = int(random.integers(0, total + 1))
 
     def work(side: Any) -> Any:
         blend = np.zeros(total, np.int16), np.zeros(total, np.int64)
         exhaustive = np.zeros(total, np.int16), np.zeros(total, np.int64)
-        state = np.random.RandomState(seed)
         normalized = side.normalize(weights.tolist())
         side.build_blending_indices(*blend, normalized, len(weights), total, False)
         side.helpers.build_exhaustive_blending_indices(*exhaustive, sizes.tolist(), len(sizes))
@@ -432,10 +429,6 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
             exhaustive,
             [side.build_sample_idx(*walk, drop, extra) for drop in (True, False)],
             side.helpers.build_sample_idx_int64(*walk, True, int(extra)),
-            side._build_document_index(documents, num_epochs, state, separate),
-            side._build_document_index(documents[:0], num_epochs, state, separate),
-            side._build_shuffle_index(first, total, state),
-            state.randint(1 << 30),
         ]
 
     oracle.assert_alike(*on_both(work))
