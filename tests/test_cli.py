@@ -329,7 +329,7 @@ def test_json_is_json_in_any_encoding(tmp_path: Path, encoding: str) -> None:
     write_sequences(tmp_path / "out", make_sequences(10, 8), domain_stats=domains)
     result = millrace_process("inspect", tmp_path / "out", "--json", PYTHONIOENCODING=encoding)
     assert result.returncode == 0, result.stderr
-    assert [*json.loads(result.stdout)["domains"]] == [*domains]
+    assert [*json.loads(result.stdout)["metadata"]["domain_stats"]] == [*domains]
 
 
 def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Pat
     assert "2 of 5 sequences" in result.stdout
     assert f"{sequences[7].tolist()}" in result.stdout
     assert picture.read_text().startswith("<svg ")
-    assert json.loads(millrace("inspect", folder, "--json").stdout)["num_items"] == 10
+    assert json.loads(millrace("inspect", folder, "--json").stdout)["num_tokens"] == 80
     result = millrace("verify", folder, tokenized)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count(": ok, ") == 2
