@@ -230,7 +230,7 @@ class Generator:
             chosen = chosen[:1]
         if self.chance(0.02):
             chosen.append("data/missing")
-        if self.chance(0.03):
+        if self.chance(0.1):
             chosen.append(chosen[0])
         if self.chance(0.45):
             return chosen, None
