@@ -160,13 +160,6 @@ def test_groups_of_shards(tmp_path: Path) -> None:
     assert (parts.name, len(parts.counts)) == ("shard group", 2)
 
 
-def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
-    folder = write_shards(tmp_path / "out", {"\x1b[31mred\n\ud800": 300, "web": 700})
-    text = format_shards(describe_shards(folder))
-    assert r"  \x1b[31mred\n\ud800  ####" in text
-    assert all(line.isprintable() for line in text.splitlines())
-
-
 # ---- the picture ----
 
 
