@@ -83,7 +83,9 @@ def test_a_folder_in_numbers(folder: Path) -> None:
         "sequence 999 (in shard 2), 4 tokens:",
     ):
         assert line in text, text
-    with pytest.raises(ConfigError, match=r"there is no document 1000; .* has 0 to 999"):
+    with pytest.raises(
+        ConfigError, match=r"the document of .* must be between 0 and 999, not 1000"
+    ):
         describe_shards(folder, document=1000)
 
 

@@ -276,20 +276,12 @@ SPLITS = (
 )
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_written_splits_have_megatrons_bookends(split: str) -> None:
-    vector = megatron.parse_and_normalize_split(split)
-    assert millrace.parse_split(split) == megatron.convert_split_vector_to_split_matrix(vector)
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_random_splits_have_megatrons_bookends_and_ranges(seed: int) -> None:
+def test_splits_have_megatrons_bookends_and_ranges(seed: int) -> None:
     random = np.random.default_rng([1, seed])
-    for _ in range(50):
-        split = megatron.random_split(random)
-        matrix = megatron.convert_split_vector_to_split_matrix(
-            megatron.parse_and_normalize_split(split)
-        )
+    for split in (*SPLITS, *(megatron.random_split(random) for _ in range(50))):
+        shares = megatron.parse_and_normalize_split(split)
+        matrix = megatron.convert_split_vector_to_split_matrix(shares)
         assert millrace.parse_split(split) == matrix
         for count in (0, 1, 2, 5, int(random.integers(1, 10_000)), int(random.integers(2**31))):
             # The rule is part of BlendedMegatronDatasetBuilder._build_megatron_dataset_splits.

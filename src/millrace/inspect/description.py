@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import printable, printable_lines
+from millrace.checks import check_int, printable, printable_lines
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.provenance import has_origins, read_tokenizer
@@ -139,7 +139,7 @@ def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, i
 
 
 def _describe_document(dataset: IndexedDataset, tokenizer: Any, number: int) -> dict[str, Any]:
-    _check_number(number, dataset.prefix, dataset.num_documents)
+    check_int(f"the document of {dataset.prefix}", number, 0, dataset.num_documents - 1)
     first, last = dataset.document_indices[number : number + 2].tolist()
     origin = origin_error = None
     try:
@@ -153,11 +153,6 @@ def _describe_document(dataset: IndexedDataset, tokenizer: Any, number: int) -> 
         "num_sequences": last - first,
         **_excerpts_of(dataset.document(number), tokenizer),
     }
-
-
-def _check_number(number: int, name: str, count: int) -> None:
-    if not 0 <= number < count:
-        raise ConfigError(f"there is no document {number}; {name} has 0 to {count - 1}")
 
 
 def _excerpts_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -308,7 +303,7 @@ def describe_shards(
 def _item(
     folder: str, metadata: shards.ShardsMetadata, dtype: str | None, tokenizer: Any, number: int
 ) -> dict[str, Any]:
-    _check_number(number, folder, metadata.num_items)
+    check_int(f"the document of {folder}", number, 0, metadata.num_items - 1)
     ends = np.cumsum(metadata.shard_sizes)
     shard = int(np.searchsorted(ends, number, side="right"))
     place = number - int(ends[shard]) + metadata.shard_sizes[shard]
