@@ -318,11 +318,11 @@ def test_inspect_decodes_with_tiktoken_ranks(tmp_path: Path) -> None:
 def test_inspect_shows_where_a_document_came_from(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a")
     description = describe(IndexedDataset(prefix), document=3)
-    assert "  from a.jsonl, line 4, byte 3, id a-3\n" in format_description(description)
+    assert "  from a.jsonl line 4, id a-3\n" in format_description(description)
     with OriginsWriter(write(tmp_path / "b", count=1)) as writer:
         writer.add(["b.parquet"], [0], [7], [-1])
     description = describe(IndexedDataset(tmp_path / "b"))
-    assert "  from b.parquet, row 7\n" in format_description(description)
+    assert "  from b.parquet row 7\n" in format_description(description)
     report = json.loads(run("inspect", prefix, "--document", 9, "--json").stdout)
     origin = {"source": "a.jsonl", "line": 10, "byte_offset": 9, "id": "a-9"}
     assert report["document"]["origin"] == origin

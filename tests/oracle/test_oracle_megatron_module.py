@@ -30,10 +30,7 @@ oracle.IndexedDataset.__del__ = lambda self: None
 # These belong to Megatron-LM's training program: test_oracle_samplers.py, test_oracle_sft.py.
 PROGRAM = ("build_pretraining_data_loader", "IGNORE_INDEX", "SFTDataset", "SFTLowLevelDataset")
 OUR_NAMES = {n: getattr(ours, n) for n in ours.__all__ if n not in (*PROGRAM, "SFTTokenizer")}
-THEIR_NAMES = {
-    name: oracle.helpers if name == "helpers" else oracle.name_of_megatron(name)
-    for name in OUR_NAMES
-}
+THEIR_NAMES = {name: oracle.name_of_megatron(name) for name in OUR_NAMES}
 
 
 SIDES = (SimpleNamespace(**OUR_NAMES), SimpleNamespace(**THEIR_NAMES))
@@ -402,25 +399,10 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
     vector, other = random.random(3).tolist(), random.random(3).tolist()
     vector[random.integers(3)] = 0.0
     weights = random.random(int(random.integers(1, 40))) + 0.001
-    sizes = random.integers(1, 40, len(weights))
-    total = int(sizes.sum())
     split = ",".join(str(share) for share in random.integers(0, 5, 3)) + "1"
-    lengths = oracle.random_lengths(random, 200)
-    documents = random.permutation(len(lengths)).astype(np.int32)
-    sequence_length, extra = int(random.integers(1, 30)), bool(random.integers(2))
-    if lengths[documents[-1]] == 0:
-        lengths[documents[-1]] = 1
-    walk = lengths, documents, sequence_length, 1, int(lengths.sum())
-    num_epochs, separate = int(random.integers(1, 5)), bool(random.integers(2))
-    first = int(random.integers(0, total + 1))
 
     def work(side: Any) -> Any:
-        blend = np.zeros(total, np.int16), np.zeros(total, np.int64)
-        exhaustive = np.zeros(total, np.int16), np.zeros(total, np.int64)
-        state = np.random.RandomState(seed)
         normalized = side.normalize(weights.tolist())
-        side.build_blending_indices(*blend, normalized, len(weights), total, False)
-        side.helpers.build_exhaustive_blending_indices(*exhaustive, sizes.tolist(), len(sizes))
         return [
             normalized,
             side.normalize(vector),
@@ -428,14 +410,6 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
             side.convert_split_vector_to_split_matrix(side.normalize(vector)),
             side.convert_split_vector_to_split_matrix(*map(side.normalize, (vector, other))),
             side._get_size_per_split_per_dataset(normalized, [0, 7, 1000], 0.005),
-            blend,
-            exhaustive,
-            [side.build_sample_idx(*walk, drop, extra) for drop in (True, False)],
-            side.helpers.build_sample_idx_int64(*walk, True, int(extra)),
-            side._build_document_index(documents, num_epochs, state, separate),
-            side._build_document_index(documents[:0], num_epochs, state, separate),
-            side._build_shuffle_index(first, total, state),
-            state.randint(1 << 30),
         ]
 
     oracle.assert_alike(*on_both(work))
@@ -449,14 +423,6 @@ def test_separate_masks_are_alike(seed: int) -> None:
         options = [bool(number & bit) for bit in (1, 2, 4, 8)]
         made = on_both(lambda s, o=options: list(s._get_ltor_masks_and_position_ids(data, 2, *o)))
         oracle.assert_alike(*made)
-
-
-def test_arrays_that_cannot_be_written_to_are_refused() -> None:
-    good = np.zeros(4, np.int16), np.zeros(4, np.int64)
-    with pytest.raises(AssertionError, match=r"is int64 \[4\]; int16 \[4\]"):
-        ours.build_blending_indices(good[1], good[1], [1.0], 1, 4, False)
-    with pytest.raises(AssertionError, match=r"int16 \[5\] is needed"):
-        ours.build_exhaustive_blending_indices(*good, [5], 1)
 
 
 # ---- inter-document masking ----
@@ -515,33 +481,11 @@ def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> Non
 # ---- caches ----
 
 
-def test_a_damaged_cache_is_built_again(
+def test_a_cache_that_does_not_fit_is_built_again(
     prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every kind of damage: tests/cache/test_megatron.py."""
-    cache = tmp_path / "cache"
-    first = gpt(SIDES[0], prefix, cache)
-    whole = {path: path.read_bytes() for path in sorted(cache.iterdir())}
-    assert len(whole) == 4
-    logging.getLogger("millrace.megatron").setLevel(logging.INFO)
-    for path in whole:
-        path.write_bytes(whole[path][:-3])
-        caplog.clear()
-        again = gpt(SIDES[0], prefix, cache)
-        oracle.assert_alike(again.shuffle_index, np.asarray(first.shuffle_index))
-        assert {path: path.read_bytes() for path in sorted(cache.iterdir())} == whole
-        assert "do not fit" in caplog.text
-        assert "Build and save the GPTDataset train indices" in caplog.text
-    caplog.clear()
-    gpt(SIDES[0], prefix, cache)
-    assert "Load the GPTDataset train indices" in caplog.text
-    assert "> total number of samples: " in caplog.text
-
-
-def test_a_cache_of_other_options_under_the_same_name_is_built_again(
-    prefix: Path, tmp_path: Path
-) -> None:
-    """The hash in Megatron-LM's names does not cover the extra token and the partial sample."""
+    """Of other options, as Megatron-LM's names do not cover the extra token and the partial sample;
+    or damaged, in a way of those in tests/cache/test_megatron.py."""
     options: dict[str, Any] = {"index_split": "valid", "num_samples": None, "sequence_length": 7}
     for kind in (
         {"add_extra_token_to_sequence": False},
@@ -552,6 +496,20 @@ def test_a_cache_of_other_options_under_the_same_name_is_built_again(
         shared = gpt(SIDES[0], prefix, tmp_path / "shared", **(options | kind))
         alone = gpt(SIDES[1], prefix, tmp_path / str(kind), **(options | kind))
         oracle.assert_alike(samples_of(shared), samples_of(alone))
+    files = (tmp_path / "shared").glob(f"{shared.unique_description_hash}*")
+    whole = {path: path.read_bytes() for path in files}
+    for path, content in whole.items():
+        path.write_bytes(content[:-3])
+    logging.getLogger("millrace.megatron").setLevel(logging.INFO)
+    for lines in (
+        ("do not fit", "Build and save the GPTDataset valid indices"),
+        ("Load the GPTDataset valid indices", "> total number of samples: "),
+    ):
+        caplog.clear()
+        gpt(SIDES[0], prefix, tmp_path / "shared", **options)
+        assert all(line in caplog.text for line in lines)
+        assert len(whole) == 4
+        assert {path: path.read_bytes() for path in whole} == whole
 
 
 def test_options_that_trust_the_cache_name_missing_or_damaged_files(

@@ -119,12 +119,6 @@ class IndexedDatasetBuilder:
     def num_tokens(self) -> int:
         return self._buffer.num_tokens
 
-    def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8]]:
-        """Lengths, document entries and modes, read back: memory and time grow with them."""
-        with self._turn():
-            self._columns.append(*self._buffer.take_entries())
-            return self._columns.arrays()
-
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the current document; `end_document` ends it.
 
