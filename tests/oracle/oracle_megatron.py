@@ -36,6 +36,7 @@ MODULES = (
     "blended_megatron_dataset_builder",
     "blended_megatron_dataset_config",
     "gpt_dataset",
+    "helpers",
     "indexed_dataset",
     "megatron_dataset",
     "utils",

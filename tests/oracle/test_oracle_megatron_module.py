@@ -30,7 +30,10 @@ oracle.IndexedDataset.__del__ = lambda self: None
 # These belong to Megatron-LM's training program: test_oracle_samplers.py, test_oracle_sft.py.
 PROGRAM = ("build_pretraining_data_loader", "IGNORE_INDEX", "SFTDataset", "SFTLowLevelDataset")
 OUR_NAMES = {n: getattr(ours, n) for n in ours.__all__ if n not in (*PROGRAM, "SFTTokenizer")}
-THEIR_NAMES = {name: oracle.name_of_megatron(name) for name in OUR_NAMES}
+THEIR_NAMES = {
+    name: oracle.helpers if name == "helpers" else oracle.name_of_megatron(name)
+    for name in OUR_NAMES
+}
 
 
 SIDES = (SimpleNamespace(**OUR_NAMES), SimpleNamespace(**THEIR_NAMES))
@@ -399,10 +402,22 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
     vector, other = random.random(3).tolist(), random.random(3).tolist()
     vector[random.integers(3)] = 0.0
     weights = random.random(int(random.integers(1, 40))) + 0.001
+    sizes = random.integers(1, 40, len(weights))
+    total = int(sizes.sum())
     split = ",".join(str(share) for share in random.integers(0, 5, 3)) + "1"
+    lengths = oracle.random_lengths(random, 200)
+    documents = random.permutation(len(lengths)).astype(np.int32)
+    sequence_length, extra = int(random.integers(1, 30)), bool(random.integers(2))
+    if lengths[documents[-1]] == 0:
+        lengths[documents[-1]] = 1
+    walk = lengths, documents, sequence_length, 1, int(lengths.sum())
 
     def work(side: Any) -> Any:
+        blend = np.zeros(total, np.int16), np.zeros(total, np.int64)
+        exhaustive = np.zeros(total, np.int16), np.zeros(total, np.int64)
         normalized = side.normalize(weights.tolist())
+        side.build_blending_indices(*blend, normalized, len(weights), total, False)
+        side.helpers.build_exhaustive_blending_indices(*exhaustive, sizes.tolist(), len(sizes))
         return [
             normalized,
             side.normalize(vector),
@@ -410,6 +425,10 @@ def test_functions_of_numbers_are_alike(seed: int) -> None:
             side.convert_split_vector_to_split_matrix(side.normalize(vector)),
             side.convert_split_vector_to_split_matrix(*map(side.normalize, (vector, other))),
             side._get_size_per_split_per_dataset(normalized, [0, 7, 1000], 0.005),
+            blend,
+            exhaustive,
+            [side.build_sample_idx(*walk, drop, extra) for drop in (True, False)],
+            side.helpers.build_sample_idx_int64(*walk, True, int(extra)),
         ]
 
     oracle.assert_alike(*on_both(work))
@@ -423,6 +442,14 @@ def test_separate_masks_are_alike(seed: int) -> None:
         options = [bool(number & bit) for bit in (1, 2, 4, 8)]
         made = on_both(lambda s, o=options: list(s._get_ltor_masks_and_position_ids(data, 2, *o)))
         oracle.assert_alike(*made)
+
+
+def test_arrays_that_cannot_be_written_to_are_refused() -> None:
+    good = np.zeros(4, np.int16), np.zeros(4, np.int64)
+    with pytest.raises(AssertionError, match=r"is int64 \[4\]; int16 \[4\]"):
+        ours.build_blending_indices(good[1], good[1], [1.0], 1, 4, False)
+    with pytest.raises(AssertionError, match=r"int16 \[5\] is needed"):
+        ours.build_exhaustive_blending_indices(*good, [5], 1)
 
 
 # ---- inter-document masking ----

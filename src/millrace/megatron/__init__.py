@@ -15,13 +15,14 @@ import types
 from millrace.megatron.base import *  # noqa: F403
 from millrace.megatron.blended import *  # noqa: F403
 from millrace.megatron.gpt import *  # noqa: F403
+from millrace.megatron.helpers import *  # noqa: F403
 from millrace.megatron.indexed import *  # noqa: F403
 from millrace.megatron.samplers import *  # noqa: F403
 from millrace.megatron.sft import *  # noqa: F403
 from millrace.megatron.utils import *  # noqa: F403
 from millrace.store.layout import MAGIC as _INDEX_HEADER  # noqa: F401
 
-__all__ = [
+__all__ = ["helpers"] + [  # noqa: F405
     name
     for name, value in list(globals().items())
     if not (name.startswith("__") or isinstance(value, types.ModuleType))
