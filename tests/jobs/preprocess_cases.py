@@ -421,7 +421,7 @@ def run_case(case: Case, references: dict[str, Reference], folder: Path) -> None
     with contextlib.redirect_stdout(output):
         status = millrace(["tokenize", *inputs_option, "--output-prefix", prefix, *options])
     assert status == 0, "millrace failed"
-    assert json.loads(output.getvalue())["num_documents"] == len(case.documents)
+    assert json.loads(output.getvalue())["documents"] == len(case.documents)
     theirs, ours = ({p.name: p for p in (folder / n).iterdir()} for n in ("theirs", "ours"))
     sidecars = {Path(n).stem + s for n in theirs for s in (".info.json", ".origins.parquet")}
     left_over = {*ours} - {*theirs} - sidecars - {f"out{RESULT}"}

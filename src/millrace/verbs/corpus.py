@@ -1,6 +1,8 @@
 """`tokenize`, `train-tokenizer` and `shuffle`: from text to shards of token files."""
 
 import contextlib
+import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ from millrace.shuffling import shuffle
 from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.text import SentenceSplitter, read_input_list
 from millrace.tokenizing import TokenizeOptions, TokenizeResult, tokenize
-from millrace.verbs import JsonOption, Verb, json_text
+from millrace.verbs import JsonOption, Verb
 
 _tokenizer = partial(option, group="tokenizer")
 _documents = partial(option, group="documents")
@@ -148,9 +150,25 @@ def _tokenize(
 
 
 def _tokenize_report(result: TokenizeResult, as_json: bool) -> str:
-    if as_json:
-        return json_text(result)
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
+    if as_json:
+        report = {
+            "documents": result.num_documents,
+            "tokens": sum(result.num_tokens.values()),
+            "tokens_by_key": result.num_tokens,
+            "bytes": result.num_bytes,
+            "seconds": round(result.seconds, 3),
+            "skipped": result.num_skipped,
+            "first_skipped": result.skipped,
+            "chunks_done": result.num_chunks_done,
+            "chunks_kept": result.num_chunks_kept,
+            "megabytes_per_second": round(rate, 1),
+            "encoder": result.encoder,
+            "notices": result.notices,
+            "prefixes": result.prefixes,
+            "report": result.report,
+        }
+        return json.dumps(report)
     lines = [
         f"{prefix}.bin/.idx: {result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
         for key, prefix in result.prefixes.items()
@@ -183,7 +201,7 @@ def _shuffle(input_dir: str | None = None, as_json: bool = False, **options: Any
     with contextlib.redirect_stdout(sys.stderr):  # as in `_tokenize`
         result = shuffle(input_dir, show_progress=True, **options)
     if as_json:
-        return json_text(result)
+        return json.dumps(dataclasses.asdict(result))
     lines = [
         f"{result.output_dir}: {result.num_items:,} {result.unit} of {len(result.domain_stats):,} "
         f"domains in {len(result.shard_sizes):,} shards, {result.num_tokens:,} tokens"
