@@ -354,11 +354,6 @@ def _open_indexed(prefix: str) -> TokenFile:
 def _check_dtype(path: str, dtype: np.dtype[Any]) -> None:
     if dtype in DTYPES:
         return
-    if (little := dtype.newbyteorder("<")) in DTYPES:
-        raise DataError(
-            f"{path} holds big-endian {dtype.newbyteorder('=')}; save it again as little-endian: "
-            f"array.astype('{little.str}')"
-        )
     ending = ".npy" if path.endswith(".npy") else ""
     raise DataError(
         f"{path} holds {dtype}; a shuffle takes uint16, uint32 and int32. Convert it, if its ids "

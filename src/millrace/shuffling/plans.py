@@ -52,7 +52,6 @@ _LARGE_SECTION = 8 << 20
 _GOOD_WRITE_RATE = 1e9  # bytes per second of a good disk: reads that keep up with it are fast
 _TRANSFERS = 3  # of `scatter`: it reads, reads again, and writes
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
-_LARGE_ITEM = 1 << 20  # bytes: a random read of them is as fast as a sequential one
 _NUM_ITEMS = 256  # random items
 _MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
 
@@ -250,8 +249,6 @@ def _best_plan(
     mean = sizes.num_bytes // sizes.num_items
     if gather.has_one_bucket:
         return replace(gather, reason="the data fit one buffer")
-    if mean >= _LARGE_ITEM:
-        return replace(gather, reason=f"items of {in_units(mean)} are read fast at any place")
     random, sequential = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
     plan = gather
     if random < min(sequential / _TRANSFERS, _GOOD_WRITE_RATE / gather.workers):
