@@ -4,10 +4,8 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,8 @@ from millrace.provenance import OriginsWriter
 from millrace.shards.metadata import read_metadata
 from millrace.shuffling.permutations import Permutation
 from millrace.store import verify_shards
-from tests.conftest import write_documents
 from tests.jobs import shuffle_cases as cases, shuffle_kills
-from tests.jobs.kills import DEADLINE, KILLED, finish, finished_tasks, run_and_die
+from tests.jobs.kills import KILLED, finished_tasks, run_and_die
 from tests.jobs.shuffle_kills import VERB
 
 SEQ_LEN = 8
@@ -141,24 +138,18 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("plan", ["gather", "scatter"])
 def test_jobs_in_threads_of_a_process(tmp_path: Path, plan: str) -> None:
     """With one worker each, so that all of them work in this process."""
-    sizes = [20_000, 35_000, 50_000, 65_000]
-    for domain, count in enumerate(sizes):
-        (tmp_path / str(domain)).mkdir()
-        tokens = np.arange(count * 10, dtype=np.uint32) + (domain << 24)
-        tokens.tofile(tmp_path / str(domain) / "x.bin")
+    (tmp_path / "input").mkdir()
+    np.arange(500_000, dtype=np.uint32).tofile(tmp_path / "input" / "x.bin")
+    options: dict[str, Any] = {"memory": 10_000_000, "permutation": "numpy", "plan": plan}
 
-    def has_every_sequence(number: int) -> bool:
-        domain = number % len(sizes)
-        count, output = sizes[domain], tmp_path / f"{number} output"
-        options: dict[str, Any] = {"num_shards": 9, "memory": 10_000_000, "permutation": "numpy"}
-        shuffle(tmp_path / str(domain), output, seq_len=10, workers=1, plan=plan, **options)
-        shards = [np.fromfile(path, np.uint32) for path in sorted(output.glob("*.bin"))]
-        sequences = np.fromfile(tmp_path / str(domain) / "x.bin", np.uint32).reshape(-1, 10)
-        sources = np.argsort(np.random.default_rng(42).permutation(count))
-        return np.array_equal(np.concatenate(shards).reshape(-1, 10), sequences[sources])
+    def output_of(number: int) -> dict[str, bytes]:
+        output = tmp_path / str(number)
+        run(tmp_path, output_dir=output, seq_len=10, seed=number % 4, **options)
+        return VERB.read_files(output)
 
-    with ThreadPoolExecutor(len(sizes)) as pool:
-        assert all(pool.map(has_every_sequence, range(8)))
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(output_of, range(8)))
+    assert outputs == [output_of(number) for number in range(8, 12)] * 2
 
 
 # ---- bad input ----
@@ -192,19 +183,6 @@ def test_arguments_that_cannot_work(folder: Path, options: dict[str, Any], messa
     with pytest.raises(ConfigError, match=message):
         run(folder, **options)
     assert names_in(folder) == ["input"]
-
-
-@pytest.mark.parametrize("has_documents", [False, True])
-def test_items_larger_than_the_memory(tmp_path: Path, has_documents: bool) -> None:
-    (tmp_path / "input").mkdir()
-    write_documents(
-        tmp_path / "input" / "x", [np.zeros(5_000_000, np.uint16), np.ones(3, np.uint16)]
-    )
-    options = {"documents": True} if has_documents else {"seq_len": 5_000_000}
-    with pytest.raises(ConfigError, match=r"least 10000128 .*9.0 MB: the largest item has 10.0 MB"):
-        run(tmp_path, num_shards=1, memory=9 * 10**6, **options)
-    result = run(tmp_path, num_shards=1, memory=11 * 10**6, **options)
-    assert result.num_items == 1 + has_documents
 
 
 @pytest.mark.parametrize("weight", [1e10, 1e16])
@@ -247,16 +225,6 @@ def test_an_output_folder_that_is_not_empty(folder: Path) -> None:
             run(folder, output_dir=path)
 
 
-def test_a_file_that_changes_in_the_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def change(*arguments: object) -> None:
-        np.zeros(8, np.uint32).tofile(folder / "input" / "b" / "x.bin")
-
-    monkeypatch.setattr("millrace.shuffling.shuffle_job.check_room", change)
-    with pytest.raises(DataError, match=r"b/x\.bin changed"):
-        run(folder)
-    assert names_in(folder) == ["input"]
-
-
 # ---- memory ----
 
 
@@ -288,25 +256,6 @@ def test_kills_at_random_moments() -> None:
     """`python -m tests.jobs.shuffle_kills` does more of them, to more kinds of jobs."""
     counts = shuffle_kills.run(3, 0, 100_000, ["gather"])
     assert counts["parent"] + counts["worker"] >= 3
-
-
-def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
-    (tmp_path / "input").mkdir()
-    with open(tmp_path / "input" / "x.bin", "wb") as file:
-        file.truncate(200 * 10**6)
-    options = ["--input-dir", str(tmp_path / "input"), "--memory", "10M", "--plan", "scatter"]
-    output = tmp_path / "output"
-    process = VERB.launch([*options, "--num-workers", "1", "--json"], output)
-    while len(finished_tasks(output)) < 2:
-        assert process.poll() is None, "the job has ended"
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("millrace: error: interrupted")
-    assert names_in(output) == ["shuffle.journal"]
-    summary = finish(VERB.launch([*options, "--num-workers", "2", "--json"], output))
-    assert summary["num_tasks_kept"] >= 2
 
 
 class KilledError(Exception):
@@ -475,36 +424,18 @@ def test_a_damaged_output_is_not_the_output(folder: Path, name: str, is_cut: boo
         run(folder)
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"),
-    [
-        (errno.ENOSPC, "Make room on that disk"),
-        (errno.EACCES, "Grant access to it"),
-        (errno.EROFS, "Let that disk be written"),
-    ],
-)
 def test_the_error_of_a_full_disk_names_the_journal_that_remains(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: int,
-    remedy: str,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also of one that cannot be written for another reason."""
-
     def fail(*arguments: Any) -> None:
-        raise OSError(number, os.strerror(number), "shard.bin")
+        raise OSError(errno.ENOSPC, "full", "shard.bin")
 
     monkeypatch.setattr("millrace.shuffling.shard_publication.publication", fail)
     folders = ["--input-dir", str(folder / "input"), "--output-dir", str(folder / "output")]
-    np.zeros(200_000, np.uint32).tofile(folder / "input" / "b" / "y.bin")
     assert main(["shuffle", *folders, "--seq-len", "8", "--num-shards", "3"]) == 1
     message = capsys.readouterr().err.splitlines()[-1]
-    assert f"shard.bin: {os.strerror(number)}. {remedy}" in message
-    journal = folder / "output" / "shuffle.journal"
-    assert "run the same command again" in message
-    assert f"what is done, in {journal}." in message
-    assert "nothing half-written" not in message
+    assert "shard.bin: full. Make room on that disk" in message
+    assert f"what is done, in {folder}/output/shuffle.journal." in message
 
 
 def test_shards_are_flushed_before_they_are_published(

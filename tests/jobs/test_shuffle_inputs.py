@@ -18,20 +18,13 @@ from millrace import _native
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.shuffling.domains import read_input_list
 from millrace.shuffling.shuffle_items import SequenceItems, WeightedUnits
-from millrace.store import IndexedDatasetBuilder
+from tests.conftest import write_documents
 from tests.jobs.shuffle_cases import Case, make_case, sequence_items
 
 
 def write_raw(path: Path, tokens: Sequence[int] | NDArray[Any], dtype: str = "int32") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     np.asarray(tokens, dtype).tofile(path)
-
-
-def write_documents(prefix: Path, documents: Any, dtype: str = "int32", **options: Any) -> None:
-    prefix.parent.mkdir(parents=True, exist_ok=True)
-    with IndexedDatasetBuilder(prefix, dtype, **options) as builder:
-        for document in documents:
-            builder.add_document(document)
 
 
 def read_all(items: SequenceItems, numbers: NDArray[np.int64] | None = None) -> list[list[int]]:
@@ -140,9 +133,9 @@ def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path)
 
 
 def test_raw_tokens_beside_indexed_ones_are_noticed(tmp_path: Path) -> None:
-    write_documents(tmp_path / "a" / "x", [[1, 2]])
-    write_documents(tmp_path / "a" / "y", [[3, 4]])
     write_raw(tmp_path / "a" / "raw" / "z.bin", [5, 6])
+    for name in "xy":
+        write_documents(tmp_path / "a" / name, [[1, 2]], np.int32)
     assert sequence_items(tmp_path, seq_len=2, dtype="int32").notices == []
     (tmp_path / "a" / "y.idx").unlink()
     (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32").notices
@@ -169,7 +162,7 @@ def test_thousands_of_files_need_few_descriptors(tmp_path: Path) -> None:
 
 def test_a_list_names_folders_files_and_prefixes(tmp_path: Path) -> None:
     write_raw(tmp_path / "raw" / "x.bin", [1, 2])
-    write_documents(tmp_path / "pair", [[3], [4]])
+    write_documents(tmp_path / "pair", [[3], [4]], np.int32)
     np.save(tmp_path / "array.npy", np.array([5, 6], np.int32))
     listing = tmp_path / "list.txt"
     listing.write_text(
@@ -289,11 +282,6 @@ def test_files_of_two_kinds_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a" / "y.npy", np.zeros(3, np.uint16))
     with pytest.raises(ConfigError, match=r"x.bin holds int32, and .*y.npy holds uint16"):
         sequence_items(tmp_path, seq_len=1, dtype="int32")
-    for name in ("a", "b"):
-        provenance = {"tokenizer": {"name": name, "sha256": name * 64}}
-        write_documents(tmp_path / "in" / name, [[1]], provenance=provenance)
-    with pytest.raises(ConfigError, match=r"tokenized with a .*Tokenize one of them again"):
-        sequence_items(tmp_path / "in", seq_len=1)
 
 
 def test_large_ids_are_found_when_they_are_read(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The plan of a shuffle: groups that fit their buffers, and the choice between plans."""
 
+import os
+import pickle
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.ragged import even_sizes, starts_of
 from millrace.shuffling import plans
-from millrace.shuffling.permutations import Permutation
+from millrace.shuffling.permutations import Permutation, choose_permutation, make_permutation
 from millrace.shuffling.plans import (
     ITEM_OVERHEAD,
     MB,
@@ -165,6 +167,34 @@ def test_a_smaller_memory_continues_with_fewer_workers() -> None:
     assert resume_plan(content, items, workers=4, memory=100 * MB).workers == 1
     with pytest.raises(ConfigError, match=r"not 99.0 MB: .*Give memory=100000000 or more"):
         resume_plan(content, items, workers=4, memory=99 * MB)
+
+
+# ---- the permutation ----
+
+
+def test_files_that_are_lost_while_the_job_runs_are_an_error(tmp_path: Path) -> None:
+    permutation = make_permutation("numpy", 1000, 1, str(tmp_path))
+    assert len(pickle.dumps(permutation)) < 1000  # every task carries it
+    os.truncate(tmp_path / "places", 5000)
+    assert len(permutation.places(0, 500)) == 500
+    with pytest.raises(DataError, match=r"places is missing or has become shorter"):
+        permutation.places(500, 1000)
+    (tmp_path / "sources").unlink()
+    with pytest.raises(DataError, match=r"sources is missing"):
+        permutation.sources(0, 1)
+
+
+def test_the_choice_depends_on_the_memory() -> None:
+    for name, size, memory, expected in (
+        ("auto", 1000, 32_000, "numpy"),
+        ("auto", 1001, 32_000, "keyed"),
+        ("auto", 0, 0, "numpy"),
+        ("numpy", 1001, 20_000, "numpy"),
+        ("keyed", 1, 10**12, "keyed"),
+    ):
+        assert choose_permutation(name, size, memory, "sequences") == expected
+    with pytest.raises(ConfigError, match=r"takes 16.0 MB .* 1,000,001 sequences, and 0 bytes are"):
+        choose_permutation("numpy", 1_000_001, -1, "sequences")
 
 
 # ---- the measurement of the disk ----
