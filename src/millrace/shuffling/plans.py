@@ -106,18 +106,6 @@ def sizes_of(items: Items) -> ItemSizes:
     return ItemSizes(count, total, largest)
 
 
-def check_memory(budget: Budget, sizes: ItemSizes) -> None:
-    """Raises a ConfigError if a buffer or the largest item does not fit the memory."""
-    least = budget.own + max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
-    if budget.total >= least:
-        return
-    origins = f", and copying their origins takes {in_units(budget.own)}" if budget.own else ""
-    raise ConfigError(
-        f"memory must be at least {least} bytes ({in_units(least)}), not {in_units(budget.total)}: "
-        f"the largest item has {in_units(sizes.largest)}{origins}. Give more memory"
-    )
-
-
 def group_bounds(items: Items, items_at: ItemsAt, starts: Numbers, buffer_size: int) -> Numbers:
     """Cuts places into groups whose items fit a buffer: buckets of the output, runs of the input.
 
@@ -210,7 +198,14 @@ def choose_plan(
     At most `share` of the output is on the disk at a time.
     """
     sizes, budget = sizes_of(items), budget_of(memory, items)
-    check_memory(budget, sizes)
+    least = budget.own + max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
+    if budget.total < least:
+        origins = f", and copying their origins takes {in_units(budget.own)}" if budget.own else ""
+        raise ConfigError(
+            f"memory must be at least {least} bytes ({in_units(least)}), not "
+            f"{in_units(budget.total)}: the largest item has {in_units(sizes.largest)}{origins}. "
+            "Give more memory"
+        )
     free = check_room(items, int(sizes.num_bytes * share), output_dir)
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)

@@ -26,7 +26,6 @@ Sums = dict[str, tuple[int, str]]  # size and XXH3-64 of each file, by its path
 SHARD = "shard"  # path prefix in the folder of its task
 _RUN, _SECTIONS = "run.bin", "sections"
 _BLOCK = 4 << 20  # bytes that are hashed and written at a time
-_ALIGNMENT = 4096  # of memory, offset and size of direct writes: the largest that disks need
 
 
 def write_hashed(path: str, parts: Iterable[NDArray[np.uint8]]) -> tuple[int, str]:
@@ -63,12 +62,10 @@ def _blocks(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
 
 def _write(descriptor: int, block: NDArray[np.uint8]) -> None:
     while len(block):
-        if len(block) % _ALIGNMENT:  # at the end of the file, or a nearly full disk
-            _set_direct(descriptor, False)
         try:
             block = block[os.write(descriptor, block.data) :]
         except OSError as error:
-            # A file system may have rules of its own.
+            # Direct writes are of whole blocks of the disk: not at the end of the file, for one.
             if error.errno != errno.EINVAL or not _set_direct(descriptor, False):
                 raise
 
