@@ -69,17 +69,16 @@ class DocumentItems(Items):
         documents, targets = self.units.ascending_units(numbers, targets)
         size = self.dtype.itemsize
         for start in range(0, len(documents), _BLOCK):
-            part = documents[start : start + _BLOCK]
-            files = np.searchsorted(self.first_units, part, side="right") - 1
-            first, end = self._tables.token_ranges(part)
-            has_tokens = first < end
+            part = slice(start, start + _BLOCK)
+            files = np.searchsorted(self.first_units, documents[part], side="right") - 1
+            first, end = self._tables.token_ranges(documents[part])
             read_files(
                 self.files,
-                files[has_tokens],
-                (first - self._first_tokens[files])[has_tokens] * size,
-                (end - first)[has_tokens] * size,
+                files,
+                (first - self._first_tokens[files]) * size,
+                (end - first) * size,
                 buffer.view(np.uint8),
-                targets[start : start + _BLOCK][has_tokens] * size,
+                targets[part] * size,
             )
 
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
