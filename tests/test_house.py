@@ -48,7 +48,7 @@ FLOORS = [
 ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
     "text": (2200, "many formats"),
-    "shuffling": (2280, "two kinds of items, two plans, a check of the distribution"),
+    "shuffling": (2150, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2360, "the names of another library"),
     "order": (2070, "three orders, each with its mixture; windows of mixed documents"),
     "run": (2270, "two orders, each with a configuration and datasets; trials"),

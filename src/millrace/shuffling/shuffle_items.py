@@ -113,13 +113,7 @@ class Items(ABC):
         of_domains = [counts[:, part].sum(axis=1).tolist() for part in found.slices]
         weights = [domain.weight for domain in found.domains]
         self.units = WeightedUnits([count for count, *_ in of_domains], weights)
-        self.num_items, total = sum(self.units.num_items), int(num_units.sum())
-        if self.num_items == 0:
-            raise ConfigError(
-                f"the input gives no {unit}: its {len(num_tokens):,} files have "
-                f"{num_tokens.sum():,} tokens, the longest {num_tokens.max():,}, and {total:,} "
-                f"whole ones, of which the weights take none. Give {remedy}, or larger weights"
-            )
+        self.num_items = sum(self.units.num_items)
         self.domains: list[DomainCounts] = []
         self.inputs = [
             {"domain": domain.name, **{name: getattr(file, name) for name in _OF_FILE}}
@@ -137,6 +131,10 @@ class Items(ABC):
                     f"{tokens[0]:,} tokens, and {count:,} whole ones, of which the weight "
                     f"{float(domain.weight):g} takes none"
                 )
+        if self.num_items == 0:
+            raise ConfigError(
+                f"the input has no items; {self.notices[0]}. Give {remedy}, or larger weights"
+            )
 
     @property
     def domain_stats(self) -> dict[str, int]:
