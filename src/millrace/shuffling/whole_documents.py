@@ -6,7 +6,6 @@ memory.
 
 import contextlib
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -224,6 +223,8 @@ class DocumentOrigins:
     """The origins of all documents, as texts of JSON in a table of bytes."""
 
     def __init__(self, files: Sequence[TokenFile], folder: str) -> None:
+        import orjson  # which comes with pyarrow, and neither is needed without origins
+
         self._starts = Table(os.path.join(folder, "origin_starts"), np.int64)
         self._texts = Table(os.path.join(folder, "origins"), np.uint8)
         sources: dict[str, int] = {}
@@ -237,7 +238,7 @@ class DocumentOrigins:
                     origins.byte_offsets.tolist(),
                     origins.ids,
                 )
-                texts = [json.dumps(row).encode() + b"," for row in zip(*columns, strict=True)]
+                texts = [orjson.dumps(row) + b"," for row in zip(*columns, strict=True)]
                 starts = end + starts_of(map(len, texts))
                 add_starts(starts[:-1])
                 add_texts(np.frombuffer(b"".join(texts), np.uint8))
@@ -247,11 +248,13 @@ class DocumentOrigins:
 
     def write(self, prefix: str, documents: Iterable[Numbers]) -> None:
         """Writes the sidecar of a pair, which is there; `documents` are its own, in order."""
+        import orjson
+
         with OriginsWriter(prefix, durable=False) as writer:
             for numbers in documents:
                 starts, ends = self._starts.rows(np.stack([numbers, numbers + 1]))
                 texts = self._texts.ranges(starts, ends - starts).tobytes()
-                rows = json.loads(b"[%b]" % texts[:-1])
+                rows = orjson.loads(b"[%b]" % texts[:-1])
                 source_numbers, lines, byte_offsets, ids = zip(*rows, strict=True)
                 unique, places = np.unique(source_numbers, return_inverse=True)
                 sources = [self._sources[number] for number in unique.tolist()]
