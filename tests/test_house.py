@@ -48,7 +48,7 @@ FLOORS = [
 ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
     "text": (2200, "many formats"),
-    "shuffling": (2280, "two kinds of items, two plans, a check of the distribution"),
+    "shuffling": (2150, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2300, "the names of another library"),
     "run": (2220, "two orders, each with a configuration and datasets; trials"),
     "store": (2320, "verification could be a room of its own"),

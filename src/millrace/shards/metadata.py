@@ -54,7 +54,7 @@ class ShardsMetadata:
         permutation: Kind of the permutation, "numpy" or "keyed"; None: unknown.
         carry: Whether the rest of a file is continued in the next file of its domain.
         eod: Token that was put after each document; None: none was added.
-        inputs: The input files: domain, path, size, mtime_ns, num_items and num_tokens of each.
+        inputs: The input files: domain, path, size, mtime_ns and num_tokens of each.
         checksums: XXH3-64 of each file, by its name; empty: unknown.
         distribution: The figures of the distribution check; empty: none was made.
     """
