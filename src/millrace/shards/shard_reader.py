@@ -27,11 +27,10 @@ from millrace.shards.metadata import (
     METADATA,
     ShardsMetadata,
     bin_paths,
-    check_sizes,
+    check_shard,
     metadata_problem,
     parse_metadata,
     shard_prefix,
-    shard_problem,
 )
 from millrace.storage import (
     LOCAL,
@@ -106,7 +105,8 @@ class Shards(OpenTokens):
             readers.append(storage.open(path, access))
             return readers[-1].size
 
-        check_sizes(self.prefix, self.metadata, size_of)
+        for number in range(self.metadata.num_shards):
+            check_shard(self.prefix, self.metadata, number, size_of)
         for reader, following in pairwise(readers):
             if hasattr(reader, "following"):
                 reader.following = following
@@ -216,10 +216,8 @@ def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: 
     prefix, size = shard_prefix(folder, number), metadata.shard_sizes[number]
     path, storage = f"{prefix}.idx", storage_of(folder)
     with checks.errors_of(prefix):
-        problem = shard_problem(folder, metadata, number, lambda path: storage.stat(path).size)
-        if problem:
-            checks.add(problem)
-        elif not exists(storage, path):
+        check_shard(folder, metadata, number, lambda path: storage.stat(path).size)
+        if not exists(storage, path):
             if not metadata.is_of_another_tool:
                 checks.add(f"{path} is missing: restore it, or shuffle again")
         else:

@@ -3,6 +3,7 @@
 Also token files without an index: raw tokens, or a one-dimensional `.npy` array of NumPy.
 """
 
+import contextlib
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from millrace.storage import (
     storage_of,
 )
 
-_DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
+TOKEN_DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
 _NPY_MAGIC = b"\x93NUMPY"
 _HEADER_SIZE = 1 << 16  # bytes that hold the header of any array of one dimension
 
@@ -244,10 +245,9 @@ class RawTokens(OpenTokens):
 
 def token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """A dtype that raw tokens may have, as they are read; ConfigError for another one."""
-    try:
+    with contextlib.suppress(TypeError):
         stored = np.dtype(dtype)
-    except TypeError:
-        raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(_DTYPES)}") from None
-    if stored.name not in _DTYPES or stored.byteorder == ">":
-        raise ConfigError(f"dtype is {stored}; it is one of {', '.join(_DTYPES)}, little-endian")
-    return np.dtype(np.int32) if stored.name == "uint32" else stored.newbyteorder("<")
+        if stored.name in TOKEN_DTYPES and stored.byteorder != ">":
+            return np.dtype(np.int32) if stored.name == "uint32" else stored.newbyteorder("<")
+    names = ", ".join(TOKEN_DTYPES)
+    raise ConfigError(f"dtype is {shown(dtype)}; it is one of {names}, little-endian")
