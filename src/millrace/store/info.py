@@ -6,7 +6,7 @@ writer knows (tool, tokenizer, options).
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from millrace.errors import DataError
 from millrace.files import atomic_file, xxh3
@@ -34,12 +34,21 @@ class Checksums:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
-    """A sidecar as it is stored; `checksums` also says how they were made."""
+class _StoredChecksums:
+    algorithm: Literal["xxh3_64"]
+    block_size: int
+    bin: Checksums
+    idx: Checksums
+    origins: Checksums | None = None
 
-    version: int
+
+@dataclass(frozen=True, kw_only=True)
+class _Stored:
+    """A sidecar as it is stored."""
+
+    version: Literal[1]
     provenance: dict[str, Any]
-    checksums: dict[str, Any] | None = None
+    checksums: _StoredChecksums | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,34 +80,20 @@ def read_info(prefix: str, storage: Storage | None = None) -> Info | None:
     storage = storage_of(prefix, storage)
     path = paths_to_read(prefix, storage).info
     try:
-        content = json.loads(read_file(storage, path))
-        if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
-            raise DataError(f"{path} has version {content['version']}; {VERSION} can be read")
-        document = record_from(_Document, content, "the sidecar")
-        sums = document.checksums
-        if sums is None:
-            return Info(provenance=document.provenance)
-        kind = sums.get("algorithm"), sums.get("block_size")
-        if kind != (ALGORITHM, BLOCK_SIZE):
-            raise DataError(
-                f"{path} has checksums of {kind[0]} in blocks of {kind[1]}; {ALGORITHM} in blocks "
-                f"of {BLOCK_SIZE} can be verified"
-            )
-        info = record_from(Info, {**sums, "provenance": document.provenance}, "the checksums")
-        if info.bin is None or info.idx is None:
-            raise ValueError("the checksums are those of one file")
-        for one in filter(None, (info.bin, info.idx, info.origins)):
-            if len(one.blocks) != -(-one.size // BLOCK_SIZE):
-                raise ValueError(f"{len(one.blocks)} blocks for {one.size} bytes")
-        return info
+        stored = record_from(_Stored, json.loads(read_file(storage, path)), "the sidecar")
+        if (sums := stored.checksums) is None:
+            return Info(provenance=stored.provenance)
+        for one in filter(None, (sums.bin, sums.idx, sums.origins)):
+            if sums.block_size != BLOCK_SIZE or len(one.blocks) != -(-one.size // BLOCK_SIZE):
+                blocks = f"{len(one.blocks)} blocks of {sums.block_size} bytes"
+                raise ValueError(f"{blocks} for {one.size} bytes; each must have {BLOCK_SIZE}")
+        return Info(provenance=stored.provenance, bin=sums.bin, idx=sums.idx, origins=sums.origins)
     except FileNotFoundError:
         return None
-    except DataError:
-        raise
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} is damaged ({error}). The token files may be intact: remove it, or write the "
-            "pair again"
+            f"{path} is damaged, or a later version's ({error}). The token files may be intact: "
+            "remove it, or write the pair again"
         ) from None
 
 
