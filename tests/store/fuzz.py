@@ -32,7 +32,6 @@ import sys
 import tempfile
 import time
 import traceback
-import tracemalloc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,8 +51,6 @@ TIME_LIMIT = 20.0  # seconds for a case, which takes a millisecond or two: else 
 NOW = struct.Struct("<qq")  # the case that a process runs, and the process
 ADDRESS_SPACE = 256 << 20  # bytes that all cases of a process may take beyond its start
 RESIDENT = 16 << 20  # bytes by which one case may raise the peak of the process
-TRACED_EVERY = 16  # cases: tracing every allocation makes a case three times as slow
-VERIFY_BUFFER = 4 << 20  # bytes: a block, which each thread of verify holds for a file of any size
 IS_SANITIZED = "libasan" in os.environ.get("LD_PRELOAD", "")  # its own memory exceeds all limits
 ALLOWED = (millrace.MillraceError, IndexError)
 
@@ -270,12 +267,20 @@ def modes(draw: Draw, data: bytearray) -> bytearray:
     return data[:end] + (b"" if len(data) > end else bytes(count))
 
 
-def change(draw: Draw, data: bytearray, code: str, place: int, count: int, extremes: Any) -> None:
-    """Changes one or two of the `count` entries from byte `place` on."""
-    if count == 0:
-        return
+def entry(draw: Draw, data: bytearray) -> bytearray:
+    """Changes one or two of the lengths, the pointers or the document entries."""
+    count, entries = counts_of(data)
+    code, place, size, extremes = draw.choice(
+        (
+            ("<i", HEADER.size, count, INT32),
+            ("<q", HEADER.size + 4 * count, count, (*INT64, *range(12, 500, 12))),
+            ("<q", HEADER.size + 12 * count, entries, INT64),
+        )
+    )
+    if size == 0:
+        return data
     width = struct.calcsize(code)
-    at = [place + width * draw.randrange(count) for _ in range(2)]
+    at = [place + width * draw.randrange(size) for _ in range(2)]
     first, second = (struct.unpack_from(code, data, place)[0] for place in at)
     step = draw.choice((1, 2, 5, 2**30, -(2**30)))
     values = draw.choice(
@@ -289,22 +294,6 @@ def change(draw: Draw, data: bytearray, code: str, place: int, count: int, extre
     half = 2 ** (8 * width - 1)
     for place, value in zip(at, values, strict=True):
         struct.pack_into(code, data, place, (value + half) % (2 * half) - half)
-
-
-def length(draw: Draw, data: bytearray) -> bytearray:
-    change(draw, data, "<i", HEADER.size, counts_of(data)[0], INT32)
-    return data
-
-
-def pointer(draw: Draw, data: bytearray) -> bytearray:
-    count = counts_of(data)[0]
-    change(draw, data, "<q", HEADER.size + 4 * count, count, (*INT64, *range(12, 500, 12)))
-    return data
-
-
-def document(draw: Draw, data: bytearray) -> bytearray:
-    count, entries = counts_of(data)
-    change(draw, data, "<q", HEADER.size + 12 * count, entries, INT64)
     return data
 
 
@@ -366,7 +355,7 @@ def some_file(draw: Draw) -> str:
 
 
 OF_FILE = {flip: 10, truncate: 5, extend: 4, garbage: 4, zero: 4, move: 4}
-OF_INDEX = {counts: 8, dtype_code: 3, modes: 2, length: 9, pointer: 9, document: 9}
+OF_INDEX = {counts: 8, dtype_code: 3, modes: 2, entry: 27}
 OF_PAIR = {nothing: 2, swap: 6, remove: 1, last_pointer_and_size: 4, sidecar: 8}
 WEIGHTS: dict[Any, int] = {**OF_FILE, **OF_INDEX, **OF_PAIR}
 
@@ -620,20 +609,11 @@ class Finding:
 
 def run_measured(seed: int, number: int, folder: Path, cache: dict[int, Any]) -> Finding | None:
     """Runs a case, and watches its memory."""
-    traced = number % TRACED_EVERY == 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if traced:
-        case_of(seed, number, folder, cache)  # what making the pairs takes does not count
-        tracemalloc.start()
     try:
         run_case(seed, number, folder, cache)
-        if traced and tracemalloc.get_traced_memory()[1] > 2 * VERIFY_BUFFER + (2 << 20):
-            most = tracemalloc.get_traced_memory()[1]
-            return Finding(number, "memory: too much was allocated", f"{most} bytes at once")
     except Exception as error:
         return Finding(number, type(error).__name__, traceback.format_exc(limit=-8))
-    finally:
-        tracemalloc.stop()
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak) * 1024
     if grown > RESIDENT and not IS_SANITIZED:
         return Finding(number, "memory: the peak grew", f"by {grown} bytes")
