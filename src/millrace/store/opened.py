@@ -6,8 +6,9 @@ Also token files without an index: raw tokens, or a one-dimensional `.npy` array
 import contextlib
 import io
 import os
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -33,6 +34,9 @@ from millrace.storage import (
 TOKEN_DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
 _NPY_MAGIC = b"\x93NUMPY"
 _HEADER_SIZE = 1 << 16  # bytes that hold the header of any array of one dimension
+# NumPy reads a header by ast.literal_eval, which Python 3.11 cannot do in two threads at once ("AST
+# constructor recursion depth mismatch").
+_ONE_HEADER_AT_A_TIME = threading.Lock()
 
 
 class OpenTokens:
@@ -203,11 +207,9 @@ class RawTokens(OpenTokens):
             if given is None:
                 raise ConfigError(f"{self.prefix} has no header: give the dtype of its tokens")
             return 0, given
-        stream, npy = io.BytesIO(head), np.lib.format
+        stream = io.BytesIO(head)
         try:
-            is_first = npy.read_magic(stream) == (1, 0)
-            read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
-            shape, _, found = read(stream)
+            shape, _, found = read_npy_header(stream)
         except ValueError as error:
             raise DataError(f"{self.prefix} has a damaged header of NumPy: {error}") from None
         start = stream.tell()
@@ -241,6 +243,17 @@ class RawTokens(OpenTokens):
         digest = blake2b(f"{self.num_tokens} {self.dtype.str}".encode())
         digest.update(sample_of(self.reader).data)
         return digest.hexdigest()
+
+
+def read_npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran's order, and dtype of NumPy's array; ValueError for damage."""
+    npy = np.lib.format
+    try:
+        with _ONE_HEADER_AT_A_TIME:
+            versions = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+            return versions[npy.read_magic(file)](file)
+    except (LookupError, EOFError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"its header is damaged, or of another version: {error}") from None
 
 
 def token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
