@@ -187,7 +187,7 @@ def test_kill_9_at_random_moments(kind: str, tmp_path: Path) -> None:
 def test_kill_9_before_every_step(kind: str, old: int, new: int, tmp_path: Path) -> None:
     """Old and new pairs with and without a sidecar."""
     output_of(
-        "import sys, pathlib, xxhash; from tests.store import kill; "
+        "import sys, pathlib; from tests.store import kill; "
         f"print(kill.kill_before_every_step(pathlib.Path(sys.argv[1]), sys.argv[2], {old}, {new}, "
         "successors=1))",
         tmp_path,
@@ -199,7 +199,7 @@ def test_kill_9_where_files_get_their_times_when_they_are_flushed(tmp_path: Path
     """As on NFS, whose server sets the time of a file when its data arrive."""
     output_of(
         """
-import os, pathlib, sys, time, xxhash
+import os, pathlib, sys, time
 from tests.store import kill
 flush = os.fsync
 def flush_to_server(descriptor):
@@ -216,7 +216,7 @@ def test_a_kill_in_a_first_publication_leaves_no_tokens_without_an_index(tmp_pat
     """Another tool would take them for a file of raw tokens."""
     output_of(
         """
-import pathlib, sys, xxhash
+import pathlib, sys
 from tests.store import kill
 folder, step = pathlib.Path(sys.argv[1]), 0
 while kill.kill_before_step(folder, "build", 1, step):
