@@ -21,9 +21,9 @@ from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle, tokenize
 from millrace.provenance import OriginsWriter
+from millrace.shards import verify_shards
 from millrace.shards.metadata import read_metadata
 from millrace.shuffling.permutations import Permutation
-from millrace.store import verify_shards
 from tests.conftest import make_texts, write_documents
 from tests.jobs import shuffle_cases as cases, shuffle_kills
 from tests.jobs.kills import DEADLINE, KILLED, finish, finished_tasks, run_and_die

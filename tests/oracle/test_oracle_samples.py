@@ -12,7 +12,7 @@ from tests.shard_folders import make_sequences, write_sequences
 import millrace
 from millrace import ShardedDataset
 from millrace.feed import BatchForm
-from millrace.store import shard_prefix
+from millrace.shards import shard_prefix
 
 # Warns of a tokenizer whose pad token is its EOD; the pad becomes -1, which is tested here.
 pytestmark = pytest.mark.filterwarnings(

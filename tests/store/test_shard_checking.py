@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDatasetBuilder
+from millrace.shards import verify_shards
 from millrace.shards.metadata import read_metadata, write_metadata
-from millrace.store import verify_shards
 from tests.shard_folders import (
     make_sequences,
     write_documents,
