@@ -52,8 +52,7 @@ def read_tokenizer(prefix: str, storage: Storage | None = None) -> TokenizerReco
     if not isinstance(entry := provenance.get("tokenizer"), dict):
         return None
     others = entry.get("fingerprints")
-    values = [entry.get("sha256"), entry.get("fingerprint")]
-    values += others if isinstance(others, list) else []
+    values = [entry.get("sha256"), *(others if isinstance(others, list) else [])]
     fingerprints = frozenset(value for value in values if isinstance(value, str))
     sentences = entry.get("sentences", "")  # of a pair that was made of others
     if name := provenance.get("sentences"):
