@@ -204,9 +204,8 @@ def verify_shards(
             metadata = parse_metadata(folder, dtype)
             checks.report.has_checksums = bool(metadata.checksums)
             checks.add(metadata_problem(folder, metadata))
-            shards, sums = range(metadata.num_shards), metadata.checksums.items()
-            structure = checks.map(partial(_check_shard, folder, metadata), shards)
-            checks.report.num_bytes = checks.map(partial(_check_sum, folder), sums) or structure
+            checks.map(partial(_check_shard, folder, metadata), range(metadata.num_shards))
+            checks.map(partial(_check_sum, folder), metadata.checksums.items())
             _check_strays(folder, metadata, checks.report)
     return checks.report
 
@@ -222,7 +221,6 @@ def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: 
                 checks.add(f"{path} is missing: restore it, or shuffle again")
         else:
             dataset = IndexedDataset(prefix, access="file")
-            checks.report.num_bytes += dataset.num_bytes - dataset.reader.size
             dataset.check()
             found, expected = (dataset.num_documents, dataset.dtype), (size, metadata.token_dtype)
             lengths = copied(dataset.sequence_lengths)
@@ -246,12 +244,11 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
         try:
             storage = storage_of(path)
             stream = None if storage is LOCAL else SequentialStream(storage.open(path, "file"))
-            size, digest = sum_of(path, checks.count, stream)
+            _, digest = sum_of(path, checks.count, stream)
         except FileNotFoundError:
             if not _SHARD_FILE.fullmatch(name):  # else `_check_shard` has named it
                 checks.add(f"{path} is missing, although {METADATA} has its checksum: restore it")
             return
-        checks.report.num_bytes += size
         if digest != expected:
             checks.add(
                 f"{path} is damaged: its checksum is {digest}; when it was written it was "

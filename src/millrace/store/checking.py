@@ -35,14 +35,12 @@ class Report:
         prefix: Path prefix of the pair, or the folder.
         problems: One sentence for each problem; empty for a whole pair.
         has_checksums: Whether the content was checked too, not only the structure.
-        num_bytes: Number of bytes read.
         notices: One sentence for each file that does not belong to the folder.
     """
 
     prefix: str
     problems: list[str] = field(default_factory=list)
     has_checksums: bool = False
-    num_bytes: int = 0
     notices: list[str] = field(default_factory=list)
 
 
@@ -101,15 +99,13 @@ class Checks:
             with contextlib.suppress(DataError, OSError):
                 text += f": {describe(start, stop)}" if describe is not None else ""
             self.add(text)
-        self.report.num_bytes += file.size
 
-    def map(self, check: Callable[["Checks", Any], None], items: Collection[Any]) -> int:
-        """Adds the problems of items, checked by the threads; returns the number of bytes read."""
+    def map(self, check: Callable[["Checks", Any], None], items: Collection[Any]) -> None:
+        """Adds the problems of items, checked by the threads."""
         parts = [Checks(self.report.prefix, self.pool, self.count) for _ in items]
         list(self.pool.map(check, parts, items))
         for part in parts:
             self.add(*part.report.problems)
-        return sum(part.report.num_bytes for part in parts)
 
 
 def verify(
@@ -168,7 +164,6 @@ def _check_pair(prefix: str, checks: Checks) -> None:
         assert data is not None
         checks.blocks(prefix + IDX, index, info.idx)
         checks.blocks(prefix + BIN, data, info.bin, partial(_sequences_in, prefix))
-        checks.report.num_bytes = checks.report.num_bytes or index.size
         dataset = IndexedDataset(prefix, access="file")
         dataset.check()
         _check_origins(dataset, info, checks)
@@ -196,4 +191,3 @@ def _check_origins(dataset: IndexedDataset, info: Info, checks: Checks) -> None:
         if origins is not None and info.origins is None:
             for _ in origins.tables(0, dataset.num_documents):
                 pass
-            checks.report.num_bytes += file.size
