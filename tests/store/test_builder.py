@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDataset, IndexedDatasetBuilder, MillraceError
-from millrace.store import writer
 from tests.store.pairs import names
 
 
@@ -40,20 +39,6 @@ def test_many_documents_at_once_give_the_same_bytes(tmp_path: Path) -> None:
     assert (many.num_documents, many.num_sequences) == (100, np.count_nonzero(lengths))
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
-
-
-def test_index_entries_that_spill_to_disk_give_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(name: str) -> bytes:
-        with IndexedDatasetBuilder(tmp_path / name, np.uint8) as builder:
-            for length in range(1000):
-                builder.add_document(np.zeros(length % 7, np.uint8))
-        return (tmp_path / f"{name}.idx").read_bytes()
-
-    in_memory = write("a")
-    monkeypatch.setattr(writer, "LIMIT", 16)
-    assert write("b") == in_memory
 
 
 # ---- refusals ----

@@ -139,25 +139,6 @@ def test_other_tools_can_read_the_file(tmp_path: Path) -> None:
     }
 
 
-def test_one_row_takes_one_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GROUP_ROWS", 100)
-    dataset = write(tmp_path / "data", some_rows(1000))
-    assert dataset.origin(999) == Origin("a.jsonl", 999, 99_900, "id-999")
-    import pyarrow.parquet
-
-    groups: list[int] = []
-    read = pyarrow.parquet.ParquetFile.read_row_group
-
-    def noted(self: Any, group: int, **options: Any) -> Any:
-        groups.append(group)
-        return read(self, group, **options)
-
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", noted)
-    assert dataset.origin(250) == Origin("a.jsonl", 250, 25_000, "id-250")
-    assert rows_in(dataset, 299, 301) == some_rows(301)[299:]
-    assert groups == [2, 3]  # the last one is kept
-
-
 def test_a_compact_file(tmp_path: Path) -> None:
     """Lines one after the other, and byte offsets of documents of some kilobytes."""
     random = np.random.default_rng(0)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from millrace import ConfigError, DataError, ShardedDataset
 from millrace.shards import Shards
-from millrace.shards.metadata import is_shards_folder, read_metadata, write_metadata
+from millrace.shards.metadata import is_shards_folder, read_metadata
 from tests.shard_folders import (
     make_sequences,
     write_documents,
@@ -45,14 +44,6 @@ def test_metadata_come_back_as_they_were_written(tmp_path: Path) -> None:
         expected |= {"version": 2, "shuffle_type": f"global_permutation_{kind}"}
         assert document.items() >= expected.items()
         assert {"total_documents", "total_sequences"} - document.keys()
-
-
-def test_metadata_of_the_common_script_are_read(tmp_path: Path) -> None:
-    write_like_the_script(tmp_path / "out", make_sequences(10, 8))
-    metadata = read_metadata(tmp_path / "out")
-    assert metadata.dtype == "uint32"
-    assert metadata.domain_stats == {"domain_A": 5, "domain_B": 5}
-    assert (metadata.seed, metadata.permutation, metadata.checksums) == (None, None, {})
 
 
 def test_unknown_keys_are_ignored(folder: Path) -> None:
@@ -225,11 +216,3 @@ def test_changed_bytes_are_refused_or_change_nothing(whole: Path, data: Any) -> 
         else:
             text[place:place] = text[place : place + data.draw(st.integers(1, 40))]
     assert_refused_or_equal(whole, bytes(text))
-
-
-def test_metadata_that_are_written_again_are_the_same_bytes(folder: Path) -> None:
-    before = (folder / "metadata.json").read_bytes()
-    names = sorted(os.listdir(folder))
-    write_metadata(folder, read_metadata(folder))
-    assert (folder / "metadata.json").read_bytes() == before
-    assert sorted(os.listdir(folder)) == names
