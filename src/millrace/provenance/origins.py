@@ -344,8 +344,9 @@ class OriginsWriter:
                     hasher.update(data)
                     file.write(data)
             info = read_info(self._prefix)
-            if info is not None and info.bin is not None:
-                info = replace(info, origins=hasher.finish())
+            if info is not None and info.checksums is not None:
+                sums = replace(info.checksums, origins=hasher.finish())
+                info = replace(info, checksums=sums)
                 write_info(self._prefix, info, durable=self._durable)
         self.close()
 

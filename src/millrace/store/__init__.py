@@ -8,7 +8,7 @@ document (see `layout`). `publish` says how a pair appears whole or not at all.
 from millrace.storage import BinReader, gather_in_turn
 from millrace.store.builder import IndexedDatasetBuilder, finalize_together
 from millrace.store.checking import Report, verify
-from millrace.store.info import Checksums, Info
+from millrace.store.info import Checksums, Info, PairChecksums
 from millrace.store.layout import DTYPES, optimal_dtype
 from millrace.store.opened import RawTokens
 from millrace.store.reader import IndexedDataset
@@ -20,6 +20,7 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Info",
+    "PairChecksums",
     "RawTokens",
     "Report",
     "finalize_together",
