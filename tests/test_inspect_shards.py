@@ -15,8 +15,8 @@ from millrace import ConfigError, DataError
 from millrace.inspect import describe_shards, format_shards, shares_svg
 from millrace.inspect.description import parts_of
 from millrace.ragged import even_sizes
+from millrace.shards import ShardsMetadata, read_metadata
 from millrace.shuffling.permutations import Permutation, distribution_json, measure_distribution
-from millrace.store import ShardsMetadata, read_metadata
 from tests.shard_folders import (
     make_sequences,
     sizes_of,

@@ -18,9 +18,9 @@ from millrace.cli import main
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.jobs import shuffle
 from millrace.provenance import OriginsWriter
+from millrace.shards import verify_shards
 from millrace.shards.metadata import read_metadata
 from millrace.shuffling.permutations import Permutation
-from millrace.store import verify_shards
 from tests.jobs import shuffle_cases as cases, shuffle_kills
 from tests.jobs.kills import KILLED, finished_tasks, run_and_die
 from tests.jobs.shuffle_kills import VERB

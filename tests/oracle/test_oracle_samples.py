@@ -12,7 +12,7 @@ from tests.shard_folders import make_sequences, write_sequences
 import millrace
 from millrace import ShardedDataset
 from millrace.feed import BatchForm
-from millrace.store import shard_prefix
+from millrace.shards import shard_prefix
 
 
 def both(

@@ -105,7 +105,7 @@ def describe(
         special_tokens=special_tokens,
         document=one,
         provenance=None if info is None else info.provenance,
-        has_checksums=info is not None and info.bin is not None,
+        has_checksums=info is not None and info.checksums is not None,
         has_origins=has_origins(dataset.prefix),
         is_same_tokenizer=is_same,
         tokenizer_warning=warning,
