@@ -243,13 +243,24 @@ class IndexedDataset(OpenTokens):
     def __getitem__(self, index: Any) -> NDArray[Any] | list[NDArray[Any]]:
         """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array."""
         if isinstance(index, slice):
-            numbers = range(*index.indices(len(self)))
-            return [self[number] for number in numbers] if self.is_mapped else self[list(numbers)]
+            start, stop, step = index.indices(len(self))
+            most = len(self) + 1  # a larger step does the same, and may not fit int64
+            return self._slice(np.arange(start, stop, min(max(step, -most), most)))
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
             flat, offsets = self.read(index)
-            return np.split(flat, offsets[1:])[:-1]
+            return _cut(flat, offsets[:-1], offsets[1:])
         number = self._number("sequence", index, len(self))
         return self._read(number, 0, self.sequence_lengths.item(number))
+
+    def _slice(self, numbers: Numbers) -> list[NDArray[Any]]:
+        if self._bytes is None:
+            return self[numbers]
+        lengths = self.sequence_lengths[numbers]
+        first, rest = np.divmod(self.sequence_pointers[numbers], self.dtype.itemsize)
+        is_bad = (lengths < 0) | (rest != 0) | (first < 0) | (first > self.num_tokens - lengths)
+        if np.any(is_bad):  # one raises, or lies off the grid of tokens
+            return [self[number] for number in numbers.tolist()]
+        return _cut(self.tokens, first, np.add(first, lengths))
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         for start in range(0, len(self), _CHUNK):
@@ -396,6 +407,10 @@ class IndexedDataset(OpenTokens):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _cut(flat: NDArray[Any], starts: Numbers, ends: Numbers) -> list[NDArray[Any]]:
+    return [flat[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _entry(column: NDArray[Any], place: int) -> int:
