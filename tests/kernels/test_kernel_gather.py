@@ -399,17 +399,6 @@ def test_a_source_that_is_not_mapped_is_refused() -> None:
     assert all(map(np.array_equal, _native.locate_spans(source, *spans), expected))
 
 
-@pytest.mark.parametrize("wrong", [{"sequence_length": 7}, {"add_extra_token": False}])
-def test_samples_that_are_longer_than_their_rows_are_refused(wrong: dict[str, Any]) -> None:
-    arrays = make_arrays(0, 8, extra=True)
-    numbers = np.zeros(1, np.int64)
-    options = SampleOptions(**(DEFAULTS | wrong))
-    for module in MODULES:
-        parts = parts_of(module, [arrays])
-        with pytest.raises(ValueError, match="not fit"):
-            module.gather_samples(*parts, numbers, numbers, options)
-
-
 # ---- forms ----
 
 
@@ -512,19 +501,12 @@ def test_parts_that_do_not_start_with_the_samples_are_refused(starts: list[int])
     [
         (np.uint16, 99, 100, None, False),
         (np.uint16, 100, 100, None, True),
-        (np.uint16, 65535, 65535, None, True),
-        (np.uint16, 65535, 65536, None, False),
         (np.int32, -1, 100, None, True),
         (np.int32, -1, 100, -1, False),
         (np.int32, 100, 100, 100, False),
         (np.int32, 100, 100, 101, True),
-        (np.int8, -1, 2**40, None, True),
-        (np.int64, 2**40, 2**40, None, True),
-        (np.int64, 2**40, 2**40 + 1, None, False),
         (np.int64, 2**31, None, None, True),
         (np.int64, 2**31, None, 2**31, False),
-        (np.int64, -(2**31) - 1, None, None, True),
-        (np.int64, -(2**31), None, None, False),
         *((np.int64, id_, 2**41, None, True) for id_ in (2**31, 2**32 + 5, -1)),
     ],
 )
