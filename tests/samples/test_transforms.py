@@ -172,9 +172,7 @@ def form_of(*fields: str, **options: Any) -> BatchForm:
     return BatchForm(fields=fields or FIELDS, **options)
 
 
-def test_tokens_that_do_not_fit_dtype_or_vocabulary_are_refused(
-    two_files: list[str],
-) -> None:
+def test_tokens_that_do_not_fit_dtype_or_vocabulary_are_refused(two_files: list[str]) -> None:
     dataset = blend_of(two_files, reset_position_ids=True)
     transformed = TransformedDataset(
         dataset, [LossRanges(dataset), FillInMiddle(**FIM, eod_token=EOD)]
