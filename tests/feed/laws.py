@@ -47,7 +47,6 @@ from millrace.feed import (
     GlobalBatchSampler,
     GPTDataset,
     Loader,
-    LossRanges,
     RampUp,
     RepeatGuard,
     SequentialSampler,
@@ -138,12 +137,6 @@ def packs() -> GPTDataset:
     return GPTDataset(data, order=order, **options)
 
 
-def transformed() -> TransformedDataset:
-    dataset = gpt("b", seed=9, eod_token=7)
-    ranges = LossRanges(dataset, [(sequence, 0, 1) for sequence in range(0, 90, 2)])
-    return TransformedDataset(dataset, [ranges, *TRANSFORMS])
-
-
 MAKERS: dict[str, Callable[[], Any]] = {
     "gpt": lambda: gpt("a", seed=5, num_samples=150),
     "masked": lambda: gpt("b", seed=6, eod_token=7, reset_position_ids=True, eod_mask_loss=True),
@@ -154,7 +147,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "nested blend": lambda: BlendedDataset(
         [dataset_of(kind) for kind in ("inner blend", "file", "python order")]
     ),
-    "transformed": transformed,
+    "transformed": lambda: TransformedDataset(gpt("b", seed=9, eod_token=7), TRANSFORMS),
     "packs": packs,
     "own": Squares,
     "sharded": lambda: shards(eod_token=7, reset_position_ids=True, access="file"),

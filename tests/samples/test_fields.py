@@ -293,8 +293,8 @@ def test_a_blend_of_several_options_makes_the_rows_of_each(make_dataset: Make) -
     views += [{"boundaries": "documents"}, {"add_extra_token": False}]
     parts = [GPTDataset(data, sequence_length=8, seed=1, **view) for view in views]
     blend = BlendedDataset(parts)
-    numbers = np.arange(len(blend))
-    sources, in_source = blend.dataset_index, blend.dataset_sample_index
+    numbers = np.random.default_rng(0).permutation(len(blend))
+    sources, in_source = blend.dataset_index[numbers], blend.dataset_sample_index[numbers]
     fields = (*FIELDS, "document_ids", "sample_numbers", "dataset_numbers")
     batch = blend.batch(numbers, BatchForm(fields=fields))
     np.testing.assert_array_equal(batch["sample_numbers"], numbers)

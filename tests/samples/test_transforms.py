@@ -4,6 +4,7 @@ import os
 import pickle
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -137,6 +138,17 @@ def test_a_batch_equals_the_slow_model(two_files: list[str], kind: str, options:
     rows_equal(batch, rows)
     assert np.isin([PREFIX, MIDDLE, SUFFIX], batch["tokens"]).all()
     assert 0 < batch["loss_mask"].mean() < 1
+
+
+def test_a_sample_does_not_depend_on_its_batch(two_files: list[str]) -> None:
+    dataset = blend_of(two_files)
+    fill = FillInMiddle(**FIM, eod_token=EOD)
+    transformed = TransformedDataset(dataset, [LossRanges(dataset), fill])
+    whole = transformed.batch(np.arange(40))
+    groups = np.split(np.random.default_rng(1).permutation(40), [1, 5, 20])
+    with ThreadPoolExecutor(3) as threads:
+        for group, batch in zip(groups, threads.map(transformed.batch, groups), strict=True):
+            rows_equal(batch, {name: array[group] for name, array in whole.items()})
 
 
 @pytest.mark.parametrize(
