@@ -73,13 +73,12 @@ def shuffled_ranges(
     Returns:
         [sum of (stop - start) * copies] of `dtype`.
     """
-    dtype = _dtype(dtype, "int32", "uint32", "int64")
     limits = np.iinfo(dtype)
     for start, stop, copies in ranges:
         if not limits.min <= start <= stop <= min(limits.max + 1, MAX_INT64) or copies < 0:
             raise ConfigError(
                 f"the range ({start}, {stop}) times {copies} is empty backwards, has a negative "
-                f"count or does not fit {dtype}"
+                f"count or does not fit {limits.dtype}"
             )
     # Drop empty ranges: the kernel would loop `copies` times over nothing, and the product could
     # overflow.
@@ -87,8 +86,6 @@ def shuffled_ranges(
     if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
         raise ConfigError(f"the ranges {ranges} hold more numbers than memory can")
     full = random.get_state(legacy=False)
-    if full["bit_generator"] != "MT19937":
-        raise ConfigError("the random state is not an MT19937 generator")
     state = full["state"]
     out, (state["key"], state["pos"]) = _core.shuffled_ranges(
         np.array(ranges, np.int64).reshape(-1, 3), np.empty(0, dtype), state["key"], state["pos"]
@@ -128,7 +125,6 @@ def sample_index(
         ValueError: Too few tokens, a negative length or an entry of the document index outside
             the sequences.
     """
-    dtype = _dtype(dtype, "int32", "int64")
     check_within("sequence_length", sequence_length, 1, MAX_INT64 // 4)
     # Even the longest documents could not meet a larger count: it would only fill memory.
     num_tokens = document_index.size * MAX_INT32
@@ -137,7 +133,7 @@ def sample_index(
             f"num_samples is {num_samples} for {document_index.size} documents; "
             "at least 0 and, without documents, 0 is needed"
         )
-    if dtype == np.int32 and document_index.size > MAX_INT32:
+    if np.dtype(dtype) == np.int32 and document_index.size > MAX_INT32:
         raise ConfigError(f"{document_index.size} documents need an int64 sample index")
     return _core.sample_index(
         sequence_lengths,
@@ -151,19 +147,10 @@ def sample_index(
 
 
 def blend_by_weights(weights: NDArray[np.float64], size: int, threads: int | None = None) -> Blend:
-    """The greedy blend: each sample comes from the dataset furthest behind its weight.
+    """The greedy blend, `millrace.order.blend`, of weights float64 [datasets]: normalised, above 0.
 
     Sample n is drawn from the first dataset with the largest weight * max(n, 1) - taken, in
     float64: Megatron-LM's `build_blending_indices`.
-
-    Args:
-        weights: float64 [datasets], normalised, positive and finite, at most 32,766 of them.
-        size: Number of samples.
-        threads: Number of worker threads; the result does not depend on it. None: one per core.
-
-    Returns:
-        dataset_index int16 [size] and dataset_sample_index int64 [size], the number of earlier
-        samples from the same dataset.
     """
     check_within("the number of datasets", weights.size, 1, MAX_DATASETS)
     if not np.all(np.isfinite(weights) & (weights > 0)):
@@ -196,28 +183,6 @@ def deal(costs: NDArray[np.float64], num_ranks: int) -> Numbers:
     return order[np.argsort(_core.deal(costs[order], num_ranks), kind="stable")]
 
 
-def sharded_source(
-    shards: Sequence[NDArray[Any]], shard_sizes: Sequence[int], sequence_length: int
-) -> TokenSource:
-    """The token files of shards as one, in their order. Byte offsets count through all files.
-
-    Args:
-        shards: The tokens of each file, [n] of one integer dtype; all empty if they are not mapped.
-        shard_sizes: Number of sequences of each file.
-        sequence_length: Number of tokens in every sequence, at least 1.
-    """
-    sizes = np.array(shard_sizes, np.int64)
-    _check_rows(sequence_length, sum(sizes.tolist()))
-    return TokenSource(tuple(shards), sizes, sequence_length, any(map(len, shards)))
-
-
-def sequence_order(num_sequences: int, sequence_length: int) -> SequenceOrder:
-    """The order of sequences of one length as they are stored: sample n is sequence n."""
-    check_within("num_sequences", num_sequences, 0)
-    _check_rows(sequence_length, num_sequences)
-    return SequenceOrder(num_sequences, sequence_length)
-
-
 def gpt_order(
     sequence_lengths: NDArray[np.int32],
     document_index: NDArray[np.int32],
@@ -246,7 +211,8 @@ def gpt_order(
                 f"{name} has shape {array.shape} and dtype {array.dtype}; "
                 f"{['n', *width]} of {' or '.join(dtypes)} is needed"
             )
-    _check_rows(sequence_length, 1)
+    # The bytes of a row can be counted.
+    check_within("sequence_length", sequence_length, 1, MAX_INT64 // 16)
     lengths, documents, samples, shuffled = map(
         np.ascontiguousarray, (sequence_lengths, document_index, sample_index, shuffle_index)
     )
@@ -258,27 +224,14 @@ def torch_randperm(size: int, seed: int, *, dtype: Any = np.int64) -> NDArray[An
 
     Args:
         size: Number of numbers, at least 0.
-        seed: Seed of the generator, -2**63 to 2**64 - 1. Its low 32 bits decide the result.
+        seed: Seed of the generator. Its low 32 bits decide the result.
         dtype: uint32 (up to 2**32 numbers) or int64.
 
     Returns:
         A permutation of 0 to size - 1, [size] of `dtype`.
     """
-    dtype = _dtype(dtype, "uint32", "int64")
+    dtype = np.dtype(dtype)
     check_within(f"the size for {dtype}", size, 0, 2**32 if dtype.kind == "u" else MAX_INT64 // 8)
-    check_within("seed", seed, -(2**63), 2**64 - 1)
     # For so many numbers, torch draws two words of the generator each.
     has_64_bit_draws = size >= (2**32 - 1) // 20
     return _core.torch_randperm(size, seed % 2**32, has_64_bit_draws, np.empty(0, dtype))
-
-
-def _dtype(value: Any, *names: str) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(value)
-    if dtype not in [np.dtype(name) for name in names]:
-        raise ConfigError(f"dtype is {dtype}; {', '.join(names[:-1])} or {names[-1]} is needed")
-    return dtype
-
-
-def _check_rows(sequence_length: int, num_rows: int) -> None:
-    """A row has a token at least, and the bytes of all rows can be counted."""
-    check_within("sequence_length", sequence_length, 1, MAX_INT64 // 16 // max(num_rows, 1))

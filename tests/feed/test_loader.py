@@ -310,14 +310,10 @@ class Named(Numbers):
     ("fingerprint", "place"),
     [
         ({"hash": b"ab"}, "hash is b'ab'"),
-        ({"files": [{"names": {"a"}}]}, r"files\[0\].names is {'a'}"),
         ({"view": {"weight": math.nan}}, "view.weight is nan"),
-        ({"weights": [math.inf]}, r"weights\[0\] is inf"),
-        ({"weight": np.float32("nan")}, "weight is .*nan"),
+        ({"weight": np.float32("inf")}, "weight is .*inf"),
         ({"parts": ({1: "a"},)}, r"parts\[0\] has the key 1"),
         ({"day": np.datetime64("2026-01-01")}, "day is .*2026-01-01"),
-        ({"size": np.complex64(1)}, "size is .*1"),
-        ({"model": object()}, "model is <object"),
     ],
 )
 def test_a_fingerprint_that_no_state_can_hold_is_refused_at_once(

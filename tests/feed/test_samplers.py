@@ -2,20 +2,19 @@
 
 import copy
 import json
-import math
 import pickle
 import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from millrace import ConfigError, ResumeError
 from millrace.feed import (
@@ -81,32 +80,6 @@ def test_the_pages_examples_run() -> None:
 
 # ---- resuming on other ranks ----
 
-SHARES = st.tuples(st.integers(1, 4), st.integers(1, 6), st.booleans())
-
-
-@given(num_samples=st.integers(1, 200), shares=st.tuples(SHARES, SHARES))
-@settings(deadline=None, derandomize=True, max_examples=300)
-def test_equal_fingerprints_are_equal_orders(num_samples: int, shares: Any) -> None:
-    """Two cyclic samplers with one fingerprint see the same samples between any two positions."""
-    assume(all(micro * size <= num_samples for micro, size, _ in shares))
-    common = math.lcm(*(micro * size for micro, size, _ in shares))
-    orders, fingerprints = [], []
-    for micro, size, is_sharded in shares:
-        ranks = [
-            CyclicSampler(num_samples, **named([rank, size], micro), data_sharding=is_sharded)
-            for rank in range(size)
-        ]
-        fingerprints.append(ranks[0].fingerprint())
-        for start in range(0, 3 * num_samples, common):
-            places = range(start, start + common, micro * size)
-            parts = (one.sample_numbers(place).tolist() for one in ranks for place in places)
-            orders.append(sorted(chain(*parts)))
-    half = len(orders) // 2
-    if fingerprints[0] == fingerprints[1]:
-        assert orders[:half] == orders[half:]
-    elif max(20, common) < fingerprints[0]["samples_per_epoch"]:  # else equal by chance, or whole
-        assert orders[:half] != orders[half:]
-
 
 def test_a_cyclic_step_must_start_where_a_step_of_its_ranks_does() -> None:
     sampler = CyclicSampler(50, micro_batch_size=2, data_parallel_size=3)
@@ -128,7 +101,7 @@ def test_a_loader_says_why_it_refuses_another_cyclic_order() -> None:
         other = loader(micro, size)
         other.load_state_dict(state)
         assert next(other)["tokens"][0] == loader(2, 3).batch(12)["tokens"][0]
-    reason = r"(?s)sampler\.\w+: saved .*\nA cyclic order depends on .* the saved run, or"
+    reason = r"(?s)sampler\.\w+: saved .*\nThe order of a sampler may depend on .* ranks"
     for micro, size, data_sharding in ((2, 5, False), (3, 2, False), (2, 3, True)):
         with pytest.raises(ResumeError, match=reason):
             loader(micro, size, data_sharding).load_state_dict(state)
@@ -174,13 +147,6 @@ def test_far_positions_are_exact() -> None:
 
 
 # ---- schedules, padding, flags ----
-
-
-def test_a_sampler_of_blocks_is_one_of_global_batches_and_no_other() -> None:
-    kinds = (SequentialSampler, GlobalBatchSampler, FullValidationSampler, CyclicSampler)
-    for kind, others in zip(kinds[::2], (kinds[:2], kinds[1:3]), strict=True):
-        assert tuple(other for other in kinds if issubclass(kind, other)) == others
-    assert not issubclass(GlobalBatchSampler, SequentialSampler)
 
 
 MAKERS: list[Callable[..., Any]] = [
@@ -277,7 +243,7 @@ def test_copies_draw_for_themselves() -> None:
 def test_a_sampler_may_be_a_dataclass_and_lack_optional_methods() -> None:
     @dataclass(kw_only=True)  # equal to others, so that it has no hash
     class Mine(CyclicSampler):
-        consumed_at = num_steps = fingerprint = check_position = explain_difference = None  # type: ignore[assignment]
+        consumed_at = num_steps = fingerprint = check_position = None  # type: ignore[assignment]
 
     sampler = Mine(10, micro_batch_size=5)
     loader = Loader(Numbers(10), sampler=sampler)
@@ -388,7 +354,6 @@ def test_ramp_ups_that_miss_their_end_are_refused() -> None:
     for numbers, message in (
         ((16, 8, 1000, 30), r"global_batch_size is 30; .* increments of 8"),
         ((16, 8, 1000, 8), "global_batch_size is 8; "),
-        ((1, 1, 1000, 10**7), "would grow 9999999 times; at most 1000000"),
         ((16, 8, 2**53 + 1, 32), r"samples must be between 1 and 2\*\*53, not \d+"),
     ):
         with pytest.raises(ConfigError, match=message):

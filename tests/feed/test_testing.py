@@ -179,20 +179,6 @@ class EndsEarly(GoesOn):
     change = -1
 
 
-class Refuses(Plain):
-    def load_state_dict(self, state: Any) -> None:
-        if state["position"] == 3:
-            raise ValueError("three is bad")
-        super().load_state_dict(state)
-
-
-class Fails(ChangesOnResume):
-    def make(self, number: int) -> Any:
-        if self.was_resumed:
-            raise OSError("no such shard")
-        return number
-
-
 class MovesWithItsState(Plain):
     def state_dict(self) -> Any:
         self.log.append(0)
@@ -251,8 +237,7 @@ def making(make: Callable[[Any, int], Any]) -> type[Plain]:
         (SharesItsState, r"after 0 steps has changed while its loader .*position is 0 in"),
         (GoesOn, "after 4 steps goes on after step 5, the last of the run"),
         (EndsEarly, "after 4 steps has no step 5; without a stop it has one"),
-        (Refuses, r"after 3 steps refuses its state \{'position': 3\}: three is bad"),
-        (Fails, "resumes after 4 steps fails in step 4: no such shard"),
+        (making(lambda self, _: 1 // (not self.was_resumed)), "fails in step 4: .* by zero"),
         (MovesWithItsState, r"a second loader of make_loader\(\) differs in step 0"),
         (
             changed(Plain, state_dict=lambda _: {0: 0}, load_state_dict=lambda _, state: state[0]),

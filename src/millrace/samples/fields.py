@@ -85,20 +85,14 @@ class SampleOptions(SampleFields):
         return values
 
 
-def choose_options(
-    options: SampleOptions | None, single: tuple[Any, ...], *, has_extra: bool = True
-) -> SampleOptions:
-    """The options of samples, as one object or made of single ones in the order of its fields.
-
-    `has_extra` is the default of the single `add_extra_token`.
-    """
+def choose_options(options: SampleOptions | None, single: dict[str, Any]) -> SampleOptions:
+    """The options of samples, as one object or made of single ones."""
     if options is None:
-        return SampleOptions(**dict(zip(SampleOptions.__dataclass_fields__, single, strict=True)))
+        return SampleOptions(**single)
     if not isinstance(options, SampleOptions):
         raise ConfigError(f"options must be SampleOptions, not {shown(options)}")
-    defaults = (None, has_extra, None, None, False, False, "eod")
-    if any(value is not default for value, default in zip(single, defaults, strict=True)):
-        raise ConfigError("give options, or single options of samples: one of the two")
+    if single:
+        raise ConfigError(f"give options, or {', '.join(single)}: one of the two")
     return options
 
 

@@ -26,24 +26,18 @@ class GPTDataset(TokenDataset):
 
     Args:
         dataset: The token file.
-        sequence_length: Tokens to train on in a sample, 1 to 2**31 - 1.
+        options: What a sample looks like.
+        order: The order of the samples, in place of Megatron-LM's and the next four arguments.
         seed: Seed of the order, 0 to 2**32 - 1.
         num_samples: Least number of samples, for which the sequences are repeated for as many
             epochs as needed. None: one epoch.
         sequences: (start, stop), the range of sequences to draw from (see `split_ranges`). None:
             all.
-        eod_token: End-of-document token; the next two options need it.
-        reset_position_ids: Whether position ids start again after each EOD.
-        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
-        pad_token: Padding token, which is never trained on; None: there is no padding.
-        add_extra_token: Whether a sample has one more token, the last label.
-        boundaries: What tells documents apart: "eod", or "documents" (see `SampleOptions`).
         drop_last_partial_sequence: Whether to leave out a last sample that the tokens do not fill.
-        order: Another order than Megatron-LM's, in place of seed, num_samples, sequences and
-            drop_last_partial_sequence.
-        options: The options of samples as one object, in place of the single ones.
         loss_ranges: "apply": the ranges beside the token file are not trained on (`LossRanges`).
             "ignore": all tokens are. "refuse": all are; an error, if the sidecar names ranges.
+        sample_options: The fields of `SampleOptions`, such as `sequence_length`, in place of
+            `options`.
 
     Attributes:
         source: The tokens, in their order.
@@ -62,23 +56,16 @@ class GPTDataset(TokenDataset):
         self,
         dataset: TokenStore | TokenFile,
         *,
-        sequence_length: int | None = None,
+        options: SampleOptions | None = None,
+        order: Order | None = None,
         seed: int | None = None,
         num_samples: int | None = None,
         sequences: tuple[int, int] | None = None,
-        eod_token: int | None = None,
-        reset_position_ids: bool = False,
-        eod_mask_loss: bool = False,
-        pad_token: int | None = None,
         drop_last_partial_sequence: bool = True,
-        add_extra_token: bool = True,
-        boundaries: str = "eod",
-        order: Order | None = None,
-        options: SampleOptions | None = None,
         loss_ranges: str = "refuse",
+        **sample_options: Any,
     ) -> None:
-        single = (sequence_length, add_extra_token, eod_token, pad_token, reset_position_ids)
-        options = choose_options(options, (*single, eod_mask_loss, boundaries))
+        options = choose_options(options, sample_options)
         if order is None:
             file: Any = dataset.dataset if isinstance(dataset, TokenFile) else dataset
             check_token_dtype(file.dtype, file.prefix)
@@ -139,26 +126,22 @@ class ShardedDataset(GPTDataset):
 
     A sequence is a whole sample: by default all of its tokens are inputs, and the last label is
     missing and masked, as with Megatron-LM's `add_extra_token_to_sequence=False`. With
-    `add_extra_token`, its last token is only a label: shuffle with `--seq-len 4097` to train on
-    4,096 tokens that all have a label.
+    `add_extra_token=True`, its last token is only a label: shuffle with `--seq-len 4097` to train
+    on 4,096 tokens that all have a label.
 
     uint32 tokens are read as int32. Ids from 2**31 on, which `millrace shuffle` and `vocab_size` of
     a loader refuse, would be negative.
 
     Args:
         folder: The output folder.
-        options: The options of samples as one object, in place of the single ones below.
-        eod_token: End-of-document token; the next two options need it.
-        reset_position_ids: Whether position ids start again after each EOD.
-        eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
-        pad_token: Padding token, which is never trained on; None: there is no padding.
-        boundaries: What tells documents apart: "eod", or "documents" (see `SampleOptions`).
-        add_extra_token: Whether a sequence's last token is only a label.
+        options: What a sample looks like.
         dtype: Dtype of the tokens ("uint16", "uint32", "int32"), for folders whose metadata do not
             say it; None: uint32.
         access: How the shards are read: "mmap", or "file" (positioned reads, for file systems where
             mapping hurts).
         storage: Where the folder is; None: the path says it.
+        sample_options: The fields of `SampleOptions`, in place of `options`; by default,
+            `add_extra_token` is False, and the sequences give their length.
 
     Attributes:
         prefix: The folder.
@@ -174,24 +157,21 @@ class ShardedDataset(GPTDataset):
         folder: str | os.PathLike[str],
         options: SampleOptions | None = None,
         *,
-        eod_token: int | None = None,
-        reset_position_ids: bool = False,
-        eod_mask_loss: bool = False,
-        pad_token: int | None = None,
-        add_extra_token: bool = False,
-        boundaries: str = "eod",
         dtype: str | None = None,
         access: Access = "mmap",
         storage: Storage | None = None,
+        **sample_options: Any,
     ) -> None:
         shards = Shards(folder, access=access, dtype=dtype, storage=storage)
         if len(shards) == 0:
             remedy = "shuffle longer files, or with a smaller --seq-len"
             raise DataError(f"{shards.prefix} has no sequences: {remedy}")
-        has_extra, size = check_bool("add_extra_token", add_extra_token), shards.sequence_length
-        length = size - has_extra if options is None else None
-        single = (length, add_extra_token, eod_token, pad_token, reset_position_ids)
-        options = choose_options(options, (*single, eod_mask_loss, boundaries), has_extra=False)
+        size = shards.sequence_length
+        if options is None:
+            sample_options = {"add_extra_token": False, **sample_options}
+            has_extra = check_bool("add_extra_token", sample_options["add_extra_token"])
+            sample_options.setdefault("sequence_length", size - has_extra)
+        options = choose_options(options, sample_options)
         length, has_extra = options.sequence_length, options.add_extra_token
         if length + has_extra != size:
             raise ConfigError(

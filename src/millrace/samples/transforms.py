@@ -7,10 +7,9 @@ and after a resume.
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.checks import (
@@ -53,53 +52,18 @@ class Transform(Protocol):
         """What decides the result, as plain values, for comparison with a saved state."""
 
 
-class MaskedTokens(NamedTuple):
-    """What a transform with a method `apply` gets and returns; see `TokenBatch`."""
-
-    tokens: Numbers  # int64 [n]
-    ends: Numbers  # int64 [batch]
-    is_trained: NDArray[np.bool_]  # [n]
-
-
 def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> TokenBatch:
     """The batch that a transform makes of a batch."""
     name = type(transform).__name__
-    if hasattr(transform, "apply"):
-        return _applied(name, transform, batch, sample_numbers)
     answer = transform(batch, sample_numbers)
-    _check_tuple(name, answer, "take", "TokenBatch")
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise ConfigError(f"{name} returned {shown(answer)}; (take, TokenBatch) is needed")
     take, new = answer[0], check_tokens(name, answer[1], len(batch))
-    if take is None or not transform.changes_tokens:
-        _check_ends(f"{name} without `take`" if transform.changes_tokens else name, batch, new)
+    stays = take is None or not transform.changes_tokens
+    if stays and not np.array_equal(batch.ends, new.ends):
+        remedy = "`take` must say where tokens were, and changes_tokens be True"
+        raise ConfigError(f"{name} changed where samples end: {remedy}")
     return new if take is None else batch.moved(np.asarray(take), new)
-
-
-def _applied(name: str, transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> TokenBatch:
-    """The same for a method `apply`, which does not say where tokens were."""
-    trained = np.ones(len(batch.tokens), np.bool_) if batch.trained is None else batch.trained
-    old = MaskedTokens(batch.tokens.astype(np.int64, copy=False), batch.ends, trained)
-    answer = transform.apply(old, sample_numbers)
-    _check_tuple(name, answer, *MaskedTokens._fields)
-    try:
-        new = TokenBatch(*answer)
-    except ConfigError as error:
-        raise ConfigError(f"{name} returned other arrays: {error}") from None
-    check_tokens(name, new, len(batch))
-    if transform.changes_tokens:  # what was known of the old tokens is lost
-        own = {name: entry for name, entry in batch.fields.items() if entry[0] == "sample"}
-        return new.with_arrays(fields=own)
-    _check_ends(name, batch, new)
-    return batch.with_arrays(tokens=new.tokens, trained=new.trained)
-
-
-def _check_tuple(name: str, answer: Any, *entries: str) -> None:
-    if not isinstance(answer, tuple) or len(answer) != len(entries):
-        raise ConfigError(f"{name} returned {shown(answer)}; ({', '.join(entries)}) is needed")
-
-
-def _check_ends(name: str, old: TokenBatch, new: TokenBatch) -> None:
-    if not np.array_equal(old.ends, new.ends):
-        raise ConfigError(f"{name} changed where samples end: its changes_tokens must be True")
 
 
 def check_transforms(source: Any, transforms: Iterable[Any], boundaries: str = "") -> list[Any]:
@@ -113,8 +77,7 @@ def check_transforms(source: Any, transforms: Iterable[Any], boundaries: str = "
         if isinstance(transform, type):
             name = transform.__name__
             raise ConfigError(f"transform {place} is the class {name}; give an object of it")
-        call = "apply" if hasattr(transform, "apply") else "__call__"
-        for name in ("fingerprint", "changes_tokens", call):
+        for name in ("fingerprint", "changes_tokens", "__call__"):
             if not hasattr(transform, name):
                 raise ConfigError(f"transform {place} is {shown(transform)}, which has no {name!r}")
         own = getattr(transform, "dataset", None)

@@ -28,8 +28,7 @@ class Sampler(Protocol):
     - `step_at(consumed_samples)`: number of the step that starts there; ConfigError inside a step
       or past the end;
     - `check_position(consumed_samples)`: raises ConfigError where no step can start;
-    - `fingerprint()`: what decides the global order of the samples, for a loader's state;
-    - `explain_difference()`: a sentence on how the order can differ, for the error of a resume.
+    - `fingerprint()`: what decides the global order of the samples, for a loader's state.
     """
 
     def has_step(self, consumed_samples: int) -> bool:
@@ -55,11 +54,6 @@ def checked_position(sampler: Any, consumed_samples: Any) -> int:
     if getattr(sampler, "check_position", None):
         sampler.check_position(position)
     return position
-
-
-def explanation(sampler: Any) -> str:
-    """The sampler's `explain_difference`, or an empty text."""
-    return str((getattr(sampler, "explain_difference", None) or str)())
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -184,16 +178,7 @@ class SequentialSampler(GlobalBatchSampler):
     The step that starts at sample number c takes the block [c, c + micro_batch_size *
     data_parallel_size); rank r has the r-th slice of micro_batch_size numbers.
 
-    Args:
-        num_samples: Number of samples in the dataset.
-        micro_batch_size: Number of samples for one rank at one step.
-        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
-        data_parallel_size: Number of ranks.
-        drop_last: Whether to leave out an incomplete last block; else the last ranks have shorter
-            or empty slices.
-
-    Raises:
-        ConfigError: A number outside its limits.
+    The arguments, but for `global_batch_size`, and errors are those of a `GlobalBatchSampler`.
     """
 
     global_batch_size: int = field(init=False)
@@ -211,14 +196,9 @@ class FullValidationSampler(GlobalBatchSampler):
     first step again, as Megatron-LM's evaluation does, and `is_padding` tells which they are.
 
     Args:
-        num_samples: Number of samples in the dataset.
-        micro_batch_size: Number of samples for one rank at one step.
-        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
-        data_parallel_size: Number of ranks.
         pad: Whether to fill up the last batches to micro_batch_size samples.
 
-    Raises:
-        ConfigError: A number outside its limits.
+    The other arguments, and errors, are those of a `SequentialSampler`.
 
     Example:
         >>> sampler = FullValidationSampler(5, data_parallel_rank=1, data_parallel_size=2, pad=True)
@@ -271,14 +251,10 @@ class CyclicSampler(Renewed, RankSampler):
     the saved position on. Else the loader refuses the state.
 
     Args:
-        num_samples: Number of samples in the dataset.
-        micro_batch_size: Number of samples for one rank at one step.
-        data_parallel_rank: Number of this rank, 0 to data_parallel_size - 1.
-        data_parallel_size: Number of ranks.
         data_sharding: Whether each rank has a shard of the dataset.
 
-    Raises:
-        ConfigError: A number outside its limits, or too few samples for one step.
+    The other arguments are those of a `SequentialSampler`. A dataset with too few samples for one
+    step is a ConfigError, too.
 
     Example:
         >>> sampler = CyclicSampler(10, micro_batch_size=4, data_sharding=False)
@@ -337,12 +313,6 @@ class CyclicSampler(Renewed, RankSampler):
             "shuffled_samples": self._num_shuffled,  # of one shard
             "samples_per_epoch": self.samples_per_epoch,
         }
-
-    def explain_difference(self) -> str:
-        return (
-            "A cyclic order depends on an epoch's samples and, with data_sharding, the ranks. "
-            "Resume with the micro batch, ranks and data_sharding of the saved run, or alike."
-        )
 
     def _step_start(self, consumed_samples: int) -> int:
         """The number of consumed samples, if a step starts there."""

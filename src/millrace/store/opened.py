@@ -123,7 +123,8 @@ class JoinedFiles:
         """The tokens for the core: `counts[i]` sequences of one length in file i."""
         nothing = np.empty(0, dtype)
         arrays = [nothing if part is None else part.view(dtype) for part in self.parts]
-        return _native.sharded_source(arrays, counts, length)
+        sizes = np.array(counts, np.int64)
+        return _native.TokenSource(tuple(arrays), sizes, length, any(map(len, arrays)))
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return self.gather(np.array([byte_offset]), np.array([num_bytes]))

@@ -20,12 +20,12 @@ from millrace.checks import check_int, shown
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
-from millrace.feed.state import STATE_VERSION, Fingerprint
+from millrace.feed.state import SAMPLER_REMEDY, STATE_VERSION, Fingerprint
 from millrace.feed.stream_data import IN_TURN
 from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import form_of
 from millrace.samples.tokens import fingerprint_of
-from millrace.sampling.samplers import checked_position, explanation, num_steps
+from millrace.sampling.samplers import checked_position, num_steps
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -186,7 +186,7 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         if saved != now:
             raise ResumeError(
                 f"the state was saved by a sampler with another order: {shown(saved)}, now "
-                f"{shown(now)}. {explanation(self.sampler)}".rstrip()
+                f"{shown(now)}. {SAMPLER_REMEDY}: restore them"
             )
         self._next_start = self._position = checked_position(self.sampler, position)
 
