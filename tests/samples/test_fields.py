@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from millrace import BlendedDataset, ConfigError, DataError, GPTDataset, IndexedDataset
+from millrace import (
+    BlendedDataset,
+    ConfigError,
+    DataError,
+    GPTDataset,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+)
 from millrace.feed import BatchForm
 from millrace.order import Spans
 from millrace.samples.fields import ALL_FIELDS, FIELDS
@@ -79,12 +86,16 @@ def assert_rows(dataset: Any, numbers: NDArray[np.int64], form: BatchForm) -> di
 # ---- rows ----
 
 
-def test_labels_are_views_where_the_caller_allows_it(make_dataset: Make) -> None:
+@pytest.mark.parametrize("share_labels", [False, True])
+def test_labels_are_views_where_the_caller_allows_it(
+    make_dataset: Make, share_labels: bool
+) -> None:
     dataset = make_datasets(make_dataset)["mapped"]
-    for share_labels in (False, True):
-        form = BatchForm(fields=("tokens", "labels"), share_labels=share_labels)
-        batch = dataset.batch([0, 1, 2], form)
-        assert np.shares_memory(batch["tokens"], batch["labels"]) == share_labels
+    form = BatchForm(fields=("tokens", "labels"), share_labels=share_labels)
+    batch = dataset.batch([0, 1, 2], form)
+    assert np.shares_memory(batch["tokens"], batch["labels"]) == share_labels
+    batch["tokens"][0, 5] = 12345
+    assert (batch["labels"][0, 4] == 12345) == share_labels
 
 
 # ---- where the tokens come from ----
@@ -176,6 +187,21 @@ def test_samples_of_an_order_may_have_empty_spans(make_dataset: Make) -> None:
     batch = dataset.batch([0, 1, 2], BatchForm(fields=("document_ids", "document_numbers")))
     assert batch["document_ids"].tolist() == [[0] * 3 + [1] * 5, [0] * 8, [0] * 8]
     assert batch["document_numbers"].tolist() == [1, 3, -1, -1]
+
+
+def test_a_sequence_belongs_to_its_document(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
+        builder.add_document(np.arange(6), lengths=[2, 0, 4])
+        builder.add_document([])
+        builder.add_document(np.arange(8), lengths=[5, 3])
+    data = IndexedDataset(tmp_path / "data")
+    dataset = GPTDataset(data, sequence_length=13, seed=1)
+    batch = dataset.batch([0], BatchForm(fields=("document_numbers",)))
+    assert sorted(batch["document_numbers"].tolist()) in ([0, 0, 2, 2], [0, 2, 2], [0, 0, 2])
+    spans = dataset.spans([0])
+    ends = data.document_indices[1:]
+    documents = [int(np.argmax(ends > sequence)) for sequence in spans.sequences]
+    assert batch["document_numbers"].tolist() == documents[: len(batch["document_numbers"])]
 
 
 # ---- datasets that know no forms ----
@@ -287,25 +313,31 @@ def test_file_dtypes_that_differ_are_refused(make_dataset: Make) -> None:
     assert inner.batch([0], BatchForm(token_dtype="file"))["tokens"].dtype == np.int32
 
 
-def test_a_blend_of_several_options_makes_the_rows_of_each(make_dataset: Make) -> None:
+@pytest.mark.parametrize("has_other_boundaries", [False, True])
+def test_a_blend_of_several_options_makes_the_rows_of_each(
+    make_dataset: Make, has_other_boundaries: bool
+) -> None:
     data = make_dataset([90])
     views: list[dict[str, Any]] = [{}, {"eod_token": 3, "eod_mask_loss": True}, {"pad_token": 5}]
-    views += [{"boundaries": "documents"}, {"add_extra_token": False}]
+    views += [{"boundaries": "documents"}] * has_other_boundaries
     parts = [GPTDataset(data, sequence_length=8, seed=1, **view) for view in views]
     blend = BlendedDataset(parts)
     numbers = np.random.default_rng(0).permutation(len(blend))
     sources, in_source = blend.dataset_index[numbers], blend.dataset_sample_index[numbers]
-    fields = (*FIELDS, "document_ids", "sample_numbers", "dataset_numbers")
+    fields = (*FIELDS, "sample_numbers", "dataset_numbers")
     batch = blend.batch(numbers, BatchForm(fields=fields))
     np.testing.assert_array_equal(batch["sample_numbers"], numbers)
     np.testing.assert_array_equal(batch["dataset_numbers"], sources)
     for number, part in enumerate(parts):
-        form = BatchForm(fields=fields[:-2])
-        for name, array in part.batch(in_source[sources == number], form).items():
+        for name, array in part.batch(in_source[sources == number]).items():
             np.testing.assert_array_equal(batch[name][sources == number], array)
+    form = BatchForm(fields=("tokens", "cu_seqlens"))
     for uneven in (numbers, numbers[:1]):
-        with pytest.raises(ConfigError, match=r"options differ, .* cannot make cu_seqlens"):
-            blend.batch(uneven, BatchForm(fields=("tokens", "cu_seqlens")))
+        if has_other_boundaries:
+            with pytest.raises(ConfigError, match=r"boundaries differ, .* cannot make cu_seqlens"):
+                blend.batch(uneven, form)
+        else:
+            assert blend.batch(uneven, form)["cu_seqlens"][-1] == 8 * len(uneven)
 
 
 @pytest.mark.parametrize("access", ["mmap", "file"])
@@ -322,21 +354,27 @@ def test_a_token_id_that_does_not_fit_is_named(tmp_path: Path, access: Any) -> N
         for row in range(*spans.bounds[number : number + 2].tolist())
         if spans.sequences[row] == 7 and 0 <= 3 - spans.offsets[row] < spans.counts[row]
     ]
+    first, stop = spans.bounds[bad[0] : bad[0] + 2]
+    row = first + int(np.argmax(spans.sequences[first:stop] == 7))
+    at = spans.counts[first:row].sum() + 3 - spans.offsets[row]
     blend = BlendedDataset([dataset])
     for form in (
         BatchForm(token_dtype="int32", fields=("labels",)),
         BatchForm(token_dtype="int64", fields=("tokens",), vocab_size=2**31),
     ):
-        where = "token 3 of sequence 7" if access == "mmap" else "token"
-        place = rf"data, sample {bad[0]}: token id {2**31} is outside .*, {2**31}\): it is {where}"
-        with pytest.raises(DataError, match=place):
+        place = rf"data, sample {bad[0]}: token id {2**31} is outside \[.*, {2**31}\): it is token"
+        with pytest.raises(DataError, match=place) as caught:
             dataset.batch(np.arange(len(dataset)), form)
+        where = f"token 3 of sequence 7 and token {at} of"
+        assert (where in str(caught.value)) == (access == "mmap")
         order = np.random.default_rng(0).permutation(len(blend))
         first = next(n for n in order if blend.dataset_sample_index[n] in bad)
         inner = blend.dataset_sample_index[first]
         place = rf"sample {first} of the blend: .*, sample {inner}: tok"
         with pytest.raises(DataError, match=place):
             blend.batch(order, form)
+    big = BatchForm(vocab_size=2**31 + 1)
+    assert dataset.batch(bad, big)["tokens"].max() == 2**31
 
 
 @pytest.mark.parametrize("access", ["mmap", "file"])
@@ -388,6 +426,23 @@ def test_a_reader_that_fails_is_named_by_file_and_sample(make_dataset: Make) -> 
 
 
 # ---- tokens ----
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_without_padding(make_dataset: Make, kind: str) -> None:
+    dataset = make_datasets(make_dataset)[kind]
+    numbers = np.random.default_rng(0).integers(0, len(dataset), 30)
+    batch = dataset.batch(numbers)
+    tokens = dataset.tokens(numbers)
+    assert (tokens.tokens.dtype, tokens.ends.dtype) == (np.uint16, np.int64)
+    assert len(tokens) == 30
+    for row, sample in enumerate(np.split(tokens.tokens, tokens.ends[:-1])):
+        assert len(sample) == 1 + batch["loss_mask"][row].sum()
+        assert np.array_equal(sample[:8], batch["tokens"][row])
+        assert np.array_equal(sample[1:], batch["labels"][row][: len(sample) - 1])
+    assert len(dataset.tokens([])) == len(dataset.tokens([]).tokens) == 0
+    with pytest.raises(IndexError):
+        dataset.tokens([len(dataset)])
 
 
 def test_a_dataset_without_tokens_is_named(make_dataset: Make) -> None:

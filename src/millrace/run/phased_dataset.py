@@ -51,6 +51,7 @@ class PhasedDataset(BlendedDataset):
     """
 
     _place = "{samples} of the run"
+    _has_one_kind_of_boundaries = True
     is_remote = TokenDataset.is_remote
     source, transforms = None, []  # as of a blend
 

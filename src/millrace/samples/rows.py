@@ -24,34 +24,44 @@ from millrace.samples.fields import (
 from millrace.samples.tokens import Numbers, TokenBatch, split_at_eod
 
 
-def rows(tokens: TokenBatch, options: SampleOptions, form: BatchForm | None = None) -> Batch:
+def rows(
+    tokens: TokenBatch,
+    options: SampleOptions | Sequence[SampleOptions],
+    form: BatchForm | None = None,
+) -> Batch:
     """The arrays of a batch.
 
     Args:
         tokens: Tokens of the samples.
-        options: What a sample looks like.
+        options: What a sample looks like; or one for each sample, with one length of rows and one
+            kind of boundaries.
         form: Which arrays the batch has. None: FIELDS.
 
     Raises:
         ConfigError: A field that the token batch does not give.
         DataError: A sample that is longer than its row, or a token id that does not fit.
     """
-    arrays = _core_fields(tokens, options, form)
+    if isinstance(options, SampleOptions):
+        arrays = _core_fields(tokens, options, form)
+        first, extras = options, None
+    else:
+        arrays = _of_several_views(tokens, options, form)
+        first, extras = options[0], np.array([one.add_extra_token for one in options], np.bool_)
     if form is None:
         return dict(zip(FIELDS, arrays, strict=True))
     kinds = {name: kind for name, (kind, _) in tokens.fields.items() if name in form.fields}
     parts = None
     if needs_parts(form) or "part" in kinds.values():
-        tokens = _with_parts(tokens, options)
-        parts = find_parts(tokens.part_counts, tokens.part_bounds, options)
+        tokens = _with_parts(tokens, first)
+        parts = find_parts(tokens.part_counts, tokens.part_bounds, first, extras)
     own: Batch = {"dataset_numbers": np.zeros(len(tokens), np.int64)}
     for name, (_, array) in tokens.fields.items():
         own[name] = array
         if kinds.get(name) == "token":
-            own[name] = _rows_of(tokens, array, options.sequence_length)
+            own[name] = _rows_of(tokens, array, first.sequence_length)
         elif kinds.get(name) == "part" and parts is not None:
             own[name] = of_parts(array, parts)
-    return finish(form, arrays, (len(tokens), options.sequence_length), parts, own)
+    return finish(form, arrays, (len(tokens), first.sequence_length), parts, own)
 
 
 def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
@@ -98,6 +108,21 @@ def mask_losses(loss_mask: NDArray[np.float32], tokens: TokenBatch) -> NDArray[n
         return _native.mask_losses(loss_mask, tokens.trained.view(np.uint8), tokens.ends)
 
 
+def _of_several_views(
+    tokens: TokenBatch, views: Sequence[SampleOptions], form: BatchForm | None
+) -> list[Any]:
+    """FIELDS of samples with several options."""
+    merged: list[Any] = [None] * len(FIELDS)
+    for view in dict.fromkeys(views):
+        here = np.flatnonzero([one == view for one in views])
+        for column, array in enumerate(_core_fields(tokens.select(here), view, form)):
+            if array is not None:
+                if merged[column] is None:
+                    merged[column] = np.empty((len(views), *array.shape[1:]), array.dtype)
+                merged[column][here] = array
+    return merged
+
+
 class Parts(NamedTuple):
     """The parts of rows; sample i has the parts bounds[i] up to bounds[i + 1]."""
 
@@ -106,12 +131,16 @@ class Parts(NamedTuple):
     places: Numbers  # among the parts of the token batch; -1: padding alone
 
 
-def find_parts(counts: Numbers, bounds: Numbers, options: SampleOptions) -> Parts:
+def find_parts(
+    counts: Numbers, bounds: Numbers, options: SampleOptions, extras: Any = None
+) -> Parts:
     """The parts of rows, from those of their tokens.
 
-    `counts` are the tokens of each part, the extra token included: int64 [parts].
+    `counts` are the tokens of each part, the extra token included: int64 [parts]. `extras` says
+    whether each sample has an extra token; None: as the options say.
     """
     num_rows, length = len(bounds) - 1, options.sequence_length
+    extras = options.add_extra_token if extras is None else extras
     places = np.flatnonzero(counts > 0)
     rows, counts = spread(np.diff(bounds))[0][places], counts[places]
     sizes = np.bincount(rows, counts, num_rows).astype(np.int64)
@@ -121,7 +150,7 @@ def find_parts(counts: Numbers, bounds: Numbers, options: SampleOptions) -> Part
         padded = np.flatnonzero(sizes < length)  # padding is a part of its own
     else:
         # A last part that is the extra token alone does not count, nor does padding.
-        is_part = (starts == 0) | (starts < (sizes - options.add_extra_token)[rows])
+        is_part = (starts == 0) | (starts < (sizes - extras)[rows])
         padded = np.flatnonzero(sizes == 0)
     table = np.array((rows, starts, places))[:, is_part]
     if padded.size > 0:
