@@ -63,7 +63,7 @@ class OrderInputs:
 class OrderPlan(Protocol):
     """The plan of one dataset's order: a frozen dataclass whose fields are plain JSON values.
 
-    `DatasetConfig(order=...)` takes the class.
+    `DatasetConfig(order=...)` takes the class, or a function that returns the plan of inputs.
     """
 
     @property
@@ -95,6 +95,10 @@ class OrderPlan(Protocol):
         """
 
 
+PlanOf = type[OrderPlan] | Callable[[OrderInputs], OrderPlan]
+"""A class with the methods of `OrderPlan`, or a function of the inputs that returns a plan."""
+
+
 def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
     """A range of sequences as ints; ConfigError for one outside the file."""
     ends = check_list("the range of sequences", sequences, "two numbers", check_int)
@@ -114,15 +118,16 @@ def check_token_dtype(dtype: np.dtype[Any], name: str) -> None:
 
 
 def plan_order(
-    order: Any, inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
+    order: PlanOf, inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
 ) -> OrderPlan:
-    """The plan of a dataset of that name, by a class that must keep to `OrderPlan`."""
+    """The plan of a dataset of that name, which must keep to `OrderPlan`."""
     start, stop = check_range(inputs.sequences, inputs.num_sequences)
     if inputs.num_samples is not None:
         check_int("num_samples", inputs.num_samples, 0, MAX_INT64)
     try:
+        make = order.of if isinstance(order, type) else order  # type: ignore[attr-defined]
         try:
-            plan: OrderPlan = order.of(inputs, **(options or {}))
+            plan: OrderPlan = make(inputs, **(options or {}))
         except TypeError as error:
             if not options:
                 raise
@@ -167,7 +172,7 @@ def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
 
 
 def build_order(
-    order: type[OrderPlan], inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
+    order: PlanOf, inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
 ) -> Order:
     """The order of a dataset of that name, with its arrays in memory."""
     plan = plan_order(order, inputs, name, options)
