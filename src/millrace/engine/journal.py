@@ -30,7 +30,7 @@ from millrace import checks, files
 from millrace.checks import absolute_path, place_of, plain_json, shown
 from millrace.errors import ConfigError, MillraceError
 
-_FORMAT = 3  # version of the folder's layout
+_FORMAT = 4  # version of the folder's layout
 _JOB, _OWNER, _DONE, _FILES, _SCRATCH = "job.json", "owner", "done.jsonl", "files", "scratch"
 _RUN = re.compile(r"[0-9a-f]{12}")
 _ENTRY = re.compile(r"job\.json(\..*\.tmp)?|owner|[0-9a-f]{12}", re.DOTALL)  # of the folder

@@ -33,7 +33,7 @@ class Task(NamedTuple):
     """One step of a job, which runs in one process without the other steps.
 
     Attributes:
-        number: Number of the task, or a pair of numbers; no two tasks of a job have the same.
+        number: Number of the task, or several numbers; no two tasks of a job have the same.
         payload: What the function needs for this task; picklable.
         name: Part of the input, as a text for error messages.
         folder: Folder for the files of this attempt; `Run.map` makes it.
