@@ -220,8 +220,8 @@ class InputTasks:
         self._unpacked |= {number for number, file in enumerate(files) if file.is_pipe}
         with run.phase("plan"):
             cuts = _cuts_of(files, self._unpacked, task_size, options.shard)
-            begins = set(map(tuple, plan["begins"]))
-            self._steps = _steps_of(cuts, self._unpacked, task_size, begins)
+            earlier = set(map(tuple, plan["begins"]))
+            self._steps = _steps_of(cuts, self._unpacked, task_size, earlier)
         begins = [step[0][:2] for step in self._steps]
         run.store("plan", {**plan, "begins": begins, "files": identities})
         self.size = sum(cut.size for cut in cuts)
@@ -240,7 +240,7 @@ class InputTasks:
 
         So a job that stopped at a bad line can go on without such lines.
         """
-        has_bad_lines = any(record["rejects"]) or record["empty"]
+        has_bad_lines = record["rejects"] or record["empty"]
         if has_bad_lines and record["on_error"] != self._options.on_error:
             return False
         if is_kept := is_of(record, task.payload):
