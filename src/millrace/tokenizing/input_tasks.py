@@ -40,24 +40,23 @@ def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
 
     Without `options.workers` it is one per core, or fewer if memory is short or the input is small.
     """
-    most, memory = available_cores(), options.memory
+    encoder, memory = options.tokenizer.encoder_name, options.memory
+    longest = 0 if memory is None else options.longest_document  # which hardly any input has
+    num_copies = _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
+    per_worker = _WORKER_MEMORY + longest * num_copies
+    unpacking = max((file.format.unpacking_memory for file in files), default=0)
+    job_memory, least = _JOB_MEMORY + longest * unpacking, options.workers or 1
+    needed = job_memory + least * per_worker
     if memory is None:
-        most = max(min(most, (available_memory() - _JOB_MEMORY) // _WORKER_MEMORY), 1)
-    else:
-        encoder, longest = options.tokenizer.encoder_name, options.longest_document
-        num_copies = _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
-        per_worker = _WORKER_MEMORY + longest * num_copies
-        unpacking = max((file.format.unpacking_memory for file in files), default=0)
-        job_memory, least = _JOB_MEMORY + longest * unpacking, options.workers or 1
-        most = min(most, (memory - job_memory) // per_worker)
-        needed = job_memory + least * per_worker
-        if memory < needed:
-            raise ConfigError(
-                f"memory must be at least {needed / MB:,.0f} MB for {least} "
-                f"worker{'s' * (least > 1)} with {encoder} and documents of up to "
-                f"{longest / MB:,.0f} MB, not {memory / MB:,.0f} MB. Give more memory, fewer "
-                "workers, or a lower --max-document-size (max_document_size=...)"
-            )
+        memory = max(available_memory(), needed)
+    if memory < needed:
+        raise ConfigError(
+            f"memory must be at least {needed / MB:,.0f} MB for {least} worker{'s' * (least > 1)} "
+            f"with {encoder} and documents of up to {longest / MB:,.0f} MB, not "
+            f"{memory / MB:,.0f} MB. Give more memory, fewer workers, or a lower "
+            "--max-document-size (max_document_size=...)"
+        )
+    most = min(available_cores(), (memory - job_memory) // per_worker)
     if options.engine == "local" and not any(file.is_pipe for file in files):
         size = sum((file.size or 0) * (_UNPACKED if file.compression else 1) for file in files)
         most = min(most, max(size // _WORTH_A_WORKER, 1))
