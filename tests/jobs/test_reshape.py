@@ -80,13 +80,6 @@ def test_datasets_of_different_dtypes_or_modes_cannot_be_merged(tmp_path: Path) 
     assert not list(tmp_path.glob("all*"))
 
 
-@pytest.mark.parametrize("options", [{}, {"documents": 1, "num_bytes": 1}, {"documents": 0}])
-def test_a_split_needs_one_size(tmp_path: Path, options: dict[str, int]) -> None:
-    write(tmp_path / "a")
-    with pytest.raises(ConfigError, match="documents"):
-        split(str(tmp_path / "a"), str(tmp_path / "s"), **options)
-
-
 def test_a_dtype_can_be_changed_and_changed_back(tmp_path: Path) -> None:
     write(tmp_path / "a", 3)
     convert(str(tmp_path / "a"), str(tmp_path / "wide"), dtype=np.int32, checksums=True)
@@ -155,8 +148,6 @@ def archive() -> bytes:
         ("a.npy", b"", {}, "not an array of tokens|cannot be read"),
         ("a.npy", b"garbage" * 9, {}, "not an array of tokens"),
         ("a.npy", archive(), {}, r"not an array of tokens.*zip archive \(.npz\), save"),
-        ("a.bin", b"1234", {"source_dtype": "S"}, "source_dtype is 'S'; give a dtype of numbers"),
-        ("a.bin", b"1234", {"dtype": "token"}, "dtype is 'token'; give a dtype of numbers"),
         ("a.bin", b"123", {"source_dtype": "u2"}, "not a multiple of 2"),
         ("a.bin", b"1234", {}, "--source-dtype"),
         ("a.bin", b"\0" * 8, {"source_dtype": "f4"}, "integers in one or two dimensions"),
