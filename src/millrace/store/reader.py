@@ -91,12 +91,11 @@ class IndexedDataset(OpenTokens):
         self.prefix = check_path("prefix", prefix)
         self._options = {"access": access, "bin_reader": bin_reader, "storage": storage}
         bin_access = access if bin_reader is None else None
-        self._pair = open_pair(self.prefix, bin_access, index_access="mmap", storage=self.storage)
-        index = self._pair.idx
-        self.files = tuple(file and file.identity for file in self._pair)
+        data, index = open_pair(self.prefix, bin_access, index_access="mmap", storage=self.storage)
+        self._index, self.files = index, (data and data.identity, index.identity)
         self.header = layout.read_header(index, self.prefix + IDX)
         self.dtype = self.header.dtype
-        reader = self._pair.bin or bin_reader
+        reader = data or bin_reader
         assert reader is not None
         self.reader = reader
         mapped = bytes_in_memory(index)
@@ -126,7 +125,7 @@ class IndexedDataset(OpenTokens):
     @property
     def num_bytes(self) -> int:
         """The size of both files."""
-        return self.reader.size + self._pair.idx.size
+        return self.reader.size + self._index.size
 
     @property
     def document_lengths(self) -> Numbers:
@@ -341,7 +340,7 @@ class IndexedDataset(OpenTokens):
         datasets apart, not to prove them undamaged.
         """
         digest = blake2b()
-        for file in (self._pair.idx, self.reader):
+        for file in (self._index, self.reader):
             digest.update(file.size.to_bytes(8, "little"))
             digest.update(sample_of(file).data)
         return digest.hexdigest()
@@ -399,7 +398,7 @@ class IndexedDataset(OpenTokens):
     if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
 
         def __getattr__(self, name: str) -> Any:
-            if "header" in vars(self) and "_pair" not in vars(self):
+            if "header" in vars(self) and "_index" not in vars(self):
                 raise ConfigError(f"{self.prefix} is closed; open it again")
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
