@@ -1,9 +1,8 @@
 """Kills of jobs: a process tree, what a journal holds, and a process that dies at a certain call.
 
-`run_jobs` kills commands at random moments, as often as it is told; `tokenize_kills`,
-`shuffle_kills` and `engine_kills` say which commands. The command of a `Verb` is killed, or one of
-its workers, and it runs again until the job is done. A job that loses one worker must go on by
-itself. At the end
+`run_jobs` kills commands at random moments, as often as it is told; `tokenize_kills` and
+`shuffle_kills` say which commands. The command of a `Verb` is killed, or one of its workers, and it
+runs again until the job is done. A job that loses one worker must go on by itself. At the end
 
 - the files equal those of an undisturbed run, byte for byte, and nothing else is left;
 - no task ran twice, except those in flight: the journal keeps what is done as it is, and the last

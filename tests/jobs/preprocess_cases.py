@@ -14,12 +14,9 @@ import argparse
 import contextlib
 import csv
 import functools
-import gc
 import io
 import itertools
 import json
-import math
-import os
 import random
 import sys
 import tempfile
@@ -46,7 +43,6 @@ from tests.conftest import WORDS
 from tests.text.reading import COMPRESS
 
 PIECE_LENGTH = 1_000_000  # characters that the script passes to its sentence splitter at once
-SUFFIXES = (".bin", ".idx")
 SWITCHES = ("append_eod", "add_special_tokens", "keep_newlines", "keep_sequential_samples")
 EOD = "<|endoftext|>"
 
@@ -90,38 +86,20 @@ def preprocess(case: Case, reference: "Reference", prefix: Path) -> None:
     if case.split_sentences:
         keep = case.keep_newlines
         split = SentenceSplitter("english", keep_newlines=keep, library="sentencex").split
-    parts = partition(case.documents, case.partitions, case.keep_sequential_samples)
+    documents = partitioned(case.documents, case.partitions, case.keep_sequential_samples)
     for key in case.keys:
-        merged = f"{prefix}_{key}_{'sentence' if split else 'document'}"
-        names = [merged] if len(parts) == 1 else [f"{merged}_{n}" for n in range(len(parts))]
-        for name, part in zip(names, parts, strict=True):
-            builder = new_builder(name, size)
-            for document in part:
-                add_document(builder, sentences_of(document[key], split), tokenize, eod)
-            builder.finalize(name + ".idx")
-        if len(parts) > 1:
-            merge(names, merged, size)
+        name = f"{prefix}_{key}_{'sentence' if split else 'document'}"
+        builder = IndexedDatasetBuilder(f"{name}.bin", dtype=DType.optimal_dtype(size))
+        for document in documents:
+            add_document(builder, sentences_of(document[key], split), tokenize, eod)
+        builder.finalize(f"{name}.idx")
 
 
-def merge(parts: Sequence[str], prefix: str, vocabulary_size: int) -> None:
-    builder = new_builder(prefix, vocabulary_size)
-    gc.freeze()  # `add_index` collects garbage, which would take longer than all else
-    for part in parts:
-        builder.add_index(part)
-        for suffix in SUFFIXES:
-            os.remove(part + suffix)
-    builder.finalize(prefix + ".idx")
-
-
-def partition(documents: Sequence[Any], count: int, is_sequential: bool) -> list[Sequence[Any]]:
+def partitioned(documents: Sequence[Any], count: int, is_sequential: bool) -> list[Any]:
+    """The documents in the order in which the script merges the pairs of its partitions."""
     if is_sequential:
-        size = math.ceil(len(documents) / count)
-        return [documents[i * size : (i + 1) * size] for i in range(count)]
-    return [documents[i::count] for i in range(count)]
-
-
-def new_builder(prefix: str, vocabulary_size: int) -> IndexedDatasetBuilder:
-    return IndexedDatasetBuilder(prefix + ".bin", dtype=DType.optimal_dtype(vocabulary_size))
+        return [*documents]
+    return [document for number in range(count) for document in documents[number::count]]
 
 
 def sentences_of(value: Value, split: Split | None) -> list[str]:

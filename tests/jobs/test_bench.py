@@ -135,27 +135,6 @@ def test_bad_input_is_one_clear_error(
         assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("seconds", 0),
-        ("seconds", "nan"),
-        ("step-time", -1),
-        ("accelerator-tokens-per-second", "inf"),
-        ("ranks", 1025),
-        ("threads", 0),
-    ],
-)
-def test_options_outside_their_limits_are_wrong_usage(
-    capsys: pytest.CaptureFixture[str], option: str, value: object
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["bench", "data", "--sequence-length", "16", f"--{option}={value}"])
-    message = capsys.readouterr().err.splitlines()[-1]
-    assert f"{option.replace('-', '_')} must be" in message
-    assert f"not {value}" in message
-
-
 def test_a_run_without_training_data_is_refused(
     make_dataset: Callable[..., IndexedDataset],
 ) -> None:

@@ -121,15 +121,6 @@ def test_wrong_options_remove_nothing(name: str, value: Any, folder: Path) -> No
     assert kinds(list_cache(folder / "cache")) == ALL
 
 
-def test_a_set_that_cannot_be_read_stays(folder: Path) -> None:
-    """Such as one on a disk that fails, where opening is an error as for a folder."""
-    path = next((folder / "cache").glob("*-document_index.npy"))
-    path.unlink()
-    path.mkdir()
-    assert prune_cache(folder / "cache") == []
-    assert kinds(list_cache(folder / "cache")) == ["run", "run", "set", "set", "unknown"]
-
-
 def test_old_runs_go_with_the_sets_that_they_alone_need(folder: Path) -> None:
     runs = [entry for entry in list_cache(folder / "cache") if entry.kind == "run"]
     long_ago = time.time() - 10 * 24 * 60 * 60

@@ -17,7 +17,6 @@ from millrace.engine import Task, run_local
 from millrace.errors import ConfigError, MillraceError, TextError
 from tests.jobs import engine_functions as functions
 from tests.jobs.engine_functions import HANG, PRELUDE, tasks_of
-from tests.jobs.engine_kills import run
 from tests.jobs.kills import workers_of
 
 
@@ -84,10 +83,6 @@ def test_a_worker_that_leaves_a_process_behind_is_missed(tmp_path: Path) -> None
     results = run_local(functions.fork_and_die, str(tmp_path), tasks_of(0), workers=2)
     assert [result for _, result in results] == ["second attempt"]
     assert time.monotonic() - start < HANG
-
-
-def test_kills_of_jobs_and_workers() -> None:
-    run(num_kills=2, num_tasks=40, seed=int.from_bytes(os.urandom(4), "little"))
 
 
 # ---- errors ----

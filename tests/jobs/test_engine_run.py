@@ -1,15 +1,10 @@
 """A run: what counts as done, who may run, what a kill or another job leaves, and its result."""
 
-import contextlib
 import errno
 import functools
-import io
-import json
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +19,6 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import checksum
 from tests.jobs.engine_job import command, content_of, expected_output, run_job
 from tests.jobs.kills import KILLED, deaths_of, finished_tasks
-from tests.no_flock import no_flock
 
 HANG = 60.0  # seconds
 LEFT = ["out.job.info.json", "out.log", "out.out"]
@@ -45,8 +39,6 @@ def write_data(context: Any, task: Task) -> tuple[dict[str, Any], Any]:
         raise DataError(f"task {task.number} fails")
     if task.payload == "hashed":
         return {"number": task.number}, {path: (len(content), checksum([content]))}
-    if task.payload == "elsewhere":
-        return {}, shutil.copy(path, task.folder + ".x").split()
     if task.payload == "wrong size":
         return {"number": task.number}, {path: (7, checksum([content]))}
     return {"number": task.payload or task.number}, [path]
@@ -108,8 +100,6 @@ def test_a_task_says_which_files_it_wrote(tmp_path: Path) -> None:
         (done,) = do_tasks(run, 0, payload="hashed")
         with pytest.raises(MillraceError, match="has 64 bytes, and 7 were written"):
             do_tasks(run, 1, payload="wrong size")
-        with pytest.raises(ConfigError, match="the folder of task 1"):
-            do_tasks(run, 1, payload="elsewhere")
     Path(done.folder, "data").write_bytes(b"x")
     assert kept(tmp_path, 0) == [False]
 
@@ -473,42 +463,6 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> Non
     assert names_in(tmp_path) == LEFT
 
 
-def test_a_file_system_without_locks(tmp_path: Path) -> None:
-    """A killed job continues; two jobs at once end with the right output, or an error."""
-    environment, folder = no_flock(tmp_path), tmp_path / "files"
-    folder.mkdir()
-    first = started(folder / "out", environment)
-    first.kill()
-    first.wait()
-    options: Any = {"env": environment, "stderr": subprocess.PIPE, "text": True}
-    arguments = command(folder / "out", workers=1)
-    for process in [subprocess.Popen(arguments, **options) for _ in range(2)]:
-        _, stderr = process.communicate(timeout=HANG)
-        assert process.returncode == 0 or "Error" in stderr
-    last = subprocess.run(arguments, **options)
-    assert last.returncode == 0, last.stderr
-    assert (folder / "out.out").read_bytes() == expected_output(40)
-    run_job(str(folder / "out"), 40, workers=1)  # with locks: this one can tell what is left over
-    assert names_in(folder) == LEFT
-
-
-def test_a_full_disk_is_one_error_and_the_next_run_continues(tmp_path: Path) -> None:
-    def limit() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (70, 70))
-
-    prefix = tmp_path / "out"
-    for _ in range(2):
-        run = subprocess.run(
-            command(prefix, workers=1), capture_output=True, text=True, preexec_fn=limit
-        )
-        assert run.returncode == 1
-        assert os.strerror(errno.EFBIG) in run.stderr.splitlines()[-1]
-    assert run_job(str(prefix), 40, workers=1) == (40, 0)
-    assert prefix.with_name("out.out").read_bytes() == expected_output(40)
-    assert names_in(tmp_path) == LEFT
-
-
 def test_a_kill_while_the_journal_is_created_restarted_or_removed(tmp_path: Path) -> None:
     """A process dies before each of its renames, unlinks, flushes and new or removed folders."""
 
@@ -525,46 +479,21 @@ def test_a_kill_while_the_journal_is_created_restarted_or_removed(tmp_path: Path
     assert num_deaths > 7
 
 
-def test_the_folder_is_as_documented(tmp_path: Path) -> None:
-    with start(tmp_path) as run:
-        run.store("plan", [1])
-        (done,) = do_tasks(run, 7)
-        name, attempt = Path(run.folder).name, Path(done.folder).name
-        files = [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()]
-        assert sorted(files) == sorted(
-            f"out.journal{file}"
-            for file in (
-                ".lock", "/job.json", f"/{name}/done.jsonl", f"/{name}/files/{attempt}/data",
-            )
-        )  # fmt: skip
-        lines = Path(run.folder, "done.jsonl").read_text().splitlines()
-        plan, task = (json.loads(line)["entry"] for line in lines)
-        assert plan == {"name": "plan", "value": [1]}
-        assert task["record"] == {"number": 7}
-        assert task["files"]["data"][0] == len(content_of(7))
-
-
 # ---- progress ----
 
 
-def test_progress_shows_a_share_and_counts_and_can_be_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_shows_a_share_and_counts_and_can_be_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(progress, "_LOG_INTERVAL", 0.0)
-    for total, enabled, text in [
-        (100, True, "job 100%  4,000 of 4,000  0:00 left\n"),
-        (None, True, "job 100%  4,000 of 4,000  0:00 left\n"),
-        (100, False, ""),
-    ]:
-        with (
-            contextlib.redirect_stderr(io.StringIO()) as stream,
-            progress.Progress("job", total, enabled=enabled) as bar,
-        ):
-            bar.count(4000, 4000)
-        assert stream.getvalue() == text
-    stream = io.StringIO()
-    bar = progress.Progress("job", 100, stream=stream)
+    for total in (100, None):
+        progress.Progress("job", total).count(4000, 4000)
+    progress.Progress("job", 100, enabled=False).count(4000, 4000)
+    bar = progress.Progress("job", 100)
     bar.skip(60)  # what an earlier run has done
     bar.update(20, "5 documents")
-    progress.Progress("job", stream=stream).update(10, "of a pipe")
-    first, second = stream.getvalue().splitlines()
-    assert first.startswith("job  50%  5 documents")
-    assert second == "job of a pipe  0:00"
+    progress.Progress("job").update(10, "of a pipe")
+    first, second, third, fourth = capsys.readouterr().err.splitlines()
+    assert first == second == "job 100%  4,000 of 4,000  0:00:00 left"
+    assert third.startswith("job  50%  5 documents")
+    assert fourth == "job of a pipe  0:00:00"

@@ -102,20 +102,6 @@ def test_a_held_interrupt_is_raised_once_at_the_next_interruptible_block() -> No
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_the_tests_run_where_ctrl_c_is_ignored() -> None:
-    """As `nohup make test` does."""
-    name = test_a_held_interrupt_is_raised_once_at_the_next_interruptible_block.__name__
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", f"{__file__}::{name}"],
-        cwd=Path(__file__).parents[2],
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stdout
-
-
 def test_an_interrupt_after_the_last_interruptible_block_is_raised_at_the_end() -> None:
     order = []
     with pytest.raises(KeyboardInterrupt), interrupts_held():  # noqa: PT012

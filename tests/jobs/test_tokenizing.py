@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -24,11 +23,11 @@ from millrace import ConfigError, IndexedDataset, TextError
 from millrace.encoding import Tokenizer
 from millrace.files import file_lock
 from millrace.jobs import TokenizeResult, merge, tokenize
+from millrace.store import IndexedDatasetBuilder
 from millrace.text import SentenceSplitter, find_inputs
 from millrace.tokenizing import TokenizeOptions, text_job
 from millrace.tokenizing.input_tasks import choose_workers
 from tests.conftest import make_texts, write_jsonl
-from tests.jobs.kills import finished_tasks
 
 PAIR = ["out_text_document.bin", "out_text_document.idx"]
 CHUNK = 4_000  # bytes: many chunks in a small test
@@ -126,6 +125,9 @@ def test_an_interrupted_job_continues(jobs: Jobs, name: str) -> None:
     assert whole.num_chunks_kept == 0
     assert whole.num_chunks_done > 4
     assert jobs.stops(3, path)
+    hidden = path.rename(jobs.folder / "hidden")
+    jobs.refuses(str(path), path, error=TextError)
+    hidden.rename(path)
     assert jobs.files() == ["out.journal"]
     result = jobs.run(path)
     assert result.num_chunks_kept == 3
@@ -378,23 +380,6 @@ def test_standard_input_continues_where_it_is_the_same(jobs: Jobs) -> None:
     jobs.assert_same("whole", "out")
 
 
-def test_a_killed_command_continues(jobs: Jobs) -> None:
-    """With one JSON object at the end."""
-    path = jobs.write("a.jsonl", make_texts(20_000))
-    options = ("--input", path, "--chunk-size", "20K", "--workers", 2)
-    start_command(jobs, "whole", *options).communicate()
-    process = start_command(jobs, "out", *options)
-    while len(finished_tasks(jobs.folder)) < 5:
-        assert process.poll() is None
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    report, _ = start_command(jobs, "out", *options).communicate()
-    assert json.loads(report)["chunks_kept"] >= 5
-    assert json.loads(report)["documents"] == 20_000
-    jobs.assert_same("whole", "out")
-    assert not (jobs.folder / "out.journal").exists()
-
-
 def test_the_job_says_at_its_start_that_it_uses_the_reference(jobs: Jobs) -> None:
     content = json.loads(Path(jobs.tokenizer.path).read_text())
     content["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}
@@ -414,19 +399,20 @@ def test_the_job_says_at_its_start_that_it_uses_the_reference(jobs: Jobs) -> Non
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("mode", ["skip", "quarantine"])
 def test_bad_lines_are_skipped_counted_and_kept(jobs: Jobs, mode: str, workers: int) -> None:
-    texts = [text for text in make_texts(len(BAD_LINES) * 4 + 4) if text][: len(BAD_LINES) * 3]
+    texts = [text for text in make_texts(40) if text][:24]
     lines = [json.dumps({"id": number, "text": text}).encode() for number, text in enumerate(texts)]
-    numbers = [4 * number + 4 for number in range(len(BAD_LINES))]
-    for number, line in zip(numbers, BAD_LINES, strict=True):
+    bad_lines = BAD_LINES | {b'{"id": 7, "text": ""}': "empty"}
+    numbers = [4 * number + 4 for number in range(len(bad_lines))]
+    for number, line in zip(numbers, bad_lines, strict=True):
         lines.insert(number - 1, line)
     path, quarantine = jobs.folder / "a.jsonl", jobs.folder / "out.quarantine.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     options: dict[str, Any] = {"max_document_size": 4_000, "on_error": mode, "workers": workers}
     result = jobs.run(path, chunk_size=1_000, **options)
-    assert result.num_skipped == len(BAD_LINES)
+    assert result.num_skipped == len(bad_lines)
     assert [row["line"] for row in result.skipped] == numbers
     assert {row["file"] for row in result.skipped} == {str(path)}
-    for row, word in zip(result.skipped, BAD_LINES.values(), strict=True):
+    for row, word in zip(result.skipped, bad_lines.values(), strict=True):
         assert word in row["reason"]
     jobs.run(jobs.write("good.jsonl", texts), "good")
     jobs.assert_same("good", "out")
@@ -434,7 +420,7 @@ def test_bad_lines_are_skipped_counted_and_kept(jobs: Jobs, mode: str, workers: 
     if mode == "quarantine":
         rows = [json.loads(line) for line in quarantine.read_text().splitlines()]
         assert [base64.b64decode(row["bytes"]) for row in rows] == [
-            b"" if len(line) > 4_000 else line for line in BAD_LINES
+            b"" if len(line) > 4_000 else line for line in bad_lines
         ]
         assert [row["line"] for row in rows] == numbers
         assert all(row["reason"] for row in rows)
@@ -449,13 +435,6 @@ def test_stop_names_the_line(jobs: Jobs, line: bytes, workers: int) -> None:
     options: dict[str, Any] = {"max_document_size": 4_000, "workers": workers, "chunk_size": 1_500}
     message = rf"a\.jsonl, line {good.count(10) + 1}: .*--on-error skip"
     assert BAD_LINES[line] in jobs.refuses(message, path, error=TextError, **options)
-
-
-def test_an_empty_text_is_an_empty_document_or_is_skipped(jobs: Jobs) -> None:
-    path = jobs.write("a.jsonl", ["", "the mill", "", "water"])
-    assert jobs.run(path).num_documents == 4
-    result = jobs.run(path, "skip", on_error="skip")
-    assert (result.num_documents, result.num_skipped) == (2, 2)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
@@ -479,15 +458,36 @@ def slow_or_fast(text: str) -> list[int]:
     return [1]
 
 
-def test_the_quarantine_is_not_the_input(jobs: Jobs) -> None:
+def test_no_input_is_overwritten(jobs: Jobs) -> None:
     path, quarantine = jobs.folder / "a.jsonl", jobs.folder / "out.quarantine.jsonl"
     path.write_text('{"text": "a"}\nbad')
     jobs.run(path, on_error="quarantine")
-    for on_error in ("quarantine", "skip", "stop"):
-        jobs.refuses("is an input and would be overwritten", quarantine, on_error=on_error)
-    quarantine.unlink()
-    quarantine.mkdir()
-    jobs.refuses(r"quarantine\.jsonl is a folder", path, on_error="quarantine")
+    for source in (quarantine, jobs.folder / "out_text_document.bin"):
+        content = source.read_bytes()
+        for on_error in ("quarantine", "skip", "stop"):
+            jobs.refuses("is an input and would be overwritten", source, on_error=on_error)
+        assert source.read_bytes() == content
+
+
+@pytest.mark.parametrize("key", ["title", "text"])
+def test_the_pairs_of_several_keys_are_published_together(jobs: Jobs, key: str) -> None:
+    """Or none of them, whichever cannot be written."""
+    path, keys = jobs.folder / "a.jsonl", ("title", "text")
+    write_files = IndexedDatasetBuilder._write_files
+
+    def write_or_fail(self: Any) -> None:
+        if self._durable and key in self.prefix:  # not the small one of a task
+            raise OSError(5, "the disk went away")
+        write_files(self)
+
+    path.write_text('{"title": "the mill", "text": "the mill"}')
+    first = jobs.run(path, json_keys=keys)
+    with jobs.patch.context() as patch:
+        patch.setattr(IndexedDatasetBuilder, "_write_files", write_or_fail)
+        path.write_text('{"title": "a wheel", "text": "a wheel"}')
+        jobs.refuses("disk went", path, error=OSError, json_keys=keys, restart=True)
+    datasets = map(IndexedDataset, first.prefixes.values())
+    assert [jobs.tokenizer.decode(dataset[0]) for dataset in datasets] == ["the mill"] * 2
 
 
 def test_an_error_leaves_no_input_open(jobs: Jobs) -> None:
@@ -533,17 +533,6 @@ def test_the_output_depends_on_neither_chunks_nor_workers(
         more = {"workers": workers, "chunk_size": size, "provenance": "parquet", **options}
         jobs.run(inputs, f"{size}", **more)
     jobs.assert_same("1000000", "500", "2000", "None", origins=True)
-
-
-def test_partitions_deal_lines_round_robin(jobs: Jobs) -> None:
-    texts = make_texts(50)
-    inputs = [jobs.write("a.jsonl", texts[:20]), jobs.write("b.jsonl", texts[20:])]
-    jobs.run(inputs, partitions=3, chunk_size=500)
-    jobs.run(jobs.write("dealt.jsonl", texts[::3] + texts[1::3] + texts[2::3]), "dealt")
-    jobs.assert_same("dealt", "out")
-    jobs.run(inputs, "same", partitions=3, keep_sequential_samples=True)
-    jobs.run(inputs, "plain")
-    jobs.assert_same("plain", "same")
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -732,13 +721,6 @@ def small_code_points(text: str) -> list[int]:
     if any(number > 255 for number in code_points(text)):
         raise ValueError("too large")
     return code_points(text)
-
-
-def test_any_function_tokenizes(jobs: Jobs) -> None:
-    path = jobs.write("a.jsonl", ["ab", "", "c"])
-    jobs.tokenizer = Tokenizer.from_function(code_points, vocabulary_size=300, eod=299)
-    jobs.run(path, append_eod=True)
-    assert [sequence.tolist() for sequence in jobs.data()] == [[97, 98, 299], [99, 299]]
 
 
 def test_a_text_that_the_encoder_refuses_is_a_bad_line(jobs: Jobs) -> None:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +158,18 @@ def pipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("is_compressed", [False, True])
 @pytest.mark.parametrize("in_pieces", [False, True])
 def test_pipes_are_read_once(pipe: Path, is_compressed: bool, in_pieces: bool) -> None:
+    """Written byte by byte at first, as a slow program may."""
     data = LINE * 1000
-    writer = threading.Thread(
-        target=pipe.write_bytes, args=[gzip.compress(data) if is_compressed else data]
-    )
+
+    def write() -> None:
+        content = gzip.compress(data) if is_compressed else data
+        with open(pipe, "wb", buffering=0) as file:
+            for place in range(5):
+                file.write(content[place : place + 1])
+                time.sleep(0.01)
+            file.write(content[5:])
+
+    writer = threading.Thread(target=write)
     [file] = find_inputs([pipe])
     assert (file.size, file.format.has_pieces(file), file.is_pipe) == (None, True, True)
     writer.start()

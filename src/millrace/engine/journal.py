@@ -21,7 +21,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,10 @@ from millrace import checks, files
 from millrace.checks import absolute_path, place_of, plain_json, shown
 from millrace.errors import ConfigError, MillraceError
 
-_FORMAT = 3  # version of the folder's layout
+_FORMAT = 4  # version of the folder's layout
 _JOB, _OWNER, _DONE, _FILES, _SCRATCH = "job.json", "owner", "done.jsonl", "files", "scratch"
 _RUN = re.compile(r"[0-9a-f]{12}")
 _ENTRY = re.compile(r"job\.json(\..*\.tmp)?|owner|[0-9a-f]{12}", re.DOTALL)  # of the folder
-_FLUSH_INTERVAL = 1.0  # seconds between flushes of the lines of tasks
 _MOST_DIFFERENCES = 5  # in a message
 
 
@@ -49,7 +47,6 @@ class Journal:
         self._job_path = os.path.join(path, _JOB)
         self._process = os.getpid()
         self._file: Any = None
-        self._flushed_at = 0.0
         # The last line of each value and task, as in the file.
         self._lines: dict[str, dict[str, bytes]] = {"name": {}, "task": {}}
         _check_folder(path)
@@ -116,7 +113,6 @@ class Journal:
     def store(self, name: str, value: Any) -> Any:
         """Stores a value, plain JSON, and flushes it to the disk; returns it as `value` does."""
         value = plain_json(value)
-        self._flushed_at = float("-inf")
         self._append("name", {"name": name, "value": value})
         return value
 
@@ -143,9 +139,8 @@ class Journal:
         with files.naming(self._file.name):
             self._file.write(line)
             self._file.flush()
-            if time.monotonic() - self._flushed_at > _FLUSH_INTERVAL:
+            if kind == "name":
                 files.flush_to_disk(self._file)
-                self._flushed_at = time.monotonic()
         self._lines[kind][entry[kind]] = line
 
     def _read_lines(self) -> None:

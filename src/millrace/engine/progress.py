@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from typing import TextIO
+from datetime import timedelta
 
 from millrace.checks import printable_lines
 
@@ -21,21 +21,13 @@ class Progress:
     Args:
         label: Name of the job.
         total: Amount of work, in the unit of `update`; None: unknown, so the elapsed time is shown.
-        enabled: Whether anything is shown.
-        stream: Where to write; None: stderr.
+        enabled: Whether anything is shown, on stderr.
     """
 
-    def __init__(
-        self,
-        label: str,
-        total: int | None = None,
-        *,
-        enabled: bool = True,
-        stream: TextIO | None = None,
-    ) -> None:
+    def __init__(self, label: str, total: int | None = None, *, enabled: bool = True) -> None:
         self._label, self._total = label, total
         # In a process without stderr, sys.stderr is None.
-        self._stream = (stream or sys.stderr) if enabled else None
+        self._stream = sys.stderr if enabled else None
         self._is_terminal = self._stream is not None and self._stream.isatty()
         self._interval = _TERMINAL_INTERVAL if self._is_terminal else _LOG_INTERVAL
         self._start = self._last = time.monotonic()
@@ -47,10 +39,11 @@ class Progress:
         if self._stream is None or now - self._last < self._interval:
             return
         self._last, elapsed = now, now - self._start
-        bar, text = "", f"{detail}  {_duration(elapsed)}"
+        bar, text = "", f"{detail}  {timedelta(seconds=round(elapsed))}"
         if self._total is not None:
             share = min(done / max(self._total, 1), 1.0)
-            left = _duration(elapsed * (1 - share) / share) if share > 0 else "?"
+            seconds = elapsed * (1 - share) / share if share > 0 else None
+            left = "?" if seconds is None else timedelta(seconds=round(seconds))
             text = f"{share:4.0%}  {detail}  {left} left"
             bar = f"[{'#' * round(share * _BAR_WIDTH):.<{_BAR_WIDTH}}] "
         if self._is_terminal:
@@ -84,9 +77,3 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         if self._is_terminal:
             self._write(_CLEAR)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -33,7 +33,7 @@ class Task(NamedTuple):
     """One step of a job, which runs in one process without the other steps.
 
     Attributes:
-        number: Number of the task, or a pair of numbers; no two tasks of a job have the same.
+        number: Number of the task, or several numbers; no two tasks of a job have the same.
         payload: What the function needs for this task; picklable.
         name: Part of the input, as a text for error messages.
         folder: Folder for the files of this attempt; `Run.map` makes it.
@@ -205,9 +205,6 @@ def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
     try:
         record, files = function(context, task._replace(folder=path))
         for file in files:
-            name = os.path.relpath(file, path)
-            if os.path.dirname(name):
-                return ConfigError(f"{name} is not in {path}, the folder of {task}")
             size, digest = files[file] if isinstance(files, Mapping) else sum_of(file)
             if (size_now := os.path.getsize(file)) != size:
                 return MillraceError(
@@ -217,7 +214,7 @@ def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
             if is_durable:
                 with naming(file), open(file, "rb") as written:
                     flush_to_disk(written)
-            sums[name] = size, digest
+            sums[os.path.relpath(file, path)] = size, digest
     except MillraceError as error:
         return error
     if is_durable:
@@ -341,26 +338,26 @@ class _Pool:
         # them.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         worker: _Worker | None = None
-        item, num_deaths = self._tasks.get(), 0
-        while item is not None and not self._is_closed:
+        while (item := self._tasks.get()) is not None and not self._is_closed:
             task, data = item
-            answer: bytes | Exception
-            try:
-                if worker is None or worker.process.poll() is not None:
-                    worker = self._start()
-                answer = worker.ask(data)
-            except _DeathError as error:
-                worker, num_deaths = None, num_deaths + 1
-                if num_deaths < self._attempts:
-                    continue
-                times = "once" if num_deaths == 1 else f"{num_deaths} times"
-                answer = MillraceError(
-                    f"the worker process of {task} died {times}: it {_cause(*error.args)}"
-                )
-            except Exception as error:  # it cannot be started, or cannot load the function
-                answer = error
+            answer: bytes | Exception = b""
+            for _ in range(self._attempts):
+                try:
+                    if worker is None or worker.process.poll() is not None:
+                        worker = self._start()
+                    answer = worker.ask(data)
+                    break
+                except _DeathError as error:
+                    if self._is_closed:
+                        return
+                    times = "once" if self._attempts == 1 else f"{self._attempts} times"
+                    answer = MillraceError(
+                        f"the worker process of {task} died {times}: it {_cause(*error.args)}"
+                    )
+                except Exception as error:  # it cannot be started, or cannot load the function
+                    answer = error
+                    break
             self._answers.put((task, answer))
-            item, num_deaths = self._tasks.get(), 0
 
     def _start(self) -> _Worker:
         try:

@@ -21,7 +21,6 @@ from millrace.storage.objects import bucket_of, by_environment
 from millrace.store.publish import files_of
 
 CLAIM = ".uploading"
-_STEP = 1 << 19  # number of an upload's tasks, beside those of its job
 _LEAST_PART, _MOST_PARTS = 5 << 20, 9_000  # a store takes at most 10,000 parts
 _CONFLICT = "ConditionalRequestConflict"  # S3's answer beside another request: ask again
 _SMALL = 64 << 20  # bytes that are put by one request, on a condition
@@ -92,7 +91,8 @@ class Upload:
                 ". Give --restart (restart=True), and another target"
             )
         names = [name for name in names if name not in self._last]
-        tasks = [Task((_STEP, number), name, name) for number, name in enumerate(names)]
+        # Three numbers: the tasks of the job itself have one or two.
+        tasks = [Task((0, 0, number), name, name) for number, name in enumerate(names)]
         context = source, self._target
         for done in self._run.map(_put_task, tasks, context, phase="upload", workers=1):
             Path(source + done.task.payload).unlink(missing_ok=True)

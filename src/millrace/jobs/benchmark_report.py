@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.checks import text_table
 from millrace.jobs.bucket_budget import budget_lines
 
 
@@ -105,22 +106,16 @@ def format_result(result: BenchResult) -> str:
         f"first batch  {_time(result.first_batch_seconds)}, of which "
         f"{_time(result.opening_seconds)} to open the data and their indices",
         "",
-        _ROW.format("", "samples/s", "tokens/s", "waited", "median", "99 %", "longest", "bound by"),
     ]
+    rows = [["", "samples/s", "tokens/s", "waited", "median", "99 %", "longest"]]
     for one in result.measurements:
+        waits = one.waits
         label = f"{one.name}, {_time(one.step_time)} steps" if one.step_time else one.name
-        lines.append(
-            _ROW.format(
-                label,
-                f"{one.samples_per_second:,.0f}",
-                f"{one.tokens_per_second:,.0f}",
-                f"{one.waits.share:.1%}",
-                _time(one.waits.median),
-                _time(one.waits.percentile_99),
-                _time(one.waits.longest),
-                f"{one.bound_by}: {one.reason}",
-            )
-        )
+        rates = f"{one.samples_per_second:,.0f}", f"{one.tokens_per_second:,.0f}"
+        times = map(_time, (waits.median, waits.percentile_99, waits.longest))
+        rows.append([label, *rates, f"{waits.share:.1%}", *times])
+    bounds = ["bound by", *(f"{one.bound_by}: {one.reason}" for one in result.measurements)]
+    lines += map("   ".join, zip(text_table(rows), bounds, strict=True))
     feeds = [
         f"{one.name} data feed {one.accelerators:,} accelerators of "
         f"{result.accelerator_tokens_per_second:,.0f} tokens/s each"
@@ -129,9 +124,6 @@ def format_result(result: BenchResult) -> str:
     ]
     budget = [] if result.buckets is None else budget_lines(result.buckets)
     return "\n".join([*lines, "", *feeds, *budget])
-
-
-_ROW = "{:<22}{:>12}{:>16}{:>9}{:>11}{:>11}{:>11}   {}"
 
 
 def _time(seconds: float) -> str:

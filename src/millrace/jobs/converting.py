@@ -59,16 +59,8 @@ def convert(source: StrPath, target: StrPath, **options: Any) -> None:
             tokens, or an indexed dataset.
         target: An array or raw tokens of one dimension (document boundaries are lost), or an
             indexed dataset.
-        options: The other fields of `ConvertOptions`:
-            dtype: Dtype of the target; None: the source's dtype, or int32 for an indexed dataset
-                if the format has no code for the source's.
-            source_dtype: Dtype of raw tokens.
-            document_end: Token that ends each document of a stream; None: it is one document.
-            append_eod: End-of-document token to put after each document of an indexed dataset that
-                has tokens and does not end with it already.
-            checksums: Whether to write the sidecar of an indexed dataset.
-            origins: Whether to copy the origins of an indexed dataset's documents to another.
-            loss_ranges: Whether to copy the ranges of tokens that are not trained on.
+        options: The other fields of `ConvertOptions`. By default the dtype is the source's, or
+            int32 for an indexed dataset if the format has no code for the source's.
 
     Raises:
         ConfigError: A token that does not fit the dtype; an option that is missing or not for these

@@ -81,12 +81,7 @@ def merge(prefixes: Sequence[StrPath], output_prefix: StrPath, **options: Any) -
         prefixes: Path prefixes of the input pairs, at least one, of the same dtype; all have modes,
             or none has.
         output_prefix: Path prefix of the output pair; it may be one of the inputs.
-        options: The other fields of `MergeOptions`:
-            checksums: Whether to write the sidecar.
-            origins: Whether to copy the origins of the documents.
-            loss_ranges: Whether to copy the ranges of tokens that are not trained on.
-            any_tokenizer: Whether to merge pairs of different tokenizers, or splitters of
-                sentences.
+        options: The other fields of `MergeOptions`.
 
     Raises:
         ConfigError: An empty list, or pairs that differ in dtype, modes, tokenizer or splitter.
@@ -118,12 +113,8 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
     Args:
         prefix: Path prefix of the input pair.
         output_prefix: First part of the shards' path prefixes.
-        options: The other fields of `SplitOptions`, of which either `documents` or `num_bytes`:
-            documents: Number of documents per shard; the last shard may have fewer.
-            num_bytes: Maximum size of the tokens of a shard; a longer document gets its own shard.
-            checksums: Whether to write the sidecars.
-            origins: Whether to copy the origins of the documents.
-            loss_ranges: Whether to copy the ranges of tokens that are not trained on.
+        options: The other fields of `SplitOptions`, of which either `documents`, the number per
+            shard, or `num_bytes`: a longer document gets its own shard.
 
     Returns:
         The shards' path prefixes.

@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,19 +33,14 @@ _LONGEST_CHECK = 100_000  # characters of a document that are compared: the refe
 UNTRAINED = "untrained"
 """A task's file of what `write_loss_ranges` takes: int32 [ranges, 3]; empty without an encoder."""
 
-REJECTS = ("lines", "texts")
-"""Starts of the names of a task's rejects: lines, and documents that are not encoded."""
+REJECTS = "rejects"
+"""A task's file of what it rejects; see `Rejects`."""
 
-ORIGIN = np.dtype(
-    [
-        ("part", "<i4"),
-        ("partition", "<i4"),
-        ("line", "<i8"),
-        ("byte_offset", "<i8"),
-        ("id_length", "<i4"),  # bytes of UTF-8; -1: no id
-    ]
-)
-"""A document in the file `origins`; the file `ids` has the ids."""
+ORIGINS = "origins"
+"""A task's file of where its documents come from: for each batch an array of `ORIGIN`, as `np.save`
+writes it, and a line of JSON with the ids."""
+
+ORIGIN = np.dtype([("part", "<i4"), ("partition", "<i4"), ("line", "<i8"), ("byte_offset", "<i8")])
 
 
 class Work(NamedTuple):
@@ -96,7 +91,7 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
     """Reads and encodes the parts of a task; returns its record and its files.
 
     The record has `documents`, `tokens` (per key), `bytes` (of UTF-8 text), `lines` (per part),
-    `rejects` (of `REJECTS`), `empty` (documents without text), `report` (of a row encoder),
+    `rejects` (their number), `empty` (documents without text), `report` (of a row encoder),
     `inputs` (per part: path and range, size and time of the file, checksum of the lines), and
     `on_error` and `checksum`.
     """
@@ -114,29 +109,25 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
     }
     with contextlib.ExitStack() as stack:
         writer = _Writer(options, task.folder, record, stack)
-        # The reader's thread writes the first, this one the second.
-        lines, texts = (
-            stack.enter_context(Rejects(os.path.join(task.folder, name), options, work.parts))
-            for name in REJECTS
-        )
-        batches = _ahead(_read(options, work, lines, record))
+        rejects = Rejects(options, work.parts, writer.rejects)
+        batches = _ahead(_read(options, work, rejects, record))
         stack.callback(batches.close)
         random = np.random.default_rng(task.number)
         if options.row_encoder is None:
             options.tokenizer.load()  # 0.25 s, in which the first batch is read
         for part, documents in batches:
             if options.row_encoder is not None:
-                documents, columns = _encode_rows(options, part, documents, texts, writer)
+                documents, columns = _encode_rows(options, part, documents, rejects, writer)
             else:
-                documents, columns = _encode(options, part, documents, texts)
+                documents, columns = _encode(options, part, documents, rejects)
                 _compare(options, documents, random)
                 writer.count(documents)
             writer.add(part, documents, columns)
         finalize_together(list(writer.builders.values()))
-    record["rejects"] = [lines.count, texts.count]
+    record["rejects"] = rejects.num_lines + rejects.num_documents
     for name in {"rows", "bad rows"} & record["report"].keys():
-        record["report"][name] += lines.count  # which the encoder has not met
-    return record, [*writer.files, *lines.files, *texts.files]
+        record["report"][name] += rejects.num_lines  # which the encoder has not met
+    return record, writer.files
 
 
 # ---- reading ahead ----
@@ -149,7 +140,7 @@ def _read(
     for number, part in enumerate(work.parts):
         query = Query(
             keys=tuple(options.json_keys),
-            reject=functools.partial(rejects.add, number),
+            reject=functools.partial(rejects.add_line, number),
             id_key=options.id_key,
             # Megatron-LM makes an empty document of an empty text.
             skip_empty=options.on_error != "stop" and options.row_encoder is None,
@@ -175,25 +166,32 @@ def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
             yield item
 
 
-class Rejects(contextlib.ExitStack):
-    """What one thread of a task rejects: raised, or written to two files in order.
+class Rejects:
+    """What a task rejects: raised, or written to a file.
 
-    `STEM.rejects.jsonl` has an object per line: part, line within the part, byte offset, reason and
-    size; `STEM.rejects.bin` has the bytes of all, one after the other.
+    The file has for each a line of JSON (part, line within the part, byte offset, reason, size) and
+    its bytes, in the order in which the reader's thread and the encoder's come to them. The first
+    rejects `num_lines` lines, the second `num_documents`.
     """
 
-    def __init__(self, stem: str, options: TokenizeOptions, parts: Sequence[Part]) -> None:
-        super().__init__()
-        self._stem, self._on_error, self._parts = stem, options.on_error, parts
-        self._files: list[Any] = []
-        self.count = 0
+    def __init__(self, options: TokenizeOptions, parts: Sequence[Part], file: BinaryIO) -> None:
+        self._on_error, self._parts, self._file = options.on_error, parts, file
+        self.num_lines = self.num_documents = 0
 
-    @property
-    def files(self) -> list[str]:
-        return [file.name for file in self._files]
-
-    def add(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
+    def add_line(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
         """Raises a TextError, or keeps a line that is not a document."""
+        self._add(part, line, byte_offset, reason, data)
+        self.num_lines += 1
+
+    def add_document(
+        self, part: int, documents: Documents, place: int, reason: str, value: Any
+    ) -> None:
+        """The same for a document of a batch, with its texts or its row."""
+        line, byte_offset = int(documents.lines[place]), int(documents.byte_offsets[place])
+        self._add(part, line, byte_offset, reason, json.dumps(value, default=str).encode())
+        self.num_documents += 1
+
+    def _add(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
         if self._on_error == "stop":
             place = self._parts[part]
             unit = place.format.unit
@@ -202,22 +200,10 @@ class Rejects(contextlib.ExitStack):
                 f'without such {unit}s: --on-error skip (on_error="skip"), or quarantine, which '
                 "keeps their bytes"
             )
-        if not self._files:
-            for ending in (".rejects.jsonl", ".rejects.bin"):
-                self._files.append(self.enter_context(open(self._stem + ending, "wb")))  # noqa: SIM115
         data = data if self._on_error == "quarantine" else b""
         row = {"part": part, "line": line, "byte_offset": byte_offset, "reason": reason}
-        rows, contents = self._files
-        rows.write(json.dumps({**row, "size": len(data)}).encode() + b"\n")
-        contents.write(data)
-        self.count += 1
-
-    def add_document(
-        self, part: int, documents: Documents, place: int, reason: str, value: Any
-    ) -> None:
-        """The same for a document of a batch, with its texts or its row."""
-        line, byte_offset = int(documents.lines[place]), int(documents.byte_offsets[place])
-        self.add(part, line, byte_offset, reason, json.dumps(value, default=str).encode())
+        # One call, so that no other thread writes between the two.
+        self._file.write(json.dumps({**row, "size": len(data)}).encode() + b"\n" + data)
 
 
 # ---- encoding ----
@@ -325,8 +311,8 @@ class _Writer:
         self, options: TokenizeOptions, folder: str, record: Record, stack: contextlib.ExitStack
     ) -> None:
         self.record, self._num_partitions = record, options.num_partitions
-        paths = [os.path.join(folder, name) for name in ("origins", "ids", UNTRAINED)]
-        self._origins, self._ids, self._untrained = (
+        paths = [os.path.join(folder, name) for name in (ORIGINS, UNTRAINED, REJECTS)]
+        self._origins, self._untrained, self.rejects = (
             stack.enter_context(open(path, "wb"))  # noqa: SIM115
             for path in paths
         )
@@ -355,12 +341,10 @@ class _Writer:
             own = _selected(columns[key], partitions == partition)
             record["tokens"][key] += len(own.tokens)
             _append(own, builder)
-        ids = [None if text is None else text.encode() for text in documents.ids]
         rows["part"], rows["partition"] = part, partitions
         rows["line"], rows["byte_offset"] = documents.lines, documents.byte_offsets
-        rows["id_length"] = [-1 if name is None else len(name) for name in ids]
-        self._origins.write(rows.tobytes())
-        self._ids.write(b"".join(filter(None, ids)))
+        np.save(self._origins, rows)
+        self._origins.write(json.dumps(documents.ids).encode() + b"\n")
         record["documents"] += len(rows)
 
     def count(self, documents: Documents) -> None:

@@ -40,24 +40,23 @@ def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
 
     Without `options.workers` it is one per core, or fewer if memory is short or the input is small.
     """
-    most, memory = available_cores(), options.memory
+    encoder, memory = options.tokenizer.encoder_name, options.memory
+    longest = 0 if memory is None else options.longest_document  # which hardly any input has
+    num_copies = _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
+    per_worker = _WORKER_MEMORY + longest * num_copies
+    unpacking = max((file.format.unpacking_memory for file in files), default=0)
+    job_memory, least = _JOB_MEMORY + longest * unpacking, options.workers or 1
+    needed = job_memory + least * per_worker
     if memory is None:
-        most = max(min(most, (available_memory() - _JOB_MEMORY) // _WORKER_MEMORY), 1)
-    else:
-        encoder, longest = options.tokenizer.encoder_name, options.longest_document
-        num_copies = _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
-        per_worker = _WORKER_MEMORY + longest * num_copies
-        unpacking = max((file.format.unpacking_memory for file in files), default=0)
-        job_memory, least = _JOB_MEMORY + longest * unpacking, options.workers or 1
-        most = min(most, (memory - job_memory) // per_worker)
-        needed = job_memory + least * per_worker
-        if memory < needed:
-            raise ConfigError(
-                f"memory must be at least {needed / MB:,.0f} MB for {least} "
-                f"worker{'s' * (least > 1)} with {encoder} and documents of up to "
-                f"{longest / MB:,.0f} MB, not {memory / MB:,.0f} MB. Give more memory, fewer "
-                "workers, or a lower --max-document-size (max_document_size=...)"
-            )
+        memory = max(available_memory(), needed)
+    if memory < needed:
+        raise ConfigError(
+            f"memory must be at least {needed / MB:,.0f} MB for {least} worker{'s' * (least > 1)} "
+            f"with {encoder} and documents of up to {longest / MB:,.0f} MB, not "
+            f"{memory / MB:,.0f} MB. Give more memory, fewer workers, or a lower "
+            "--max-document-size (max_document_size=...)"
+        )
+    most = min(available_cores(), (memory - job_memory) // per_worker)
     if options.engine == "local" and not any(file.is_pipe for file in files):
         size = sum((file.size or 0) * (_UNPACKED if file.compression else 1) for file in files)
         most = min(most, max(size // _WORTH_A_WORKER, 1))
@@ -87,70 +86,47 @@ class _Cut(NamedTuple):
     first_line: int | None = None
 
 
-class _Step(NamedTuple):
-    """A step of the plan: one task that reads `cuts`, or a file that is unpacked into tasks."""
-
-    number: int  # which no other step has; it does not tell the order
-    cuts: list[_Cut]
-    file: int | None  # number of the file to unpack
-
-    def key(self) -> tuple[Any, ...]:
-        """What the step reads, which tells it from others in any plan."""
-        return (self.file, *(cut[:3] for cut in self.cuts))
+_Step = list[_Cut]
+"""What one task reads; or a whole file that is unpacked into tasks."""
 
 
-def _plan_steps(
-    files: Sequence[InputFile],
-    task_size: int,
-    workers: int,
-    shard: tuple[int, int] | None,
-    earlier: Sequence[_Step] | None,
-) -> list[_Step]:
-    """The steps that read all files, or those of a shard, in their order.
+def _files_to_unpack(files: Sequence[InputFile], task_size: int, workers: int) -> list[int]:
+    """Numbers of the files that cannot be cut (compressed lines, CSV) and are worth several tasks.
 
-    A file that can be cut is cut into parts of about `task_size` bytes, and small parts share a
-    task. A file that cannot be cut (a pipe, compressed lines, CSV) is unpacked into tasks if there
-    are few of them, so that all workers read it; many are read by a task each.
-
-    With the steps of an interrupted run, a task begins wherever one began there, and steps that
-    read the same keep their numbers.
+    None if there are many: all workers are busy with a file each.
     """
-    can_unpack = {number for number, file in enumerate(files) if file.format.has_pieces(file)}
-    if earlier is None:
-        to_unpack = {n for n in can_unpack if _UNPACKED * (files[n].size or 0) > task_size}
-        if len(to_unpack) > _UNPACKED_PER_WORKER * workers:
-            to_unpack.clear()
-    else:
-        to_unpack = can_unpack.intersection(step.file for step in earlier)
-    part_size = task_size
+    numbers = [
+        number
+        for number, file in enumerate(files)
+        if file.format.has_pieces(file) and _UNPACKED * (file.size or 0) > task_size
+    ]
+    return numbers if len(numbers) <= _UNPACKED_PER_WORKER * workers else []
+
+
+def _cuts_of(
+    files: Sequence[InputFile],
+    unpacked: Container[int],
+    task_size: int,
+    shard: tuple[int, int] | None,
+) -> list[_Cut]:
+    """Parts of about `task_size` bytes of all files, or of those of a shard, in their order."""
+    part_size, cuts = task_size, list[_Cut]()
     if shard is not None:
         # Not by the size of its tasks, as the other shards may have another.
         total = sum(file.size or 0 for file in files)
         part_size = min(max(total // (_PARTS_PER_SHARD * shard[1]), 1), _DEFAULT_TASK)
-    cuts: list[_Cut] = []
-    to_unpack |= {number for number, file in enumerate(files) if file.is_pipe}
     for number, file in enumerate(files):
-        if number in to_unpack:
+        if number in unpacked:
             cuts.append(_Cut(number, size=file.size or 0))
             continue
         for part in parts_of(file, part_size):
             cuts.append(_Cut(number, part.start, part.stop, part.size, part.first_line))
-    if shard is not None:
-        cuts = _cuts_of_shard(cuts, files, *shard)
-    earlier = earlier or ()
-    begins = {step.cuts[0][:2] for step in earlier if step.cuts}
-    steps = _steps_of(cuts, to_unpack, task_size, begins)
-    known = {step.key(): step.number for step in earlier}
-    unused = itertools.count(max(known.values(), default=-1) + 1)
-    return [
-        step._replace(number=known.pop(key) if (key := step.key()) in known else next(unused))
-        for step in steps
-    ]
+    return cuts if shard is None else _cuts_of_shard(cuts, files, *shard)
 
 
 def _steps_of(
     cuts: Sequence[_Cut],
-    to_unpack: Container[int],
+    unpacked: Container[int],
     task_size: int,
     begins: Container[tuple[int, int]],
 ) -> list[_Step]:
@@ -158,18 +134,15 @@ def _steps_of(
     steps: list[_Step] = []
     is_full = True  # the last step takes no more cuts
     for cut in cuts:
-        if cut.file in to_unpack:
-            steps.append(_Step(0, [], cut.file))
-            is_full = True
-            continue
-        if is_full or cut[:2] in begins:
-            steps.append(_Step(0, [], None))
-        taken = steps[-1].cuts
+        if is_full or cut.file in unpacked or cut[:2] in begins:
+            steps.append([])
+        taken = steps[-1]
         if taken and taken[-1].file == cut.file and 0 < cut.start == taken[-1].stop:
             last = taken.pop()
             cut = last._replace(stop=cut.stop, size=last.size + cut.size)
         taken.append(cut)
         is_full = sum(one.size for one in taken) >= task_size or len(taken) >= _MOST_PARTS
+        is_full = is_full or cut.file in unpacked
     return steps
 
 
@@ -206,11 +179,20 @@ def absolute(path: str) -> str:
     return path if path == STDIN else absolute_path(path)
 
 
+def _task_size(files: Sequence[InputFile], workers: int) -> int:
+    """Bytes of input for a task: many tasks for each worker, but not too many in all."""
+    total = sum(file.size or 0 for file in files)
+    size = max(total // (_TASKS_PER_WORKER * workers), _SMALLEST_TASK)
+    return max(min(_DEFAULT_TASK, size), total // _MOST_TASKS)
+
+
 class InputTasks:
     """The tasks of a job, by the plan of an interrupted run as far as its files are the same.
 
-    `size` is the bytes of input, without pipes; `notices` are sentences that the user should read.
-    A ConfigError for a shard of a pipe, a TextError for a file that cannot be read.
+    With that plan, a task begins wherever one began there: its number is the place, and `keep`
+    tells whether it reads the same. `size` is the bytes of input, without pipes; `notices` are
+    sentences that the user should read. A ConfigError for a shard of a pipe, a TextError for a file
+    that cannot be read.
     """
 
     def __init__(
@@ -218,53 +200,46 @@ class InputTasks:
     ) -> None:
         self._run, self._options, self._files = run, options, files
         self.notices: list[str] = []
-        changed: list[str] = []
         if options.shard is not None:  # all shards of a job have the same plan
             workers = options.shard[1]
-        identities = identities_of(files)
-        plan = run.stored("plan")
+        identities, plan = identities_of(files), run.stored("plan")
         if plan is None:
-            earlier, task_size = None, options.chunk_size
-        else:
-            earlier = [_Step(n, [_Cut(*c) for c in cuts], file) for n, cuts, file in plan["steps"]]
-            task_size = plan["task_size"]
-            pairs = zip(files, identities, plan["files"], strict=True)
-            changed = [file.path for file, new, old in pairs if new != old]
-        if task_size is None:  # many tasks for each worker, but not too many in all
-            total = sum(file.size or 0 for file in files)
-            task_size = max(total // (_TASKS_PER_WORKER * workers), _SMALLEST_TASK)
-            task_size = max(min(_DEFAULT_TASK, task_size), total // _MOST_TASKS)
-        self._piece_size = min(task_size, _LARGEST_PIECE)
-        steps = earlier
-        if steps is None or changed:
-            with run.phase("plan"):
-                steps = _plan_steps(files, task_size, workers, options.shard, earlier)
-            run.store("plan", {"steps": steps, "files": identities, "task_size": task_size})
-        if changed:
+            size = options.chunk_size or _task_size(files, workers)
+            unpacked = _files_to_unpack(files, size, workers)
+            plan = {"task_size": size, "unpacked": unpacked, "begins": [], "files": identities}
+        pairs = zip(files, identities, plan["files"], strict=True)
+        if changed := [file.path for file, new, old in pairs if new != old]:
             more = f" and {len(changed) - 1:,} more files" if len(changed) > 1 else ""
             kept = "the chunks that do not depend on the change are kept"
             self.notices.append(f"{changed[0]}{more} changed after the interrupted run: {kept}")
             run.note(self.notices[0])
-        self._steps = steps
-        self.size = sum(
-            sum(cut.size for cut in step.cuts) if step.file is None else files[step.file].size or 0
-            for step in steps
-        )
+        task_size = plan["task_size"]
+        self._piece_size = min(task_size, _LARGEST_PIECE)
+        self._unpacked = {n for n in plan["unpacked"] if files[n].format.has_pieces(files[n])}
+        self._unpacked |= {number for number, file in enumerate(files) if file.is_pipe}
+        with run.phase("plan"):
+            cuts = _cuts_of(files, self._unpacked, task_size, options.shard)
+            earlier = set(map(tuple, plan["begins"]))
+            self._steps = _steps_of(cuts, self._unpacked, task_size, earlier)
+        begins = [step[0][:2] for step in self._steps]
+        run.store("plan", {**plan, "begins": begins, "files": identities})
+        self.size = sum(cut.size for cut in cuts)
 
     def draw(self) -> Generator[Task, None, None]:
         """The tasks, in the order of the output."""
         for step in self._steps:
-            if step.file is None:
-                yield _task(step.number, 0, [self._part(cut) for cut in step.cuts], None)
+            first = step[0]
+            if first.file in self._unpacked:
+                yield from self._pieces(first.file)
             else:
-                yield from self._pieces(step.number, self._files[step.file])
+                yield _task((first.file, first.start), [self._part(cut) for cut in step], None)
 
     def keep(self, task: Task, record: dict[str, Any]) -> bool:
         """Whether a task has read this, and would not end otherwise with today's `on_error`.
 
         So a job that stopped at a bad line can go on without such lines.
         """
-        has_bad_lines = any(record["rejects"]) or record["empty"]
+        has_bad_lines = record["rejects"] or record["empty"]
         if has_bad_lines and record["on_error"] != self._options.on_error:
             return False
         if is_kept := is_of(record, task.payload):
@@ -276,8 +251,9 @@ class InputTasks:
         part = file.part(cut.start, cut.stop, size=cut.size, first_line=cut.first_line)
         return replace(part, path=absolute(file.path))
 
-    def _pieces(self, number: int, file: InputFile) -> Iterator[Task]:
+    def _pieces(self, number: int) -> Iterator[Task]:
         """The tasks of a file that cannot be cut; each piece is written to a file."""
+        file = self._files[number]
         pieces = pieces_of(
             replace(file, path=absolute(file.path)),
             self._piece_size,
@@ -292,15 +268,15 @@ class InputTasks:
                     target.write(data)
             digest.update(str(piece.part.byte_offset).encode())
             part = replace(piece.part, path=path, source=file.path)
-            yield _task(number, count, [part], digest.hexdigest())
+            yield _task((number, count), [part], digest.hexdigest())
 
 
-def _task(step: int, piece: int, parts: Sequence[Part], checksum: str | None) -> Task:
+def _task(number: tuple[int, int], parts: Sequence[Part], checksum: str | None) -> Task:
     part = parts[0]
     stop = "the end" if part.stop is None else f"{part.stop:,}"
     more = f" and {len(parts) - 1:,} more" if len(parts) > 1 else ""
     name = f"{part.source} from {part.start:,} to {stop}{more}"
-    return Task((step, piece), Work(tuple(parts), checksum), name)
+    return Task(number, Work(tuple(parts), checksum), name)
 
 
 def remove_piece(task: Task) -> None:

@@ -2,14 +2,14 @@
 
 import base64
 import contextlib
-import heapq
+import io
 import itertools
 import json
 import operator
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -21,11 +21,10 @@ from millrace.provenance import OriginsWriter
 from millrace.provenance.origins import has_pyarrow
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Part, first_line_of
-from millrace.tokenizing.chunk import ORIGIN, REJECTS, UNTRAINED, prefix_of
+from millrace.tokenizing.chunk import ORIGINS, REJECTS, UNTRAINED, prefix_of
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _SHOWN_REJECTS = 20
-_ORIGINS = 1 << 15  # documents whose origins are read at a time
 
 
 class _Task(NamedTuple):
@@ -36,8 +35,8 @@ class _Task(NamedTuple):
     first_lines: list[int]
     documents_before: int
 
-    def open(self, stack: contextlib.ExitStack, name: str) -> BinaryIO:
-        return stack.enter_context(open(os.path.join(self.folder, name), "rb"))
+    def open(self, name: str) -> io.BufferedReader:
+        return open(os.path.join(self.folder, name), "rb")
 
 
 class Output:
@@ -80,7 +79,7 @@ class Output:
         self.num_bytes += record["bytes"]
         self.num_bytes_done += record["bytes"] * (not done.is_kept)
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
-        self._append_rejects(task, record["rejects"])
+        self._append_rejects(task)
         self.report.update(record["report"])
         if self._options.num_partitions == 1:
             self._copy(task, 0)
@@ -131,18 +130,9 @@ class Output:
                 for writer in self._origins:
                     writer.add(*origins)
 
-    def _append_rejects(self, task: _Task, counts: Sequence[int]) -> None:
-        with contextlib.ExitStack() as stack:
-            rejects = [
-                zip(
-                    map(json.loads, task.open(stack, f"{name}.rejects.jsonl")),
-                    itertools.repeat(task.open(stack, f"{name}.rejects.bin")),
-                )
-                for name, count in zip(REJECTS, counts, strict=True)
-                if count > 0
-            ]
-            in_order = heapq.merge(*rejects, key=lambda one: (one[0]["part"], one[0]["line"]))
-            for row, data in in_order:
+    def _append_rejects(self, task: _Task) -> None:
+        with task.open(REJECTS) as file:
+            for row in _read_rejects(file):
                 self.num_rejects += 1
                 place = {
                     "file": task.sources[row["part"]],
@@ -153,7 +143,8 @@ class Output:
                 if len(self.rejects) < _SHOWN_REJECTS:
                     self.rejects.append(place)
                 if self._quarantine is not None:
-                    text = base64.b64encode(data.read(row["size"])).decode()
+                    file.seek(row["start"])
+                    text = base64.b64encode(file.read(row["size"])).decode()
                     self._quarantine.write(json.dumps({**place, "bytes": text}).encode() + b"\n")
 
 
@@ -161,17 +152,21 @@ def quarantine_path(options: TokenizeOptions) -> str:
     return f"{options.output_prefix}.quarantine.jsonl"
 
 
+def _read_rejects(file: BinaryIO) -> list[dict[str, Any]]:
+    """The rejects of a task in the order of its lines, each with the `start` of its bytes."""
+    rows = []
+    while line := file.readline():
+        rows.append({**json.loads(line), "start": file.tell()})
+        file.seek(rows[-1]["size"], os.SEEK_CUR)
+    return sorted(rows, key=lambda row: (row["part"], row["line"]))
+
+
 def _read_origins(task: _Task, group: int) -> Iterator[tuple[Any, ...]]:
     """The arguments of `OriginsWriter.add` for a group."""
     first_lines = np.array(task.first_lines, np.int64)
-    with contextlib.ExitStack() as stack:
-        rows_file, ids_file = task.open(stack, "origins"), task.open(stack, "ids")
-        while data := rows_file.read(_ORIGINS * ORIGIN.itemsize):
-            rows = np.frombuffer(data, ORIGIN)
-            ids = [
-                None if length < 0 else ids_file.read(length).decode()
-                for length in rows["id_length"].tolist()
-            ]
+    with task.open(ORIGINS) as file:
+        while file.peek():
+            rows, ids = np.load(file), json.loads(file.readline())
             members = rows["partition"] == group
             rows = rows[members]
             lines = rows["line"] + first_lines[rows["part"]]

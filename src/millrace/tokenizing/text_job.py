@@ -26,7 +26,7 @@ from millrace.tokenizing.output import Output, quarantine_path
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _FIRST_FILES = 8  # files that are searched for the first documents
-_FIRST_SIZE = 200_000  # characters, which the reference encodes in 50 ms
+_FIRST_TEXTS, _FIRST_SIZE = 500, 400  # texts, and characters of each: the reference takes 50 ms
 _MOST_BATCHES = 8  # of 256 KB each, which may be lines without documents
 _LISTED_INPUTS = 1_000  # in the sidecar
 _SHOWN_OTHERS = 3
@@ -111,7 +111,8 @@ def tokenize(
     _check_outputs(checked, files)
     tokenizer, notice = checked.tokenizer, ""
     if checked.row_encoder is None:
-        tokenizer, notice = checked_tokenizer(tokenizer, _first_texts(files, checked))
+        texts = itertools.islice(_first_texts(files, checked), _FIRST_TEXTS)
+        tokenizer, notice = checked_tokenizer(tokenizer, texts)
         checked = replace(checked, tokenizer=tokenizer)
     workers = input_tasks.choose_workers(checked, files)
     endings = (IDX,) if checked.row_encoder is None else (IDX, LOSS)
@@ -314,10 +315,8 @@ def _notices(tokenizer: Tokenizer, others: Sequence[str]) -> Iterator[str]:
 
 
 def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None:
-    quarantine = quarantine_path(options)
-    if os.path.isdir(quarantine):
-        raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")
-    outputs = itertools.chain([quarantine], *map(files_of, options.prefixes.values()))
+    pairs = map(files_of, options.prefixes.values())
+    outputs = itertools.chain([quarantine_path(options)], *pairs)
     real_paths = set(map(os.path.realpath, outputs))
     for file in files:
         if os.path.realpath(file.path) in real_paths:
@@ -327,8 +326,7 @@ def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None
 
 
 def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterator[str]:
-    """Texts of the first documents, about 200 kB; none of a pipe, which is read once."""
-    size = 0
+    """Texts of the first documents; none of a pipe, which is read once."""
     query = Query(
         keys=tuple(options.json_keys),
         reject=lambda *line: None,  # the job itself meets the line again
@@ -341,6 +339,3 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
             for documents in itertools.islice(part.format.read(part, query), _MOST_BATCHES):
                 for text in texts_of(itertools.chain(*documents.texts)):
                     yield text[:_FIRST_SIZE]
-                    size += len(text)
-                    if size >= _FIRST_SIZE:
-                        return
