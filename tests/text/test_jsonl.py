@@ -137,10 +137,9 @@ def test_json_means_what_pythons_json_means(
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b'{"text": 1}', 'the value of "text" is a JSON number, not a string'),
-        (b'{"text": null}', "JSON null"),
-        (b'{"text": {"a": 1}}', "JSON object"),
-        (b'{"text": ["a", 1]}', 'the list under "text" has a JSON number, not only strings'),
+        (b'{"text": 1}', 'the value of "text" is 1, not a string or a list'),
+        (b'{"text": null}', "is None, not"),
+        (b'{"text": ["a", 1]}', "is ['a', 1], not"),
         (b'{"a": 1}', 'there is no key "text"; its keys are: a'),
         (b"[1]", "a JSON list, not an object"),
         (b'{"text": "a"', "column 13: not valid JSON"),

@@ -12,7 +12,7 @@ from typing import Any
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.formats.separated_records import parse_line
-from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
+from millrace.text.json_values import BadDocumentError, Text, check_text, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
 from millrace.text.streams import is_remote, open_path, package, readable, status_of
 
@@ -243,7 +243,7 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
 
 def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) -> None:
     try:
-        texts = values if query.whole else list(map(check_cell, values, query.keys))
+        texts = values if query.whole else list(map(check_text, values, query.keys))
         if not query.whole and [text for text in texts if _is_long(text, query.max_size)]:
             query.reject_long(row, -1, "text")
         else:
