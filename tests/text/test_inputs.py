@@ -250,15 +250,3 @@ def test_files_that_change_are_refused(tmp_path: Path, change: str, when: str, n
         return
     with pytest.raises(TextError, match=str(path)):
         read()
-
-
-def test_the_former_place_of_the_tokenizer_still_works() -> None:
-    import millrace.encoding
-    import millrace.encoding.training
-
-    with pytest.warns(DeprecationWarning, match="millrace.encoding"):
-        from millrace.text import Tokenizer
-    with pytest.warns(DeprecationWarning, match="millrace.encoding.training"):
-        from millrace.text.training import train_tokenizer
-    assert Tokenizer is millrace.encoding.Tokenizer
-    assert train_tokenizer is millrace.encoding.training.train_tokenizer
