@@ -17,6 +17,7 @@ from millrace.text import (
     Query,
     check_keys,
     find_inputs,
+    first_line_of,
     parts_of,
     pieces_of,
     read_documents,
@@ -104,7 +105,9 @@ def read_in_parts(
     [file] = find_inputs([path])
     whole = Reading([[] for _ in keys])
     for part in parts_of(file, size):
-        whole.add(read_part(part, keys, **options), whole.num_lines)
+        reading, first = read_part(part, keys, **options), whole.num_lines
+        assert not reading.num_lines or first_line_of(part) == first + file.format.first_line
+        whole.add(reading, first)
     return whole
 
 
@@ -115,7 +118,7 @@ def unpack(file: InputFile, folder: Path, size: int, **options: Any) -> list[Par
         path = folder / f"piece{number}"
         with open(path, "wb") as output:
             output.writelines(piece.chunks)
-        parts.append(replace(piece.part, path=str(path)))
+        parts.append(replace(piece.part, file=replace(piece.part.file, path=str(path))))
     return parts
 
 
@@ -137,7 +140,7 @@ def read_in_pieces(
         assert part.first_line is not None
         assert line in (None, part.first_line)
         # Every piece of a CSV file repeats the header.
-        line = part.first_line + reading.num_lines - (part.format.name == "csv")
+        line = part.first_line + reading.num_lines - (part.file.format.name == "csv")
         whole.add(reading, part.first_line - 1)
         whole.num_lines = line - 1
     return whole

@@ -67,6 +67,11 @@ def test_parts_share_out_the_lines(
     assert reading.num_bytes == path.stat().st_size
 
 
+def test_parts_of_an_object(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\nx\n' * 9)
+    assert read_in_parts(f"file://{tmp_path}/a.jsonl", 20) == read_file(tmp_path / "a.jsonl")
+
+
 values = st.recursive(
     st.none()
     | st.booleans()

@@ -101,18 +101,8 @@ class InputFile:
 
     def part(self, start: int = 0, stop: int | None = None, **fields: Any) -> Part:
         """A part of the file with some fields of `Part`; by default the whole file."""
-        fields = {"size": self.size or 0, "first_line": self.format.first_line, **fields}
-        return Part(
-            path=self.path,
-            format=self.format,
-            compression=self.compression,
-            start=start,
-            stop=stop,
-            source=self.path,
-            file_size=self.size,
-            mtime_ns=self.mtime_ns,
-            **fields,
-        )
+        whole = {"size": self.size or 0, "first_line": self.format.first_line, "source": self.path}
+        return Part(file=self, start=start, stop=stop, **{**whole, **fields})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,31 +110,23 @@ class Part:
     """What a task reads of one file.
 
     Attributes:
-        path: Path of the file; "-" for standard input.
-        format: Format of the decompressed file.
-        compression: Compression of the file.
+        file: The file, with its size and time when the job was planned; None: not compared.
         start: Start of the range: a byte of plain JSONL (the lines that begin in [start, stop)
             belong to the part), a row group of Parquet, or a record batch of an Arrow file.
         stop: End of the range, exclusive. None: the end of the file.
         size: Number of bytes on disk, about, for progress; 0 if not known.
-        source: Path in messages and provenance, which differs from `path` for an unpacked piece.
+        source: Path in messages and provenance, which is not the file's for an unpacked piece.
         byte_offset: Position of the file's byte 0 in the decompressed source.
         first_line: Number of the part's first line or row, as its format counts; None: unknown.
-        file_size: Size of the file when the job was planned; None: not compared.
-        mtime_ns: Time of the last change when the job was planned; None: not compared.
     """
 
-    path: str
-    format: Format
-    compression: str = ""
+    file: InputFile
     start: int = 0
     stop: int | None = None
     size: int = 0
     source: str
     byte_offset: int = 0
     first_line: int | None
-    file_size: int | None = None
-    mtime_ns: int | None = None
 
 
 @dataclass
@@ -152,8 +134,8 @@ class Piece:
     """Decompressed documents of a file that cannot be cut, to be written to a file.
 
     Attributes:
-        part: Part without a path. Its `size`, the bytes that were read of the source, is known
-            when `chunks` are exhausted.
+        part: Part of a file without a path. Its `size`, the bytes that were read of the source, is
+            known when `chunks` are exhausted.
         chunks: Bytes of the piece, which must be read before the next piece.
     """
 
@@ -206,22 +188,23 @@ def read_documents(part: Part, query: Query) -> Iterator[Documents]:
         TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
             without a column for a key; a CSV row beyond the limit.
     """
-    batches = part.format.read(part, query)
+    batches = part.file.format.read(part, query)
     return (batch for batch in batches if batch.ids or batch.num_lines or batch.num_bytes)
 
 
 def first_line_of(part: Part) -> int:
     """The number of a part's first line or row; those before it are counted if need be."""
-    return part.format.first_line_of(part) if part.first_line is None else part.first_line
+    return part.file.format.first_line_of(part) if part.first_line is None else part.first_line
 
 
 @contextlib.contextmanager
 def open_part(part: Part) -> Iterator[streams.ByteStream]:
     """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
     with streams.readable(part.source):
-        file = streams.open_path(part.path)
-    with file, unchanged(part, lambda: streams.status_of(part.path, file)) as size:
-        yield streams.stream_of(file, part.source, size, part.compression, part.start, part.stop)
+        file = streams.open_path(part.file.path)
+    with file, unchanged(part, lambda: streams.status_of(part.file.path, file)) as size:
+        kind = part.file.compression
+        yield streams.stream_of(file, part.source, size, kind, part.start, part.stop)
 
 
 @contextlib.contextmanager
@@ -242,8 +225,8 @@ def unchanged(part: Part, status_of: Callable[[], Any]) -> Iterator[int | None]:
             f"{part.source} {change} while the job was running. Run again when the file is complete"
         )
 
-    status = check(part.file_size, part.mtime_ns)
-    is_regular = stat.S_ISREG(status.st_mode) and not streams.is_of_a_process(part.path)
+    status = check(part.file.size, part.file.mtime_ns)
+    is_regular = stat.S_ISREG(status.st_mode) and not streams.is_of_a_process(part.file.path)
     yield status.st_size if is_regular else None
     if is_regular:
         check(status.st_size, status.st_mtime_ns)
@@ -287,6 +270,7 @@ def cut_pieces(
     with open_part(file.part()) as stream:
         spans, line, header = contents(stream)
         span, byte_offset, position = next(spans, None), 0, 0
+        unpacked = InputFile(path="", format=file.format, size=None, mtime_ns=None)
 
         def chunks(piece: Piece) -> Iterator[bytes]:
             nonlocal span, byte_offset, line
@@ -301,8 +285,8 @@ def cut_pieces(
             piece.part = replace(piece.part, size=stream.position - position)
 
         while span is not None:
-            place: dict[str, Any] = {"first_line": line, "byte_offset": byte_offset}
-            piece = Piece(Part(path="", format=file.format, source=file.path, **place), iter(()))
+            part = unpacked.part(first_line=line, byte_offset=byte_offset, source=file.path)
+            piece = Piece(part, iter(()))
             piece.chunks = chunks(piece)
             yield piece
             position = stream.position

@@ -69,7 +69,7 @@ class _Table(Format):
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         batch, row = Batch(query, part.size), 0
-        with unchanged(part, lambda: status_of(part.path)):
+        with unchanged(part, lambda: status_of(part.file.path)):
             for columns, ids, share in self._rows(part, query):
                 if not query.skip_empty and _are_short_texts(columns, query.max_size):
                     batch.add_all(columns, row, [-1] * len(ids), list(map(id_text, ids)))
@@ -116,7 +116,7 @@ class Parquet(_Table):
             return sizes if sizes[1:] else None, list(rows)
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
-        with _parquet_file(part.path) as (file, groups):
+        with _parquet_file(part.file.path) as (file, groups):
             names = _text_columns(file.schema_arrow, query, part.source)
             chosen = slice(part.start, part.stop)
             num_rows = sum(group.num_rows for group in groups[chosen])
@@ -147,7 +147,7 @@ class Arrow(_Table):
     _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
     def first_line_of(self, part: Part) -> int:
-        return sum((self.group_counts(part.path) or [])[: part.start])
+        return sum((self.group_counts(part.file.path) or [])[: part.start])
 
     def group_counts(self, path: str) -> list[int] | None:
         """See `Parquet.group_counts`."""
@@ -169,12 +169,12 @@ class Arrow(_Table):
             return [1] * reader.num_record_batches, [0]  # their sizes are not known
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
-        with _arrow_reader(part.path) as (_, reader, _):
+        with _arrow_reader(part.file.path) as (_, reader, _):
             schema = reader.schema
         names = _text_columns(schema, query, part.source)
         roots = {name if name in schema.names else name.split(".")[0] for name in names}
         fields = [number for number, name in enumerate(schema.names) if name in roots]
-        with _arrow_reader(part.path, fields) as (file, reader, is_file):
+        with _arrow_reader(part.file.path, fields) as (file, reader, is_file):
             if is_file:
                 numbers = range(reader.num_record_batches)[part.start : part.stop]
                 batches = map(reader.get_batch, numbers)
