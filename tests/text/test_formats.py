@@ -133,13 +133,10 @@ def test_tables_by_groups_of_rows(tmp_path: Path, name: str) -> None:
     assert len(parts) == (1 if name == "a.arrows" else 15)
     if name == "a.parquet":
         assert len(parts_of(file, 1 << 40)) == 1
-        assert [part.first_line for part in parts] == list(range(0, 100, 7))
     for size in (1, 700, 1 << 40):
         in_parts = read_in_parts(path, size)
         in_parts.num_bytes = reading.num_bytes
         assert in_parts == reading
-    with pytest.raises(ConfigError, match="without unpacking"):
-        pieces_of(file, 100)
 
 
 TYPES = [pa.string(), pa.large_string(), pa.binary(), pa.large_binary()]
@@ -205,11 +202,12 @@ UUIDS = getattr(pa, "uuid", lambda: pa.binary(16))()  # pyarrow has them since v
         (b"a7", pa.binary(), "a7"),
         (1.5, pa.float64(), "1.5"),
         ([1], pa.list_(pa.time64("ns")), None),
+        ((1, 2, 3), pa.month_day_nano_interval(), None),
     ],
 )
 def test_ids_of_any_type(tmp_path: Path, value: Any, type_: Any, text: str | None) -> None:
     columns = {"text": ["a", "b"], "id": pa.array([value, None], type_)}
-    for name in ("a.parquet", "a.arrow"):
+    for name in ("a.parquet", "a.arrow")["interval" in str(type_) :]:
         assert read_file(write_table(tmp_path / name, columns)).ids == [text, None]
 
 
@@ -222,6 +220,7 @@ def test_records_hold_times_as_text() -> None:
         "late": pa.array([10**7, 0], pa.date32()),
         "zone": pa.array([1, 2], pa.timestamp("us", tz="Mars/Base")),
         "list": pa.array([[time, None], None], pa.list_(pa.timestamp("ns"))),
+        "interval": pa.array([(1, 2, 3), None], pa.month_day_nano_interval()),
         "struct": pa.StructArray.from_arrays([odd, broken], ["a", "b"]),
     }
     first, second = records_of(pa.table(columns), "table")
@@ -231,9 +230,10 @@ def test_records_hold_times_as_text() -> None:
         "29349-01-26",
         zones[0],
         [text, None],
+        (1, 2, 3),
         {"a": text, "b": b"a\xff"},
     ]
-    assert [*second.values()] == [None, "1970-01-01", zones[1], None, {"a": None, "b": "b"}]
+    assert [*second.values()] == [None, "1970-01-01", zones[1], None, None, {"a": None, "b": "b"}]
 
 
 @pytest.mark.parametrize(("name", "least"), [("a.parquet", 4), ("a.arrows", 0)])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from millrace import checks
-from millrace.errors import ConfigError, TextError
+from millrace.errors import TextError
 from millrace.text import streams
 from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
 
@@ -19,8 +19,8 @@ class Format(Protocol):
     """A format of input files, which says how to read a part of one.
 
     A format of your own is a subclass with a name and a method `read`. Its files can be compressed
-    and pipes; each is one part, unless `cut` or `unpack` divide it. Instances must be picklable:
-    they go to worker processes.
+    and pipes; each is one part, unless `cut` or `pieces_of` divides it. Instances must be
+    picklable: they go to worker processes.
 
     Attributes:
         name: Name of the format in messages.
@@ -29,7 +29,7 @@ class Format(Protocol):
         first_line: Number of a file's first line or row.
         needs_file: Whether only regular files without a compression can be read.
         is_cut_at_lines: Whether the parts of a plain file hold the lines that begin in their range.
-        unpacking_memory: Bytes of memory that `unpack` takes per byte of the longest document.
+        unpacking_memory: Bytes of memory that `pieces_of` takes per byte of the longest document.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Format(Protocol):
     needs_file: bool = False
     is_cut_at_lines: bool = False
     unpacking_memory: int = 0
-    _separator: bytes = b""  # after a document; `unpack` cuts there
+    _separator: bytes = b""  # after a document; `pieces_of` cuts there
 
     def matches(self, first_bytes: bytes) -> bool:
         """Whether a file that begins with these bytes has the format, whatever its name."""
@@ -60,20 +60,15 @@ class Format(Protocol):
         return self.first_line
 
     def has_pieces(self, file: InputFile) -> bool:
-        """Whether `unpack` divides a file that `cut` does not."""
+        """Whether `pieces_of` divides a file that `cut` does not."""
         return False
 
-    def unpack(
-        self, file: InputFile, size: int, *, max_size: int, block_size: int
-    ) -> Iterator[Piece]:
-        """The decompressed bytes of a file in pieces of about `size` bytes."""
-        if self.needs_file:
-            raise ConfigError(f"{file.path} is a {self.name} file, which is read without unpacking")
-        return cut_pieces(
-            file,
-            size,
-            lambda stream: (_spans(stream, self._separator, block_size), self.first_line, b""),
-        )
+    def spans(
+        self, stream: streams.ByteStream, file: InputFile, max_size: int, block_size: int
+    ) -> tuple[Iterator[Span], int, bytes]:
+        """The bytes of a file that pieces have, the number of the first line or row in them, and
+        bytes at the start of each piece."""
+        return _spans(stream, self._separator, block_size), self.first_line, b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,13 +162,32 @@ def pieces_of(
         max_document_size: Size of the longest CSV row in bytes.
 
     Raises:
-        ConfigError: A file of a format that is not unpacked.
         TextError: A file that cannot be read, or a longer CSV row.
     """
-    checks.check_int("size", size, 1)
-    return file.format.unpack(
-        file, size, max_size=max_document_size, block_size=min(block_size, size)
-    )
+    block_size = min(block_size, checks.check_int("size", size, 1))
+    unpacked = InputFile(path="", format=file.format, size=None, mtime_ns=None)
+    with open_part(file.part()) as stream:
+        spans, line, header = file.format.spans(stream, file, max_document_size, block_size)
+        span, byte_offset, position = next(spans, None), 0, 0
+
+        def chunks(piece: Piece) -> Iterator[bytes]:
+            nonlocal span, byte_offset, line
+            yield header
+            num_bytes, is_end = 0, False
+            while span is not None and not (is_end and num_bytes >= size):
+                yield span.data
+                line += span.num_lines
+                num_bytes, is_end = num_bytes + len(span.data), span.is_end
+                span = next(spans, None)
+            byte_offset += 0 if header else num_bytes
+            piece.part = replace(piece.part, size=stream.position - position)
+
+        while span is not None:
+            part = unpacked.part(first_line=line, byte_offset=byte_offset, source=file.path)
+            piece = Piece(part, iter(()))
+            piece.chunks = chunks(piece)
+            yield piece
+            position = stream.position
 
 
 def read_documents(part: Part, query: Query) -> Iterator[Documents]:
@@ -254,39 +268,3 @@ def _spans(stream: streams.ByteStream, separator: bytes, block_size: int) -> Ite
             if chunk:
                 yield Span(chunk, chunk.count(b"\n"), is_end)
         tail = rest[max(len(rest) - len(separator) + 1, 0) :]
-
-
-def cut_pieces(
-    file: InputFile,
-    size: int,
-    contents: Callable[[streams.ByteStream], tuple[Iterator[Span], int, bytes]],
-) -> Iterator[Piece]:
-    """Pieces of about `size` bytes of a file.
-
-    Args:
-        contents: Function from the file's stream to its spans, the number of the first line or row
-            in them, and bytes at the start of each piece.
-    """
-    with open_part(file.part()) as stream:
-        spans, line, header = contents(stream)
-        span, byte_offset, position = next(spans, None), 0, 0
-        unpacked = InputFile(path="", format=file.format, size=None, mtime_ns=None)
-
-        def chunks(piece: Piece) -> Iterator[bytes]:
-            nonlocal span, byte_offset, line
-            yield header
-            num_bytes, is_end = 0, False
-            while span is not None and not (is_end and num_bytes >= size):
-                yield span.data
-                line += span.num_lines
-                num_bytes, is_end = num_bytes + len(span.data), span.is_end
-                span = next(spans, None)
-            byte_offset += 0 if header else num_bytes
-            piece.part = replace(piece.part, size=stream.position - position)
-
-        while span is not None:
-            part = unpacked.part(first_line=line, byte_offset=byte_offset, source=file.path)
-            piece = Piece(part, iter(()))
-            piece.chunks = chunks(piece)
-            yield piece
-            position = stream.position
