@@ -140,7 +140,7 @@ def read_in_pieces(
         assert part.first_line is not None
         assert line in (None, part.first_line)
         # Every piece of a CSV file repeats the header.
-        line = part.first_line + reading.num_lines - (part.file.format.name == "csv")
+        line = part.first_line + reading.num_lines - (part.file.format.name in ("csv", "tsv"))
         whole.add(reading, part.first_line - 1)
         whole.num_lines = line - 1
     return whole
