@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
-from millrace.files import atomic_file, checksum, writers_lock, xxh3
+from millrace.files import atomic_file, sum_of, writers_lock, xxh3
 from millrace.ragged import equal_runs
 from millrace.samples.tokens import Numbers
 from millrace.storage import FileStream, StoredFile, storage_of
@@ -217,8 +217,8 @@ def _write(contents: dict[str, NDArray[Any]], writers: Any) -> None:
 
 def _sum_of(path: str) -> str:
     """The checksum of a file's content."""
-    with readable(path), open_path(path) as file:
-        return checksum(iter(partial(file.read, _BLOCK), b""))
+    with readable(path):
+        return sum_of(path, opened=open_path(path))[1]
 
 
 def _name(kind: str, path: str) -> str:
