@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from millrace import ConfigError
 from tests.text.reading import read_data, read_file, read_in_parts
 
 BOM = b"\xef\xbb\xbf"
@@ -179,9 +178,3 @@ def test_empty_documents_are_rejected_on_request(tmp_path: Path) -> None:
     reading = read_data(tmp_path, data, ["a", "b"], skip_empty=True)
     assert reading.lines == [1]
     assert reading.reasons == ["the document is empty"] * 2
-
-
-def test_wrong_keys_are_refused(tmp_path: Path) -> None:
-    for keys in ("text", [], ["a", "a"], [1]):
-        with pytest.raises(ConfigError, match="json_keys"):
-            read_data(tmp_path, "", keys)
