@@ -182,7 +182,7 @@ def test_missing_packages_and_data_are_named(monkeypatch: pytest.MonkeyPatch) ->
             SentenceSplitter("german")
         for name in ("nltk", "sentencex"):
             monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(TextError, match="sentencex is not installed: pip install"):
+    with pytest.raises(TextError, match="needs the sentencex package: pip install"):
         SentenceSplitter("english", library="sentencex")
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace import checks, text
+from millrace.checks import package
 from millrace.encoding.tokenizer import Tokenizer
-from millrace.encoding.vocabulary import package
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
 

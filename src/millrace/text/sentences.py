@@ -10,11 +10,8 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from millrace.checks import check_bool, check_choice, shown
+from millrace.checks import check_bool, check_choice, package, shown
 from millrace.errors import ConfigError, TextError
-from millrace.text.streams import package
-
-_sentencex = functools.partial(package, "sentencex", "the package sentencex is not installed")
 
 MAX_CHARACTERS = 1_000_000
 """Longer texts are cut before they are split, as in Megatron-LM's script."""
@@ -65,7 +62,7 @@ class SentenceSplitter:
             self._punkt = _load_punkt(language)
             self.name = f"nltk {version('nltk')} punkt_tab {language}"
         else:
-            _sentencex()
+            package("sentencex")
             self.name = f"sentencex {version('sentencex')} {language}"
 
     def split(self, text: str) -> list[str]:
@@ -83,7 +80,7 @@ class SentenceSplitter:
         # sentencex 1.0 panics at a wide space before a period, but not at a plain space.
         safe = text if text.isascii() else _UNSAFE.sub(" .", text)
         try:
-            pieces = _sentencex().segment(self._language, safe)
+            pieces = package("sentencex").segment(self._language, safe)
         except BaseException as error:  # a panic in Rust is not an Exception
             if type(error).__name__ not in ("PanicException", "UnicodeEncodeError"):
                 raise

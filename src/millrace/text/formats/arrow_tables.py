@@ -9,12 +9,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from millrace.checks import package
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.formats.separated_records import parse_line
 from millrace.text.json_values import BadDocumentError, Text, check_text, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
-from millrace.text.streams import is_remote, open_path, package, readable, status_of
+from millrace.text.streams import is_remote, open_path, readable, status_of
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
@@ -183,7 +184,7 @@ class Arrow(_Table):
 
 @contextlib.contextmanager
 def _table_errors(source: str) -> Iterator[None]:
-    pyarrow = package("pyarrow", f"{source} needs the pyarrow package")
+    pyarrow = package("pyarrow", source)
     try:
         with readable(source):
             yield
