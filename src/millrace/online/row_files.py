@@ -30,7 +30,7 @@ from millrace.text.formats.arrow_tables import records_of
 from millrace.text.formats.separated_records import loads, parse_line
 from millrace.text.json_values import check_object
 from millrace.text.parts import unchanged
-from millrace.text.streams import is_remote, open_path, readable, status_of
+from millrace.text.streams import is_remote, open_path, readable
 
 Row = dict[str, Any] | BadDocumentError
 """A row, or why it cannot be used."""
@@ -162,7 +162,7 @@ def _opened(file: InputFile) -> Iterator[Callable[[Numbers, Numbers], Any]]:
         else:
             source = open(file.path, "rb", buffering=0)  # noqa: SIM115
             gather = partial(_native.read_packed, source.fileno(), int(file.size or 0))
-    with source, unchanged(file.part(), lambda: status_of(file.path, source)):
+    with source, unchanged(file.part(), source):
         yield gather
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -144,11 +144,7 @@ def parts_of(file: InputFile, size: int) -> list[Part]:
 
 
 def pieces_of(
-    file: InputFile,
-    size: int,
-    *,
-    block_size: int = streams.BLOCK_SIZE,
-    max_document_size: int = MAX_DOCUMENT_SIZE,
+    file: InputFile, size: int, *, max_document_size: int = MAX_DOCUMENT_SIZE
 ) -> Iterator[Piece]:
     """The decompressed data of a file in pieces of about `size` bytes, cut between documents.
 
@@ -156,15 +152,14 @@ def pieces_of(
 
     Args:
         file: File to read, once and from start to end.
-        size: Size of a piece. The last is smaller; others are longer by up to `block_size`, or
-            their last document.
-        block_size: Number of bytes to read and decompress at a time.
+        size: Size of a piece. The last is smaller; others are longer by up to 256 kB, or their last
+            document.
         max_document_size: Size of the longest CSV row in bytes.
 
     Raises:
         TextError: A file that cannot be read, or a longer CSV row.
     """
-    block_size = min(block_size, checks.check_int("size", size, 1))
+    block_size = min(streams.BLOCK_SIZE, checks.check_int("size", size, 1))
     unpacked = InputFile(path="", format=file.format, size=None, mtime_ns=None)
     with open_part(file.part()) as stream:
         spans, line, header = file.format.spans(stream, file, max_document_size, block_size)
@@ -216,19 +211,19 @@ def open_part(part: Part) -> Iterator[streams.ByteStream]:
     """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
     with streams.readable(part.source):
         file = streams.open_path(part.file.path)
-    with file, unchanged(part, lambda: streams.status_of(part.file.path, file)) as size:
+    with file, unchanged(part, file) as size:
         kind = part.file.compression
         yield streams.stream_of(file, part.source, size, kind, part.start, part.stop)
 
 
 @contextlib.contextmanager
-def unchanged(part: Part, status_of: Callable[[], Any]) -> Iterator[int | None]:
+def unchanged(part: Part, file: Any = None) -> Iterator[int | None]:
     """Checks that a part's file is as planned, and stays so until the block ends. Gives the size of
     a regular file; None of others, whose size and time say nothing."""
 
     def check(size: int | None, mtime_ns: int | None) -> Any:
         with streams.readable(part.source):
-            status = status_of()
+            status = streams.status_of(part.file.path, file)
         if size is not None and status.st_size != size:
             change = f"has {status.st_size} bytes, and had {size} before: it was changed"
         elif mtime_ns is not None and status.st_mtime_ns != mtime_ns:

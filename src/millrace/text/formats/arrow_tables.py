@@ -75,7 +75,7 @@ class _Table(Format):
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         batch, row = Batch(query, part.size), 0
-        with unchanged(part, lambda: status_of(part.file.path)):
+        with unchanged(part):
             for columns, ids, share in self._rows(part, query):
                 if not query.skip_empty and _are_short_texts(columns, query.max_size):
                     batch.add_all(columns, row, [-1] * len(ids), list(map(id_text, ids)))
