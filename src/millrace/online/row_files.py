@@ -25,7 +25,7 @@ from millrace.ragged import equal_runs
 from millrace.samples.tokens import Numbers
 from millrace.storage import FileStream, StoredFile, storage_of
 from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
-from millrace.text.documents import UTF8_BOM
+from millrace.text.documents import UTF8_BOM, too_long
 from millrace.text.formats.arrow_tables import records_of
 from millrace.text.formats.separated_records import loads, parse_line
 from millrace.text.json_values import check_object
@@ -94,8 +94,7 @@ class JsonLinesFile(_RowFile):
     def _parsed(self, line: bytes) -> Row:
         try:
             if len(line) > self._max_size:
-                limit = f"{self._max_size} bytes. Raise max_document_size, or remove it"
-                raise BadDocumentError(f"the line is longer than {limit}")
+                raise BadDocumentError(too_long("line", self._max_size))
             return check_object(parse_line(line))
         except BadDocumentError as error:
             return error
