@@ -506,7 +506,7 @@ def verifying_rows(folder: Path, sizes: Sizes, runs: int) -> list[Row]:
 
     def check(threads: int | None) -> None:
         (report,) = verify([prefix], threads=threads)
-        if report.problems or not report.has_checksums or report.num_bytes != gigabytes * 1e9:
+        if report.problems or not report.has_checksums:
             raise RuntimeError(f"not verified: {report}")
 
     def cold(work: Callable[[], Any]) -> float:

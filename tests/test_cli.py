@@ -25,6 +25,7 @@ from millrace.verbs.runs import DemoOptions
 from tests import conftest
 from tests.conftest import make_texts, write_jsonl
 from tests.shard_folders import make_sequences, write_sequences
+from tests.test_inspect_shards import SEQUENCES, write_shards
 
 
 def millrace(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -69,42 +70,29 @@ def tokenized(tmp_path: Path, tokenizer_file: Path) -> Path:
     return tmp_path / "out_text_document"
 
 
-def test_inspect_shows_counts_lengths_and_a_document(tokenized: Path, tokenizer_file: Path) -> None:
-    result = millrace("inspect", tokenized, "--tokenizer", tokenizer_file, "--document", "3")
-    dataset = IndexedDataset(tokenized)
+def test_inspect_prints_text_or_json(tokenized: Path, tokenizer_file: Path) -> None:
+    command = "inspect", tokenized, "--tokenizer", tokenizer_file
+    dataset, result = IndexedDataset(tokenized), millrace(*command, "--document", "3")
     assert result.returncode == 0
-    assert "documents  50" in result.stdout
-    assert f"tokens     {dataset.num_tokens:,} (uint16)" in result.stdout
-    assert "###" in result.stdout
-    assert "document 3," in result.stdout
-    assert "<|endoftext|>" in result.stdout
-
-
-def test_inspect_prints_json(tokenized: Path, tokenizer_file: Path) -> None:
-    result = millrace("inspect", tokenized, "--json", "--tokenizer", tokenizer_file)
-    report = json.loads(result.stdout)
-    dataset = IndexedDataset(tokenized)
+    size = f"tokens     {dataset.num_tokens:,} (uint16)"
+    for text in ("documents  50", size, "###", "document 3,", "<|endoftext|>"):
+        assert text in result.stdout
+    report = json.loads(millrace(*command, "--json").stdout)
     counts = {"num_documents": 50, "num_sequences": len(dataset), "num_tokens": dataset.num_tokens}
-    assert counts.items() <= report.items()
-    assert report["dtype"] == "uint16"
+    assert (counts | {"dtype": "uint16", "has_checksums": True}).items() <= report.items()
+    assert report["special_tokens"] == {"<|endoftext|>": len(dataset)}
     assert sum(count for _, _, count in report["histogram"]) == len(dataset)
     for low, high, count in report["histogram"]:
         lengths = dataset.sequence_lengths
         assert ((lengths >= low) & (lengths <= high)).sum() == count
     assert report["document"]["head"]["tokens"] == dataset[0].tolist()[:256]
     assert isinstance(report["document"]["head"]["text"], str)
-    assert report["special_tokens"] == {"<|endoftext|>": len(dataset)}
-    assert report["has_checksums"]
     assert report["provenance"]["append_eod"] is True
 
 
-def test_inspect_of_an_empty_dataset(tmp_path: Path, tokenizer_file: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [])
-    millrace(
-        "tokenize", "--input", source, "--output-prefix", tmp_path / "out",
-        "--tokenizer", tokenizer_file,
-    )  # fmt: skip
-    result = millrace("inspect", tmp_path / "out_text_document")
+def test_inspect_of_an_empty_dataset(tmp_path: Path) -> None:
+    conftest.write_documents(tmp_path / "data", [])
+    result = millrace("inspect", tmp_path / "data")
     assert result.returncode == 0
     assert "documents  0" in result.stdout
 
@@ -329,7 +317,7 @@ def test_json_is_json_in_any_encoding(tmp_path: Path, encoding: str) -> None:
     write_sequences(tmp_path / "out", make_sequences(10, 8), domain_stats=domains)
     result = millrace_process("inspect", tmp_path / "out", "--json", PYTHONIOENCODING=encoding)
     assert result.returncode == 0, result.stderr
-    assert [*json.loads(result.stdout)["domains"]] == [*domains]
+    assert [*json.loads(result.stdout)["metadata"]["domain_stats"]] == [*domains]
 
 
 def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
@@ -349,31 +337,26 @@ def test_names_with_control_characters_do_not_reach_the_terminal(tmp_path: Path)
     (tmp_path / "out" / "\x1b[31mred").touch()
     errors.append(millrace("verify", tmp_path / "out").stdout)
     assert r"\x1b[31mred does not belong" in errors[2]
+    errors.append(millrace("inspect", tmp_path / "out").stdout)
+    assert r"  \x1b[31mempty  " in errors[3]
     assert not any("\x1b" in text for text in errors)
 
 
 def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    counts = {"counts": [[2, 4], [2, 2]]}
-    distribution = dict.fromkeys(("head", "shards", "windows"), counts) | {
-        "domains": ["code", "web"],
-        "head": {"counts": [[2, 4]]},
-    }
-    domains = {"code": 4, "web": 6}
-    sequences = make_sequences(10, 8)
-    write_sequences(folder, sequences, 2, domain_stats=domains, distribution=distribution)
+    write_shards(folder, {"code": 300, "web": 700})
     picture = tmp_path / "shares.svg"
     result = millrace("inspect", folder, "--document", "7", "--svg", picture)
     assert result.returncode == 0, result.stderr
-    assert "2 of 5 sequences" in result.stdout
-    assert f"{sequences[7].tolist()}" in result.stdout
+    assert "3 of 333 to 334 sequences" in result.stdout
+    assert f"{SEQUENCES[7].tolist()}" in result.stdout
     assert picture.read_text().startswith("<svg ")
-    assert json.loads(millrace("inspect", folder, "--json").stdout)["num_items"] == 10
+    assert json.loads(millrace("inspect", folder, "--json").stdout)["num_tokens"] == 4000
     result = millrace("verify", folder, tokenized)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count(": ok, ") == 2
     (folder / "notes.txt").write_text("mine")
-    (folder / "shard_0001.bin").write_bytes(bytes(160))
+    (folder / "shard_0001.bin").write_bytes(bytes(333 * 16))
     result = millrace("verify", folder, tokenized, "--threads", "2")
     assert result.returncode == 1
     assert "shard_0001.bin is damaged" in result.stdout

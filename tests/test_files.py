@@ -8,7 +8,6 @@ import signal
 import stat
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,21 +32,6 @@ def start(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str
 
 def output_of(code: str, *arguments: object, **options: Any) -> str:
     return pairs.output_of(IMPORTS + code, *arguments, **options)
-
-
-def test_temporary_names_are_unique(tmp_path: Path) -> None:
-    path = str(tmp_path / "x.bin")
-    names = {temporary_name(path), temporary_name(path)}
-    for _ in range(2):
-        names.add(output_of("print(temporary_name(sys.argv[1]))", path).strip())
-    reading, writing = os.pipe()
-    if os.fork() == 0:
-        os.write(writing, temporary_name(path).encode())
-        os._exit(0)
-    names.add(os.read(reading, 1000).decode())
-    os.wait()
-    assert len(names) == 5
-    assert all(name.startswith(path + ".") and name.endswith(TMP) for name in names)
 
 
 @pytest.mark.parametrize("name", ["x.bin", "a[0-9]*?.bin", "x"])
@@ -177,21 +161,6 @@ def test_waiting_warns_once(
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == 1
         assert f"waiting for {path}, held by process {other.pid} on " in messages[0]
-
-
-def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    with holder(path):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        waiting = start("print(flush=True)\n" + HOLD, path, stdin=subprocess.DEVNULL, **pipes)
-        with ended([waiting]):
-            assert waiting.stdout is not None
-            waiting.stdout.readline()
-            time.sleep(0.5)  # so that it waits by then
-            waiting.send_signal(signal.SIGINT)
-            _, errors = waiting.communicate(timeout=HANG)
-            assert "KeyboardInterrupt" in errors
-        assert not is_free(path)
 
 
 def test_a_lock_taken_after_waiting_excludes_others(tmp_path: Path) -> None:

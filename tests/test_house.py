@@ -48,10 +48,9 @@ FLOORS = [
 ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
     "text": (2200, "many formats"),
-    "shuffling": (2280, "two kinds of items, two plans, a check of the distribution"),
-    "megatron": (2360, "the names of another library"),
-    "order": (2070, "three orders, each with its mixture; windows of mixed documents"),
-    "run": (2270, "two orders, each with a configuration and datasets; trials"),
+    "shuffling": (2150, "two kinds of items, two plans, a check of the distribution"),
+    "megatron": (2300, "the names of another library"),
+    "run": (2220, "two orders, each with a configuration and datasets; trials"),
     "store": (2320, "verification could be a room of its own"),
     "samples": (2340, "token batches, rows, transforms, and the way through the core"),
 }
@@ -59,7 +58,7 @@ WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "RunConfig"), "Megatron-LM's arguments"),
     "Loader": "a sampler's place, a queue, the last step",
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
-    **dict.fromkeys(("Description", "ShardsDescription", "Measurement", "Forecast"), "a report"),
+    **dict.fromkeys(("Description", "Measurement", "Forecast"), "a report"),
     **dict.fromkeys(("TokenizeResult", "ShuffleResult"), "a report"),
     "Output": "every file that a job writes",
     "ShardsMetadata": "the entries of metadata.json",

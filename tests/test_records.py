@@ -1,12 +1,10 @@
 """Records in JSON files: every type of a field, and what an error names."""
 
-import doctest
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import pytest
 
-from millrace import records
 from millrace.records import Count, record_from
 
 
@@ -35,10 +33,6 @@ VALUE: dict[str, Any] = {
     "files": [{"path": "x", "sizes": [1, 2]}, {"path": "y", "sizes": [3, 4], "more": 1}],
     "sums": {"p": 5},
 }
-
-
-def test_the_docstring_is_true() -> None:
-    assert doctest.testmod(records).failed == 0
 
 
 def test_a_record_has_the_types_of_its_annotations() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import GPTDataset, IndexedDataset, ShardedDataset
+from millrace import GPTDataset, IndexedDataset, ShardedDataset, StorageError
 from millrace.storage import mirror
 from millrace.storage.objects import ObjectStorage
 from tests.buckets.conftest import Bucket
@@ -88,7 +88,7 @@ def test_it_saves_the_most_bytes(tmp_path: Path, bucket: Bucket, order: str, sha
 
 
 def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> None:
-    """Where an order reads on; a forked child reads what is there."""
+    """Where an order reads on; a forked child reads what is there, and is told of what is not."""
     tokens = DATA.view(np.uint16).reshape(-1, SAMPLE // 2)
     write_sequences(tmp_path / "in", tokens, 2)
     storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
@@ -101,6 +101,8 @@ def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> N
 
     def read(out: Any) -> None:
         out.put([dataset.batch([sample])["tokens"][0].tolist() for sample in samples])
+        with pytest.raises(StorageError, match="forkserver"):
+            dataset.batch([len(tokens) - 1])
 
     with copy._loading:  # as a thread may that is filling a block during the fork
         assert results_of_processes("fork", read, [()]) == [tokens[samples].tolist()]

@@ -94,7 +94,7 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
     for path, arguments, message in wrong:
         with pytest.raises(ConfigError, match=message):
             bucket.storage(**arguments).stat(path)
-    with pytest.raises(StorageError, match="the last of 1 requests"):  # of a file system
+    with pytest.raises(StorageError, match="cannot be read"):  # of a file system
         bucket.storage().stat("file:///a#1")
     for target in ("", "a/b", "s3://", "s3://a/", "msc://a/b"):
         with pytest.raises(ConfigError, match=r"s3://BUCKET/KEY"):

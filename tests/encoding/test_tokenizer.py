@@ -132,13 +132,6 @@ def test_special_tokens_around_and_in_a_text(edited: Edit, encoder: str) -> None
         assert copy.encode([TEXT, text]) == each.encode([TEXT, text])
 
 
-def test_auto_takes_the_fast_encoder(tokenizer: Tokenizer, sentencepiece_file: Path) -> None:
-    references = {tokenizer: "tokenizers", Tokenizer(sentencepiece_file): "sentencepiece"}
-    for each, reference in references.items():
-        assert (each.encoder_name, each.reference_name) == ("fastokens", reference)
-        assert each.with_encoder("auto")._encoder == "auto"
-
-
 def test_truncation_and_padding_settings_are_ignored(edited: Edit, tokenizer: Tokenizer) -> None:
     truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
     padding = {
@@ -408,26 +401,21 @@ def test_wrong_results_of_a_function_are_refused(result: Any, message: str) -> N
 # ---- errors ----
 
 
-def test_texts_must_be_a_list_of_valid_texts(tokenizer: Tokenizer) -> None:
-    sources = [tokenizer.with_encoder(n) for n in ("fastokens", "tokenizers")]
-    for other in (*sources, Tokenizer("bytes")):
-        for texts in ("water", ["water", 3], [b"water"], None, 3):
-            with pytest.raises(ConfigError, match=r"texts are .*; give a list of texts"):
-                other.encode_batch(texts)  # type: ignore[arg-type]
-        with pytest.raises(TextError, match=r"character 2 is the lone surrogate U\+D800"):
-            other.encode_batch(["fine", "a\ud800"])
-
-
 def test_what_no_library_encodes_or_decodes_is_refused(
-    tmp_path: Path, sentencepiece_file: Path
+    tmp_path: Path, tokenizer_file: Path, sentencepiece_file: Path
 ) -> None:
     tiktoken = write_tiktoken(tmp_path / "cl100k_base.tiktoken")
-    for path in (sentencepiece_file, tiktoken, "bytes"):
+    for path in (tokenizer_file, sentencepiece_file, tiktoken, "bytes"):
         for name in Tokenizer(path).vocabulary.encoder_names:
-            with pytest.raises(TextError, match=r"lone surrogate U\+DFFF"):
-                Tokenizer(path, encoder=name).encode_batch(["\udfff"])
-        with pytest.raises(ConfigError, match=r"ids are \[999999\], which .* cannot decode"):
-            Tokenizer(path).decode([999_999])
+            tokenizer = Tokenizer(path, encoder=name)
+            for texts in ("water", ["water", 3], [b"water"], None, 3):
+                with pytest.raises(ConfigError, match=r"texts are .*; give a list of texts"):
+                    tokenizer.encode_batch(texts)  # type: ignore[arg-type]
+            with pytest.raises(TextError, match=r"character 2 is the lone surrogate U\+DFFF"):
+                tokenizer.encode_batch(["fine", "a\udfff"])
+        if path != tokenizer_file:
+            with pytest.raises(ConfigError, match=r"ids are \[999999\], which .* cannot decode"):
+                Tokenizer(path).decode([999_999])
 
 
 @pytest.mark.parametrize(

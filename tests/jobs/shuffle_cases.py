@@ -18,17 +18,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace import IndexedDataset, IndexedDatasetBuilder
+from millrace import IndexedDatasetBuilder
 from millrace.errors import ConfigError, MillraceError
 from millrace.files import checksum
 from millrace.names import SHUFFLE_RESULT
 from millrace.order import KeyedPermutation
+from millrace.provenance import OriginsWriter
 from millrace.shuffling import shuffle
 from millrace.shuffling.domains import Inputs, find_domains
 from millrace.shuffling.plans import ITEM_OVERHEAD, PLANS, Budget, ItemSizes, ShufflePlan
@@ -38,17 +39,25 @@ from millrace.shuffling.whole_documents import DocumentItems
 MEMORY = 1_000_000_000
 
 
+class Document(NamedTuple):
+    """What a shuffle moves; if the job cuts the input, a document of one sequence."""
+
+    sequences: list[NDArray[Any]]
+    modes: list[int] | None = None  # of each sequence
+    origin: tuple[Any, ...] = ("a.jsonl", 1, -1, None)  # source, line, byte offset and id
+
+
 @dataclass(frozen=True)
 class Case:
     """A shuffle, and what it must write."""
 
     options: dict[str, Any]  # of `shuffle`, without the output folder and the plan
-    # In the order of the input. Each is a list of sequences; one if the job cuts the input.
-    items: list[list[NDArray[Any]]]
+    items: list[Document]  # in the order of the input
     domain_stats: dict[str, int]
     dtype: np.dtype[Any]
     is_refused: bool  # as it has no whole sequence, or no tokens
     has_modes: bool = False
+    has_origins: bool = False
 
 
 # ---- the input ----
@@ -95,7 +104,7 @@ def make_case(folder: Path, choices: random.Random) -> Case:
             for stream in streams
             for start in range(0, len(stream) - seq_len + 1, seq_len)
         ]
-        chosen = [[units[number]] for number in weighted(len(units), weight)]
+        chosen = [Document([units[number]]) for number in weighted(len(units), weight)]
         items += chosen
         domain_stats[name] = len(chosen)
         inputs.append((float(weight), str(folder / name)))
@@ -113,7 +122,7 @@ def make_case(folder: Path, choices: random.Random) -> Case:
 def make_document_case(folder: Path, choices: random.Random) -> Case:
     """Writes a random input of documents, which may have none."""
     dtype = np.dtype(choices.choice(["uint16", "int32"]))
-    has_modes = choices.random() < 0.3
+    kinds = {"has_modes": choices.random() < 0.3, "has_origins": choices.random() < 0.5}
     longest = choices.choice([1, 20, 1000])
     inputs, items, domain_stats, num_tokens = [], [], {}, 0
     for name in sorted(choices.sample(["a", "b", "code", "web"], choices.randint(1, 3))):
@@ -122,37 +131,50 @@ def make_document_case(folder: Path, choices: random.Random) -> Case:
         units = []
         for number in range(choices.choice([0, 1, 2])):
             count = choices.choice([0, 1, 100])
-            documents = [random_sequences(longest, dtype, choices) for _ in range(count)]
-            path = folder / name / str(number)
-            with IndexedDatasetBuilder(path, dtype, multimodal=has_modes) as builder:
-                for document in documents:
-                    lengths = [len(sequence) for sequence in document]
-                    tokens = np.concatenate([np.empty(0, dtype), *document])
-                    modes = [mode_of(sequence) for sequence in document] if has_modes else None
-                    builder.add_document(tokens, lengths, modes)
+            documents = [random_document(longest, dtype, choices) for _ in range(count)]
+            build(folder / name / str(number), documents, dtype, **kinds)
             units += documents
-            num_tokens += sum(len(sequence) for document in documents for sequence in document)
+        num_tokens += sum(len(sequence) for one in units for sequence in one.sequences)
         chosen = [units[number] for number in weighted(len(units), weight)]
         items += chosen
         domain_stats[name] = len(chosen)
         inputs.append((float(weight), str(folder / name)))
     options = {"input_dir": None, "input_list": inputs, "documents": True}
     options |= common_options(max(len(items), 1), choices)
-    is_refused = not items or num_tokens == 0
-    return Case(options, items, domain_stats, dtype, is_refused, has_modes)
+    return Case(options, items, domain_stats, dtype, not items or num_tokens == 0, **kinds)
 
 
-def random_sequences(
-    longest: int, dtype: np.dtype[Any], choices: random.Random
-) -> list[NDArray[Any]]:
-    """The sequences of a document; some documents have none, or none with tokens."""
+def random_document(longest: int, dtype: np.dtype[Any], choices: random.Random) -> Document:
+    """Some documents have no sequences, or none with tokens."""
     lengths = [choices.randint(0, longest) for _ in range(choices.choice([0, 1, 1, 1, 3]))]
     source = np.random.default_rng(choices.getrandbits(60))
-    return [source.integers(0, 1000, length).astype(dtype) for length in lengths]
+    sequences = [source.integers(0, 1000, length).astype(dtype) for length in lengths]
+    places = choices.choice(["a.jsonl", "b/\u00e4.jsonl"]), choices.randrange(2**40)
+    origin = *places, choices.randint(-1, 2**40), choices.choice([None, "", "d1", '\u00fc"\n'])
+    return Document(sequences, [choices.randint(-128, 127) for _ in lengths], origin)
 
 
-def mode_of(sequence: NDArray[Any]) -> int:
-    return len(sequence) % 5
+def build(
+    prefix: Path,
+    documents: Sequence[Document],
+    dtype: Any = "int32",
+    *,
+    has_modes: bool = False,
+    has_origins: bool = False,
+    **options: Any,
+) -> None:
+    """Writes documents as the library's builder does."""
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    options = {"multimodal": has_modes, "durable": False, **options}
+    with IndexedDatasetBuilder(prefix, dtype, **options) as builder:
+        for one in documents:
+            tokens = np.concatenate([np.empty(0, dtype), *one.sequences])
+            lengths = [len(sequence) for sequence in one.sequences]
+            builder.add_document(tokens, lengths, one.modes if has_modes else None)
+    if has_origins:
+        with OriginsWriter(prefix, durable=False) as origins:
+            for source, line, byte_offset, name in (one.origin for one in documents):
+                origins.add([source], [0], [line], [byte_offset], [name])
 
 
 def common_options(num_items: int, choices: random.Random) -> dict[str, Any]:
@@ -201,40 +223,27 @@ def weighted(count: int, weight: Fraction) -> list[int]:
 # ---- the output ----
 
 
-def check_output(case: Case, folder: Path) -> dict[str, bytes]:
-    """Compares an output with what it must be; its files."""
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    del files[SHUFFLE_RESULT]
+def check_output(case: Case, files: dict[str, bytes]) -> None:
+    """Compares the files of an output with what the builder makes of the items."""
     metadata = json.loads(files["metadata.json"])
     count, num_shards, seed = len(case.items), case.options["num_shards"], case.options["seed"]
     places = KeyedPermutation(count, seed).places(np.arange(count))
     if metadata["permutation"] == "numpy":
         places = np.random.default_rng(seed).permutation(count)
     assert sorted(places.tolist()) == list(range(count))
-    expected = iter([case.items[number] for number in np.argsort(places).tolist()])
-    names = {"metadata.json"}
-    for shard in range(num_shards):
-        size = count // num_shards + (shard < count % num_shards)
-        assert metadata["shard_sizes"][shard] == size
-        items = list(itertools.islice(expected, size))
-        sequences = [sequence for item in items for sequence in item]
-        prefix = f"shard_{shard:04}"
-        names |= {f"{prefix}.bin", f"{prefix}.idx"}
-        assert files[f"{prefix}.bin"] == b"".join(map(np.ndarray.tobytes, sequences))
-        with IndexedDataset(folder / prefix) as dataset:
-            lengths = dataset.sequence_lengths[:].tolist()
-            assert lengths == [len(sequence) for sequence in sequences]
-            ends = [0, *np.cumsum([len(item) for item in items]).tolist()]
-            assert dataset.document_indices[:].tolist() == ends
-            modes = None if dataset.sequence_modes is None else dataset.sequence_modes[:].tolist()
-            has_modes = case.has_modes and sequences  # without sequences, nothing shows them
-            assert modes == ([mode_of(one) for one in sequences] if has_modes else None)
-    assert set(files) == names
+    items = iter([case.items[number] for number in np.argsort(places).tolist()])
+    sizes = [count // num_shards + (shard < count % num_shards) for shard in range(num_shards)]
+    assert metadata["shard_sizes"] == sizes
+    dtype = np.int32 if case.dtype == np.uint32 else case.dtype
+    kinds = {"has_modes": case.has_modes, "has_origins": case.has_origins}
+    with tempfile.TemporaryDirectory() as name:
+        for shard, size in enumerate(sizes):
+            documents = list(itertools.islice(items, size))
+            build(Path(name) / f"shard_{shard:04}", documents, dtype, **kinds)
+        expected = {path.name: path.read_bytes() for path in Path(name).iterdir()}
+    assert files == expected | {"metadata.json": files["metadata.json"]}
     assert metadata["domain_stats"] == case.domain_stats
-    assert metadata["checksums"] == {
-        name: checksum([data]) for name, data in files.items() if name != "metadata.json"
-    }
-    return files
+    assert metadata["checksums"] == {name: checksum([data]) for name, data in expected.items()}
 
 
 @contextlib.contextmanager
@@ -247,7 +256,11 @@ def small_buffers(choices: random.Random) -> Iterator[None]:
         size = max(size, sizes.largest + ITEM_OVERHEAD)
         return ShufflePlan(name=name, sizes=sizes, workers=workers, buffer_size=size)
 
-    with mock.patch("millrace.shuffling.plans.fit_plan", fit):
+    blocks = dict.fromkeys(("_BLOCK", "_ENTRIES", "_MOST_SEQUENCES"), choices.choice([1, 3, 1000]))
+    with (
+        mock.patch("millrace.shuffling.plans.fit_plan", fit),
+        mock.patch.multiple("millrace.shuffling.whole_documents", **blocks),
+    ):
         yield
 
 
@@ -268,7 +281,9 @@ def run_case(case: Case, folder: Path, choices: random.Random, workers: Sequence
             result = shuffle(output_dir=output, plan=plan, workers=count, **case.options)
         assert result.plan == plan
         assert result.num_items == len(case.items)
-        outputs.append(check_output(case, output))
+        files = {path.name: path.read_bytes() for path in output.iterdir()}
+        outputs.append({name: files[name] for name in files.keys() - {SHUFFLE_RESULT}})
+    check_output(case, outputs[0])
     assert all(output == outputs[0] for output in outputs)
 
 

@@ -123,22 +123,6 @@ def test_small_domains_are_one_class(counts: list[int], degrees: int) -> None:
     assert abs(value - degrees) <= 4 * math.sqrt(2 * degrees)
 
 
-def test_figures_of_fair_shuffles_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HEAD", 1000)
-    counts = [2500, 1000, 300, 100, 50, 40, 8, 2]
-    orders = [np.random.default_rng(seed).permutation(4000) for seed in range(300)]
-    tables = [measure(order, counts, 20) for order in orders]
-    squares = [table["windows"].chi_square for table in tables]
-    assert {degrees for _, degrees in squares} == {63 * 2}  # the last six are one class
-    scores = np.array([(value - 126) / math.sqrt(2 * 126) for value, _ in squares])
-    assert abs(scores.mean()) < 0.25
-    assert 0.8 < scores.std() < 1.2
-    for name in ("head", "shards", "windows"):
-        deviations = np.concatenate([table[name].deviations for table in tables])
-        assert abs(deviations.mean()) < 0.05, name
-        assert 0.9 < deviations[:, :5].std() < 1.1, name
-
-
 def test_figures_as_text() -> None:
     """Also of domains whose names have control characters, which do not reach the terminal."""
     counts = {"\x1b[31mred\n": 25_000, "\u00c4rzte\u202e": 25_000, "empty": 0}

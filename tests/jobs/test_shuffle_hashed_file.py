@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,19 +60,3 @@ def test_what_is_written_is_in_the_file(
     assert sums == (len(expected), checksum([expected]))
     assert path.read_bytes() == expected
     assert os.listdir(tmp_path) == ["file"]
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_file_that_fails_is_named_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def refuse(*arguments: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "write", refuse)
-    path = tmp_path / "file"
-    size = _BLOCK + 1 if number == errno.EIO else 1
-    with pytest.raises(OSError, match=os.strerror(number)) as raised:
-        write_hashed(str(path), [np.ones(size, np.uint8)])
-    assert raised.value.filename == str(path)
-    assert os.listdir(tmp_path) == []

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from millrace.errors import ConfigError, MillraceError
 from millrace.ragged import even_sizes, starts_of
 from millrace.shuffling import plans
-from millrace.shuffling.permutations import Permutation
+from millrace.shuffling.permutations import Permutation, choose_permutation
 from millrace.shuffling.plans import (
     ITEM_OVERHEAD,
     MB,
@@ -141,8 +141,6 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     disk.free = 8 * GB
     with pytest.raises(MillraceError, match=r"No space left for the output: it has 8.2 GB"):
         choose(tmp_path, large)
-    disk.free = 10**15
-    assert choose(tmp_path, FakeItems(10**4, 10**6)).name == "gather"  # of large items
 
 
 def test_documents_and_their_origins_take_memory(tmp_path: Path, disk: SimpleNamespace) -> None:
@@ -155,6 +153,8 @@ def test_documents_and_their_origins_take_memory(tmp_path: Path, disk: SimpleNam
     for has_origins, workers in ((False, 3), (True, 1)):  # which take Arrow
         items = FakeItems(np.full(2000, 100_000), has_origins=has_origins)
         assert choose(tmp_path, items, memory=200 * MB, name="gather").workers == workers
+    with pytest.raises(ConfigError, match=r"copying their origins takes 90.0 MB"):
+        choose(tmp_path, items, memory=90 * MB)
 
 
 def test_a_smaller_memory_continues_with_fewer_workers() -> None:
@@ -165,6 +165,22 @@ def test_a_smaller_memory_continues_with_fewer_workers() -> None:
     assert resume_plan(content, items, workers=4, memory=100 * MB).workers == 1
     with pytest.raises(ConfigError, match=r"not 99.0 MB: .*Give memory=100000000 or more"):
         resume_plan(content, items, workers=4, memory=99 * MB)
+
+
+# ---- the permutation ----
+
+
+def test_the_choice_depends_on_the_memory() -> None:
+    for name, size, memory, expected in (
+        ("auto", 1000, 32_000, "numpy"),
+        ("auto", 1001, 32_000, "keyed"),
+        ("auto", 0, 0, "numpy"),
+        ("numpy", 1001, 20_000, "numpy"),
+        ("keyed", 1, 10**12, "keyed"),
+    ):
+        assert choose_permutation(name, size, memory, "sequences") == expected
+    with pytest.raises(ConfigError, match=r"takes 16.0 MB .* 1,000,001 sequences, and 0 bytes are"):
+        choose_permutation("numpy", 1_000_001, -1, "sequences")
 
 
 # ---- the measurement of the disk ----

@@ -136,28 +136,19 @@ def test_refuses_more_documents_than_int32_rows_can_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "value"),
     [
-        {"sequence_length": 0},
-        {"sequence_length": -1},
-        {"sequence_length": 2**63},
-        {"num_samples": -1},
-        {"num_samples": 2**63},
-        {"num_samples": 2**50},  # refused before memory is asked for: its rows would take 8 PiB
-        {"document_index": int32([])},
-        {"sequence_lengths": np.array([9], ">i4")},
-        {"dtype": np.uint32},
-        {"dtype": np.float64},
+        *(("sequence_length", value) for value in (0, -1, 2**63)),
+        # The last one is refused before memory is asked for: its rows would take 8 PiB.
+        *(("num_samples", value) for value in (-1, 2**63, 2**50)),
+        ("document_index", int32([])),
+        ("sequence_lengths", np.array([9], ">i4")),
+        *(("dtype", value) for value in (np.uint32, np.float64)),
     ],
 )
-def test_refuses_wrong_arguments(arguments: dict[str, Any]) -> None:
-    right: dict[str, Any] = {
-        "sequence_lengths": int32([9]),
-        "document_index": int32([0]),
-        "sequence_length": 2,
-        "num_samples": 1,
-    }
+def test_refuses_wrong_arguments(name: str, value: Any) -> None:
+    right = {"sequence_lengths": int32([9]), "document_index": int32([0])}
+    right |= {"sequence_length": 2, "num_samples": 1}  # type: ignore[dict-item]
     _native.sample_index(**right)
-    name = next(iter(arguments)).split("_")[0]
-    with pytest.raises((ValueError, TypeError), match=f"{name}|incompatible|too few"):
-        _native.sample_index(**(right | arguments))
+    with pytest.raises((ValueError, TypeError), match=f"{name.split('_')[0]}|incompat|too few"):
+        _native.sample_index(**right | {name: value})

@@ -98,18 +98,12 @@ def draw_targets(first: int, count: int, random: RandomState) -> np.ndarray:
     return out
 
 
-def assert_twin_of_draws(first: int, count: int, seed: int, position: int) -> None:
-    ours, twin = generator(seed, position), generator(seed, position)
-    actual, expected = draw_targets(first, count, ours), reference.draw_targets(first, count, twin)
-    np.testing.assert_array_equal(actual, expected, strict=True)
-    assert_same_state(ours, twin)
-
-
 # First steps and counts: within and across every mask, 2**31 and 2**32 (64-bit draws), blocks.
 TARGETS = (
     [(0, 0), (1, 0), (1, 1), (2**63 - 1, 0)]
     + [(2**k + 2, min(2**k + 2, 5)) for k in range(1, 63)]
     + [(size, size) for size in SIZES if size > 0]
+    + [(3000, count) for count in (1, 77, 1500)]
     + [(2**31 + d, 700) for d in (-1, 0, 1, 350)]
     + [(2**32 + d, 700) for d in (-1, 0, 1, 350, 511, 512, 513)]
     + [(2**33 + 17, 1300), (2**40 - 1, 600), (2**62, 513), (2**63 - 1, 700)]
@@ -118,21 +112,11 @@ TARGETS = (
 
 @pytest.mark.parametrize(("first", "count"), TARGETS)
 def test_draw_targets_equals_its_twin(first: int, count: int) -> None:
-    for seed, position in ((0, 624), (1, 0), (2, 623)):
-        assert_twin_of_draws(first, count, seed, position)
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    position=st.integers(0, 624),
-    first=st.one_of(st.integers(0, 3000), st.integers(2**32 - 3000, 2**63 - 1)),
-    count=st.integers(0, 1500),
-)
-@settings(deadline=None, derandomize=True, max_examples=100)
-def test_draw_targets_equals_its_twin_for_any_step(
-    seed: int, position: int, first: int, count: int
-) -> None:
-    assert_twin_of_draws(first, min(first, count), seed, position)
+    for seed, position in ((0, 624), (1, 0), (2, 623), (3, 300)):
+        ours, twin = generator(seed, position), generator(seed, position)
+        expected = reference.draw_targets(first, count, twin)
+        np.testing.assert_array_equal(draw_targets(first, count, ours), expected, strict=True)
+        assert_same_state(ours, twin)
 
 
 @pytest.mark.parametrize("first", [600, 2**31, 2**32 - 1, 2**32, 2**32 + 50, 2**50, 2**63 - 1])

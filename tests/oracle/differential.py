@@ -230,7 +230,7 @@ class Generator:
             chosen = chosen[:1]
         if self.chance(0.02):
             chosen.append("data/missing")
-        if self.chance(0.03):
+        if self.chance(0.1):
             chosen.append(chosen[0])
         if self.chance(0.45):
             return chosen, None
@@ -394,17 +394,10 @@ def known_cause(error: BaseException | None) -> str | None:
 # ---- comparing ----
 
 
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise AssertionError(message)
-
-
 def same_error(mine: BaseException | None, their: BaseException | None, where: str) -> None:
     kind: Any = AssertionError if isinstance(their, LooksForeverError) else type(their)
-    require(
-        (mine is None) == (their is None) and (their is None or isinstance(mine, kind)),
-        f"{where}: ours raises {mine!r}, Megatron-LM {their!r}",
-    )
+    is_alike = (mine is None) == (their is None) and (their is None or isinstance(mine, kind))
+    assert is_alike, f"{where}: ours raises {mine!r}, Megatron-LM {their!r}"
 
 
 def same_tree(mine: Any, their: Any, where: str) -> None:
@@ -550,7 +543,7 @@ def compare(case: Case, generator: Generator, folder: Path) -> str:
         error = build(Ours, case, arguments).error
         # There may be another error after the bug: sequences_per_dataset raises KeyError.
         kinds = (millrace.MillraceError, KeyError)
-        require(error is None or isinstance(error, kinds), f"{error!r}")
+        assert error is None or isinstance(error, kinds), repr(error)
         return f"known: {known}"
     if their.error is not None:
         drop_caches(folder)
@@ -565,7 +558,7 @@ def compare(case: Case, generator: Generator, folder: Path) -> str:
 
     def build_same(side: Any, where: str) -> Built:
         built = build(side, case, arguments)
-        require(built.error is None, f"{where}: {built.error!r}")
+        assert built.error is None, f"{where}: {built.error!r}"
         same_tree(built.datasets, their.datasets, where)
         return built
 
@@ -578,9 +571,7 @@ def compare(case: Case, generator: Generator, folder: Path) -> str:
     found = contents_of(folder)
     oracle.assert_alike(found, contents, "cache")
     oracle.assert_alike(sorted(mine.build_lines()), sorted(their.build_lines()), "built")
-    require(
-        bool(found) == (is_cached and len(oracle.parts_of(their.datasets)) > 0), "there is a cache"
-    )
+    assert bool(found) == (is_cached and len(oracle.parts_of(their.datasets)) > 0), "a cache"
     before = stamps(folder)
     their = build_same(Theirs, "Megatron-LM on our cache")
     check_reused(their, before, folder, case, "Megatron-LM on our cache")
@@ -602,12 +593,12 @@ def contents_of(folder: Path) -> dict[str, bytes]:
 
 def check_reused(built: Built, before: Any, folder: Path, case: Case, where: str) -> None:
     """Checks that nothing was written; without a cache folder, only blends are built again."""
-    require(stamps(folder) == before, f"{where}: files were written")
+    assert stamps(folder) == before, f"{where}: files were written"
     anew = built.build_lines()
     if case.cache == "beside" and case.mock_size is None:
         anew = [line for line in anew if "BlendedDataset" not in line]
     if before:
-        require(anew == [], f"{where}: {anew}")
+        assert anew == [], f"{where}: {anew}"
 
 
 def reopen(case: Case, arguments: dict[str, Any], generator: Generator, how: str) -> None:

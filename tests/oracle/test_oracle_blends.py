@@ -12,21 +12,11 @@ import millrace
 from millrace import _native
 from millrace.order import blend, blend_exhaustively
 
-OPTIONS: dict[str, Any] = {"sequence_length": 8, "seed": 77, "eod": 3, "pad": 4}
-RESETS = {"reset_position_ids": True, "eod_mask_loss": True}
-
-
-def random_weights(random: np.random.Generator) -> list[float]:
-    """1 to 60 weights: similar, with many ties, or of very different sizes."""
-    count = int(random.integers(1, 61))
-    kind = random.integers(4)
-    if kind == 0:
-        return (random.random(count) + 0.01).tolist()
-    if kind == 1:
-        return random.integers(1, 4, count).astype(float).tolist()
-    if kind == 2:
-        return (10.0 ** random.uniform(-12, 12, count)).tolist()
-    return [1.0] * count
+KINDS = WEIGHTS_OF | {
+    "equal": lambda random, count: np.ones(count),
+    "of any size": lambda random, count: 10.0 ** random.uniform(-12, 12, count),
+}
+COUNTS = (1, 2, 3, 7, 20, 60, 70, 300, 1000, 4096)
 
 
 def theirs_by_weights(weights: list[float], size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -41,26 +31,23 @@ def theirs_by_sizes(sizes: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return out
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_random_blends_by_weight_are_equal(seed: int) -> None:
-    random = np.random.default_rng([20, seed])
-    assert_by_weights(random_weights(random), int(random.integers(0, 20_000)))
-
-
 def assert_by_weights(weights: list[float], size: int) -> None:
     megatron.assert_alike(
         blend(weights, size), theirs_by_weights(megatron.normalize(weights), size)
     )
 
 
-@pytest.mark.parametrize("kind", WEIGHTS_OF)
-@pytest.mark.parametrize("count", [20, 70, 300, 1000, 4096])
-def test_blends_of_many_datasets_by_weight_are_equal(count: int, kind: str) -> None:
-    """Long enough for the set of candidates to change many times over."""
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", COUNTS)
+def test_blends_of_random_weights_are_equal(count: int, kind: str) -> None:
+    """By weight, long enough for the set of candidates to change many times over; and by size."""
     random = np.random.default_rng([29, count])
-    weights = WEIGHTS_OF[kind](random, count).tolist()
+    weights = KINDS[kind](random, count)
     # Megatron-LM looks at every dataset for every sample.
-    assert_by_weights(weights, min(200_000, 250_000_000 // count))
+    assert_by_weights(weights.tolist(), min(200_000, 250_000_000 // count))
+    size = min(150_000, 40_000_000 // count)
+    sizes = np.ceil(weights / weights.sum() * size).astype(int).tolist()
+    megatron.assert_alike(blend_exhaustively(sizes), theirs_by_sizes(sizes))
 
 
 @pytest.mark.parametrize("scale", [1e-9, 0.9, 1.1, 1e9])
@@ -72,16 +59,6 @@ def test_blends_by_weights_that_are_not_normalised_are_equal(scale: float) -> No
         weights *= scale / weights.sum()
         ours = _native.blend_by_weights(weights, 30_000)
         megatron.assert_alike(ours, theirs_by_weights(weights, 30_000))
-
-
-@pytest.mark.parametrize("kind", WEIGHTS_OF)
-@pytest.mark.parametrize("count", [20, 70, 300, 1000, 4096])
-def test_exhaustive_blends_of_many_datasets_are_equal(count: int, kind: str) -> None:
-    random = np.random.default_rng([31, count])
-    weights = WEIGHTS_OF[kind](random, count)
-    size = min(150_000, 40_000_000 // count)
-    sizes = np.ceil(weights / weights.sum() * size).astype(int).tolist()
-    megatron.assert_alike(blend_exhaustively(sizes), theirs_by_sizes(sizes))
 
 
 @pytest.mark.parametrize(
@@ -103,19 +80,11 @@ def test_extreme_blends_by_weight_are_equal(weights: list[float]) -> None:
     assert_by_weights(weights, 30_000)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_random_exhaustive_blends_are_equal(seed: int) -> None:
-    random = np.random.default_rng([21, seed])
-    sizes = (random.geometric(1 / random.choice([2, 50, 500]), random.integers(1, 61))).tolist()
-    if seed % 5 == 0:
-        sizes[0] = 20_000  # one dataset outlasts all others
-    megatron.assert_alike(blend_exhaustively(sizes), theirs_by_sizes(sizes))
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_the_samples_of_each_dataset_are_equal_in_number(seed: int) -> None:
     random = np.random.default_rng([22, seed])
-    weights = megatron.normalize(random_weights(random))
+    draw = KINDS[[*KINDS][seed % len(KINDS)]]
+    weights = megatron.normalize(draw(random, int(random.integers(1, 61))))
     assert millrace.normalize(weights) == megatron.normalize(weights)
     sizes = [int(size) for size in random.integers(0, 10**9, 3)]
     for surplus in (0.0, 0.005, 0.5):
@@ -138,24 +107,20 @@ def write_datasets(random: np.random.Generator, folder: Path, count: int) -> lis
     ]
 
 
-def our_datasets(prefixes: list[Path], num_samples: int | None) -> list[millrace.GPTDataset]:
-    return [
+Datasets = tuple[list[millrace.GPTDataset], list[megatron.GPTDataset]]
+
+
+def both_datasets(prefixes: list[Path], cache: Path, num_samples: int | None) -> Datasets:
+    cases = [
         megatron.Case(
             prefix=prefix,
             sequences=(0, len(millrace.IndexedDataset(prefix))),
             num_samples=num_samples,
-            **OPTIONS,
-            **RESETS,
-        ).ours()
+            sequence_length=8,
+        )
         for prefix in prefixes
     ]
-
-
-def config_of(**options: Any) -> Any:
-    """Indices are cached below each prefix: a cached blend would need torch.distributed."""
-    tokenizer = megatron.Tokenizer(eod=3, pad_id=4)
-    options |= {"random_seed": 77, "tokenizer": tokenizer, "sequence_length": 8}
-    return megatron.config_of(None, **RESETS, **options)
+    return [case.ours() for case in cases], [case.theirs(cache) for case in cases]
 
 
 def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
@@ -165,53 +130,31 @@ def test_the_builders_weights_are_normalised_twice(tmp_path: Path) -> None:
     once = millrace.normalize(weights)
     assert millrace.normalize(once) != once
     assert blend(once, size)[0].tolist() != blend(weights, size)[0].tolist()
-    blend_of = (list(map(str, prefixes)), weights)
-    theirs = megatron.build(config_of(blend=blend_of, split="1"), [size, 1, 1])[0]
-    ours = millrace.build_datasets(
-        millrace.DatasetConfig(
-            blend=blend_of,
-            split="1",
-            num_samples=(size, 1, 1),
-            sequence_length=8,
-            seed=77,
-            eod_token=3,
-            pad_token=4,
-            **RESETS,
-        )
-    )
-    megatron.assert_same_datasets(ours.train, theirs)
+    options: Any = {"blend": ([*map(str, prefixes)], weights), "split": "1", "sequence_length": 8}
+    theirs = megatron.build(megatron.config_of(None, **options), [size, 1, 1])
+    config = millrace.DatasetConfig(seed=1234, num_samples=(size, 1, 1), **options)
+    megatron.assert_same_datasets(millrace.build_datasets(config).train, theirs[0])
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_blend_of_datasets_built_one_by_one_is_equal(seed: int, tmp_path: Path) -> None:
     random = np.random.default_rng([26, seed])
     count = int(random.integers(1, 6))
     prefixes = write_datasets(random, tmp_path, count)
     weights, size = (10.0 ** random.uniform(-3, 3, count)).tolist(), 300
-    config = config_of()
-    theirs = [
-        megatron.gpt_dataset(prefix, config, (0, len(millrace.IndexedDataset(prefix))), size)
-        for prefix in prefixes
-    ]
-    ours = our_datasets(prefixes, size)
+    ours, theirs = both_datasets(prefixes, tmp_path / "cache", size)
     megatron.assert_same_datasets(
         millrace.BlendedDataset(ours, weights, size),
-        megatron.BlendedDataset(theirs, weights, size, config),
+        megatron.BlendedDataset(theirs, weights, size, megatron.config_of(None)),
     )
 
 
 def test_a_blend_that_draws_too_much_of_a_dataset_is_refused_by_both(tmp_path: Path) -> None:
-    random = np.random.default_rng(27)
-    prefixes = write_datasets(random, tmp_path, 2)
-    config = config_of()
-    ours = our_datasets(prefixes, None)
-    theirs = [
-        megatron.gpt_dataset(prefix, config, dataset.order.sequences, None)
-        for prefix, dataset in zip(prefixes, ours, strict=True)
-    ]
+    prefixes = write_datasets(np.random.default_rng(27), tmp_path, 2)
+    ours, theirs = both_datasets(prefixes, tmp_path / "cache", None)
     for weights in ([1.0, 1e-6], [1e-6, 1.0]):
         size = len(ours[weights.index(1.0)]) + 5
         with pytest.raises(IndexError, match="oversamples"):
-            megatron.BlendedDataset(theirs, weights, size, config)
+            megatron.BlendedDataset(theirs, weights, size, megatron.config_of(None))
         with pytest.raises(millrace.ConfigError, match="draws more samples"):
             millrace.BlendedDataset(ours, weights, size)

@@ -115,29 +115,3 @@ def test_random_configurations_are_the_builders(number: int, tmp_path: Path) -> 
         else:
             ours = millrace.build_datasets(millrace.DatasetConfig(**options))
             megatron.assert_same_datasets(list(ours), theirs, f"case {number}, {way}")
-
-
-# ---- rare cases ----
-
-
-def test_too_few_tokens_are_an_error_here_and_an_empty_dataset_there(tmp_path: Path) -> None:
-    """A split with tokens, but too few for a sample (see docs/differences.md)."""
-    prefix = megatron.write_sequences(tmp_path / "data", [100, 5], np.random.default_rng(41))
-    options = {"blend": ([str(prefix)], None), "split": "1,1", "sequence_length": 8}
-    train, valid, test = megatron.build(megatron.config_of(None, **options), [None] * 3)
-    assert (len(train), len(valid), test) == (12, 0, None)
-    config = millrace.DatasetConfig(seed=1234, num_samples=(None, None, None), **options)
-    with pytest.raises(millrace.ConfigError, match=r"the valid split: .* leaves no sample"):
-        millrace.build_datasets(config)
-
-
-def test_the_same_prefix_twice_is_drawn_as_megatron_does(tmp_path: Path) -> None:
-    prefix = str(megatron.write_sequences(tmp_path / "data", [30] * 50, np.random.default_rng(42)))
-    for weights in (None, [0.3, 0.7]):
-        options = {"blend": ([prefix, prefix], weights), "split": "8,1,1", "sequence_length": 8}
-        sizes: Any = (200, 20, 20)
-        theirs = megatron.build(megatron.config_of(None, **options), sizes)
-        config = millrace.DatasetConfig(seed=1234, num_samples=sizes, **options)
-        with pytest.warns(millrace.DuplicateDataWarning, match="twice"):
-            ours = millrace.build_datasets(config)
-        megatron.assert_same_datasets(list(ours), theirs)

@@ -1,6 +1,5 @@
 """`add_item`, `add_document` and `get_blend_from_list` take what Megatron-LM's take."""
 
-import contextlib
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -172,43 +171,6 @@ def test_lengths_and_modes_of_any_kind(lengths: Any, multimodal: bool) -> None:
 def test_lengths_that_are_not_whole_numbers_are_refused(lengths: Any) -> None:
     with pytest.raises(ConfigError, match="lengths"):
         files_of(ours, np.int32, lambda builder: builder.add_document(np.arange(5), lengths))
-
-
-def test_a_builder_shows_its_index(tmp_path: Path) -> None:
-    for multimodal in (False, True):
-        mine, theirs = (
-            side.IndexedDatasetBuilder(f"{tmp_path}/{name}.bin", np.int32, multimodal)
-            for name, side in (("mine", ours), ("theirs", oracle))
-        )
-        with contextlib.closing(theirs.data_file):
-            for builder in (mine, theirs):
-                builder.add_document(np.arange(5), [3, 2], [1, 2])
-                builder.add_item(torch.arange(4), 7)
-                builder.end_document()
-            for name in ("sequence_lengths", "document_indices", "sequence_modes"):
-                assert getattr(mine, name) == getattr(theirs, name), name
-            mine.add_document(np.arange(2), [2], [3])  # reading back changes nothing
-            assert mine.sequence_lengths == [3, 2, 4, 2]
-            mine.finalize(str(tmp_path / "mine.idx"))
-    dataset = ours.IndexedDataset(str(tmp_path / "mine"), multimodal=True)
-    assert dataset.sequence_modes.tolist() == [1, 2, 7, 3]
-    assert dataset.document_indices.tolist() == [0, 2, 3, 4]
-
-
-def test_a_builder_of_a_million_sequences_shows_its_index(tmp_path: Path) -> None:
-    """Entries beyond those in memory are read back from disk, and more can be added."""
-    count = (1 << 20) + 5
-    builder = ours.IndexedDatasetBuilder(str(tmp_path / "data.bin"), dtype=np.uint8)
-    for _ in range(2):
-        builder.add_document(np.arange(count) % 250, np.ones(count, np.int32))
-        lengths = builder.sequence_lengths
-        assert lengths == [1] * len(lengths)
-    assert len(lengths) == 2 * count
-    assert builder.document_indices == [0, count, 2 * count]
-    builder.finalize(str(tmp_path / "data.idx"))
-    dataset = ours.IndexedDataset(str(tmp_path / "data"))
-    assert dataset.document_indices.tolist() == [0, count, 2 * count]
-    assert (len(dataset), dataset[2 * count - 1]) == (2 * count, (count - 1) % 250)
 
 
 weights = (

@@ -75,22 +75,28 @@ def state_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_megatron_starts_on_what_we_wrote_and_builds_none(
+def test_each_side_starts_on_what_the_other_wrote_and_builds_none(
     data: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    case, cache = cases(data)[name], tmp_path / "cache"
-    result = index(ours_of(case), megatron_cache_folder=cache, tokenizer=IDENTIFIERS)
+    case = cases(data)[name]
+    folders = tmp_path / "ours", tmp_path / "theirs"
+    result = index(ours_of(case), megatron_cache_folder=folders[0], tokenizer=IDENTIFIERS)
     assert result.num_found == 0
-    written = state_of(cache)
-    assert len([file for file in written if file.endswith("description.txt")]) == result.num_built
+    with megatron.process_group():
+        build_theirs(case, folders[1])
+    written = [*map(state_of, folders)]
+    files = [file for file in written[0] if file.endswith("description.txt")]
+    assert len(files) == result.num_built
     caplog.set_level(logging.INFO)
     with megatron.process_group():
-        theirs = build_theirs(case, cache)
+        theirs = build_theirs(case, folders[0])
     messages = [record.getMessage() for record in caplog.records]
     assert not [message for message in messages if "Build and save" in message]
     loads = [m for m in messages if m.startswith("Load the") and m.endswith("indices")]
     assert len(loads) == result.num_built
-    assert state_of(cache) == written
+    again = index(ours_of(case), megatron_cache_folder=folders[1], tokenizer=IDENTIFIERS)
+    assert again.num_built == 0
+    assert [*map(state_of, folders)] == written
     ours = millrace.build_datasets(ours_of(case))
     megatron.assert_same_datasets(list(ours), theirs)
 
@@ -102,13 +108,9 @@ def test_both_caches_take_one_build(
     """The second is written from the first."""
     case = cases(data)[name]
     index(ours_of(case), megatron_cache_folder=tmp_path / "alone", tokenizer=IDENTIFIERS)
-
-    def refuse(*_: Any) -> None:
-        raise AssertionError("built again")
-
     module = importlib.import_module("millrace.jobs.indexing")
-    monkeypatch.setattr(module, "build_arrays", refuse)
-    monkeypatch.setattr(module, "build_blend", refuse)
+    for function in ("build_arrays", "build_blend"):  # it must not be called
+        monkeypatch.setattr(module, function, None)
     config = ours_of(case, cache=tmp_path / "ours")
     index(config, megatron_cache_folder=tmp_path / "both", tokenizer=IDENTIFIERS)
     alone, both = (
@@ -116,19 +118,6 @@ def test_both_caches_take_one_build(
         for folder in ("alone", "both")
     )
     assert alone == both
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_we_start_on_what_megatron_wrote_and_build_none(
-    data: list[str], tmp_path: Path, name: str
-) -> None:
-    case, cache = cases(data)[name], tmp_path / "cache"
-    with megatron.process_group():
-        build_theirs(case, cache)
-    written = state_of(cache)
-    result = index(ours_of(case), megatron_cache_folder=cache, tokenizer=IDENTIFIERS)
-    assert result.num_built == 0
-    assert state_of(cache) == written
 
 
 def test_the_command_line_writes_the_same_files(data: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The order law: splits, and the document, sample and shuffle index of each, are Megatron-LM's."""
+"""The order law: splits, the three indices of each, and samples at random are Megatron-LM's."""
 
 import os
 from itertools import product
@@ -13,11 +13,16 @@ from tests.kernels import reference
 import millrace
 from millrace.order import build_gpt_indices, plan_gpt
 
+# Warns of a tokenizer whose pad token is its EOD; the pad becomes -1, which is tested here.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The pad token id in the tokenizer collides with another special token id:UserWarning"
+)
 Case, Split = megatron.Case, megatron.Split
+INTEGER_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
 
 
 def check(case: Case, cache: Path) -> str:
-    """Compares the indices if Megatron-LM gives any; returns the outcome."""
+    """Compares indices and samples if Megatron-LM gives any; returns the outcome."""
     start, stop = case.sequences
     lengths = millrace.IndexedDataset(case.prefix).sequence_lengths
     num_tokens = int(lengths[start:stop].sum())
@@ -47,13 +52,20 @@ def check(case: Case, cache: Path) -> str:
         return "no sample"
     ours = case.ours()
     megatron.assert_same_indices(ours, theirs)
+    numbers = np.random.default_rng(len(ours)).integers(0, len(ours), 8).tolist()
+    last = int(np.flatnonzero(ours.indices.shuffle_index == len(ours) - 1)[0])  # may have padding
+    megatron.assert_same_samples(ours, theirs, [last, 0, len(ours) - 1, *numbers, last])
     return "same"
 
 
-def random_case(random: np.random.Generator, folder: Path, max_sequences: int) -> list[Case]:
+def random_cases(random: np.random.Generator, folder: Path, max_sequences: int) -> list[Case]:
     """A file, and a case for each split with a share of it."""
     lengths = megatron.random_lengths(random, max_sequences)
-    prefix = megatron.write_sequences(folder / "data", lengths, random)
+    # Few different tokens, so that EOD and pad are frequent; below 0 if the dtype allows it.
+    dtype = INTEGER_DTYPES[random.integers(len(INTEGER_DTYPES))]
+    lowest = -3 if np.dtype(dtype).kind == "i" else 0
+    prefix = megatron.write_sequences(folder / "data", lengths, random, dtype, (lowest, 12))
+    eod, pad = (int(token) for token in random.integers(lowest, 14, 2))
     # Mostly several samples in a split; sometimes the sequence length exceeds its tokens.
     sequence_length = int(np.exp(random.uniform(0, min(7, max(0, np.log(lengths.sum()) - 1)))))
     extra = bool(random.integers(2))
@@ -75,28 +87,27 @@ def random_case(random: np.random.Generator, folder: Path, max_sequences: int) -
                 seed=int(random.choice([0, 1234, 2**32 - 1, random.integers(2**32)])),
                 add_extra_token=extra,
                 drop_last=bool(random.integers(2)),
+                eod=eod,
+                pad=[None, pad, pad, eod][random.integers(4)],
+                reset_position_ids=bool(random.integers(2)),
+                eod_mask_loss=bool(random.integers(2)),
             )
         )
     return cases
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_indices_of_random_data_are_equal(seed: int, tmp_path: Path) -> None:
-    random = np.random.default_rng([3, seed])
-    max_sequences = 10_000 if seed % 4 == 0 else 200
-    for case in random_case(random, tmp_path, max_sequences):
-        check(case, tmp_path / "cache" / case.split.name)
-
-
-def test_most_random_cases_compare_something(tmp_path: Path) -> None:
-    """Megatron-LM gives indices in most cases, so that the test above compares something."""
-    ways = []
-    for seed in range(60):
+@pytest.mark.parametrize("first", range(0, 400, 20))
+def test_random_data_are_equal(first: int, tmp_path: Path) -> None:
+    """20 files, in most of whose cases Megatron-LM gives something to compare with."""
+    outcomes = []
+    for seed in range(first, first + 20):
+        print("seed", seed)
         folder = tmp_path / str(seed)
         folder.mkdir()
-        for case in random_case(np.random.default_rng([4, seed]), folder, 100):
-            ways.append(check(case, folder / "cache" / case.split.name))
-    assert ways.count("same") > 0.6 * len(ways)
+        most = 10_000 if seed % 4 == 0 else 200
+        for case in random_cases(np.random.default_rng([3, seed]), folder, most):
+            outcomes.append(check(case, folder / "cache" / case.split.name))
+    assert outcomes.count("same") > 0.5 * len(outcomes)
 
 
 @pytest.mark.parametrize("num_epochs", [1, 2, 3, 5])
@@ -265,20 +276,12 @@ SPLITS = (
 )
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_written_splits_have_megatrons_bookends(split: str) -> None:
-    vector = megatron.parse_and_normalize_split(split)
-    assert millrace.parse_split(split) == megatron.convert_split_vector_to_split_matrix(vector)
-
-
 @pytest.mark.parametrize("seed", range(20))
-def test_random_splits_have_megatrons_bookends_and_ranges(seed: int) -> None:
+def test_splits_have_megatrons_bookends_and_ranges(seed: int) -> None:
     random = np.random.default_rng([1, seed])
-    for _ in range(50):
-        split = megatron.random_split(random)
-        matrix = megatron.convert_split_vector_to_split_matrix(
-            megatron.parse_and_normalize_split(split)
-        )
+    for split in (*SPLITS, *(megatron.random_split(random) for _ in range(50))):
+        shares = megatron.parse_and_normalize_split(split)
+        matrix = megatron.convert_split_vector_to_split_matrix(shares)
         assert millrace.parse_split(split) == matrix
         for count in (0, 1, 2, 5, int(random.integers(1, 10_000)), int(random.integers(2**31))):
             # The rule is part of BlendedMegatronDatasetBuilder._build_megatron_dataset_splits.

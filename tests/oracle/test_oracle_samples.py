@@ -1,4 +1,4 @@
-"""The order law in samples: tokens, labels, loss masks and position ids are Megatron-LM's."""
+"""Rare samples beside Megatron-LM's; those of random data: test_oracle_indices."""
 
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,7 @@ from tests.shard_folders import make_sequences, write_sequences
 import millrace
 from millrace import ShardedDataset
 from millrace.feed import BatchForm
-from millrace.store import shard_prefix
-
-# Warns of a tokenizer whose pad token is its EOD; the pad becomes -1, which is tested here.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The pad token id in the tokenizer collides with another special token id:UserWarning"
-)
-
-Split = megatron.Split
-INTEGER_DTYPES = (np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64)
+from millrace.shards import shard_prefix
 
 
 def both(
@@ -45,89 +37,6 @@ def test_a_file_may_hold_minus_one(tmp_path: Path) -> None:
     assert kept["tokens"].tolist() == document[:-1]
     assert kept["labels"].tolist() == document[1:]
     assert kept["loss_mask"].tolist() == [1] * 8
-
-
-@pytest.mark.parametrize("seed", range(250))
-def test_samples_of_random_data_are_equal(seed: int, tmp_path: Path) -> None:
-    random = np.random.default_rng([10, seed])
-    dtype = INTEGER_DTYPES[seed % len(INTEGER_DTYPES)]
-    lengths = megatron.random_lengths(random, 10_000 if seed % 10 == 0 else 300)
-    lengths = np.append(lengths, np.int32(1 + random.integers(60)))
-    # Few different tokens, so that EOD and pad are frequent; below 0 if the dtype allows it.
-    lowest = -3 if np.dtype(dtype).kind == "i" else 0
-    prefix = megatron.write_sequences(tmp_path / "data", lengths, random, dtype, (lowest, 12))
-    num_tokens = int(lengths.sum())
-    sequence_length = int(np.exp(random.uniform(0, min(6, np.log(num_tokens)))))
-    eod, pad = (int(token) for token in random.integers(lowest, 14, 2))
-    num_samples = int(random.choice([0.5, 1, 2.3]) * num_tokens / sequence_length)
-    options: dict[str, Any] = {
-        "sequences": (0, len(lengths)),
-        "sequence_length": max(1, min(sequence_length, num_tokens - 1)),
-        "seed": int(random.integers(2**32)),
-        "num_samples": None if random.random() < 0.3 else num_samples,
-        "eod": eod,
-        "pad": [None, pad, pad, eod][random.integers(4)],
-        "reset_position_ids": bool(random.integers(2)),
-        "eod_mask_loss": bool(random.integers(2)),
-        "add_extra_token": bool(random.integers(2)),
-    }
-    if num_tokens == 1:
-        options["add_extra_token"] = False
-    ours, theirs = both(prefix, tmp_path / "cache", **options)
-    numbers = random.integers(0, len(ours), 12).tolist()
-    megatron.assert_same_samples(ours, theirs, [0, len(ours) - 1, *numbers])
-
-
-@pytest.mark.parametrize("seed", range(80))
-def test_a_partial_last_validation_sample_is_padded_alike(seed: int, tmp_path: Path) -> None:
-    random = np.random.default_rng([11, seed])
-    lengths = np.maximum(megatron.random_lengths(random, 60), 1)  # empty ones: test_oracle_indices
-    prefix = megatron.write_sequences(tmp_path / "data", lengths, random, np.int16, (-1, 6))
-    num_tokens = int(lengths.sum())
-    extra = bool(random.integers(2)) and num_tokens > 1
-    sequence_length = int(random.integers(1, 2 * num_tokens + 2))
-    eod = int(random.integers(-1, 6))
-    ours, theirs = both(
-        prefix,
-        tmp_path / "cache",
-        sequences=(0, len(lengths)),
-        sequence_length=sequence_length,
-        seed=seed,
-        num_samples=[None, 1, 2][seed % 3],
-        split=Split.valid,
-        eod=eod,
-        pad=[None, 3, eod][random.integers(3)],
-        reset_position_ids=bool(random.integers(2)),
-        eod_mask_loss=bool(random.integers(2)),
-        add_extra_token=extra,
-        drop_last=False,
-    )
-    megatron.assert_same_indices(ours, theirs)
-    last = int(np.flatnonzero(ours.indices.shuffle_index == len(ours) - 1)[0])
-    megatron.assert_same_samples(ours, theirs, [last, 0, len(ours) - 1, last])
-
-
-def test_a_partial_sample_before_trailing_empty_documents_holds_all_tokens(tmp_path: Path) -> None:
-    """Megatron-LM cannot build it: the end would be (empty document, offset -1)."""
-    random = np.random.default_rng(13)
-    lengths = [5, 0, 0, 0, 0, 0, 3]
-    prefix = megatron.write_sequences(tmp_path / "data", lengths, random, np.uint16, (1, 9))
-    dataset = millrace.IndexedDataset(prefix)
-    found = 0
-    for seed in range(20):
-        ours = millrace.GPTDataset(
-            dataset, sequence_length=5, seed=seed, drop_last_partial_sequence=False
-        )
-        found += lengths[ours.indices.document_index[-1]] == 0
-        text = np.concatenate([dataset[number] for number in ours.indices.document_index])
-        rows = {int(row): ours[number] for number, row in enumerate(ours.indices.shuffle_index)}
-        assert len(rows) == 2
-        assert rows[0]["tokens"].tolist() == text[:5].tolist()
-        assert rows[0]["labels"].tolist() == text[1:6].tolist()
-        assert rows[1]["tokens"].tolist() == [*text[5:].tolist(), 0, 0]
-        assert rows[1]["labels"].tolist() == [*text[6:].tolist(), 0, 0, 0]
-        assert rows[1]["loss_mask"].tolist() == [1.0, 1.0, 0.0, 0.0, 0.0]
-    assert found > 5
 
 
 def test_loss_masks_do_not_depend_on_which_sample_was_first(tmp_path: Path) -> None:

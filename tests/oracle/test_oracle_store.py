@@ -236,21 +236,6 @@ def test_written_merged_and_read_alike(seed: int, tmp_path: Path) -> None:
     assert millrace.store.verify([theirs])[0].problems == []
 
 
-def test_a_dataset_without_its_bin_is_read_by_its_reader(tmp_path: Path) -> None:
-    """Only the index is a local file; samples from elsewhere equal those from a file."""
-    with millrace.IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
-        for length in (40, 7, 0, 90):
-            builder.add_document(np.arange(length))
-    dataset = millrace.IndexedDataset(tmp_path / "data")
-    local = millrace.GPTDataset(dataset, sequence_length=8, seed=3).batch(np.arange(16))
-    remote = RemoteBytes(tmp_path / "data.bin")
-    (tmp_path / "data.bin").unlink()
-    dataset = millrace.IndexedDataset(tmp_path / "data", bin_reader=remote)
-    far = millrace.GPTDataset(dataset, sequence_length=8, seed=3).batch(np.arange(16))
-    for name, array in local.items():
-        assert_equal(far[name], array, name)
-
-
 def write_both(folder: Path, documents: list[Document], dtype: Any, **how: bool) -> list[Path]:
     """The pairs that the sides write, which are equal in every byte."""
     prefixes = [folder / "ours", folder / "theirs", folder / "named"]

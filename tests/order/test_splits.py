@@ -11,20 +11,6 @@ from millrace.order import part_range
 NAN = float("nan")
 
 
-@pytest.mark.parametrize(
-    ("split", "expected"),
-    [
-        ("1", [(0, 1.0), None, None]),
-        ("9,1,0", [(0, 0.9), (0.9, 1.0), None]),
-        ("0, 1 ,0", [None, (0, 1.0), None]),
-        ("99 / 1", [(0, 0.99), (0.99, 1.0), None]),
-        (".5,.5", [(0, 0.5), (0.5, 1.0), None]),
-    ],
-)
-def test_shares_become_bookends(split: str, expected: list[tuple[float, float] | None]) -> None:
-    assert parse_split(split) == expected
-
-
 @pytest.mark.parametrize("split", ["", "a", "0,0,0", "1,1,1,1", "-1,2", "1.2.3,1", "1e3,1", "."])
 def test_invalid_splits_are_refused(split: str) -> None:
     with pytest.raises(ConfigError, match="split"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from millrace.order.instant import InstantOrder, source_key
-from tests.kernels.test_kernel_permutation import check_sizes, normal_score
+from tests.kernels.test_kernel_permutation import check_sizes
 from tests.order.instant_model import Position, Source
 
 NUM, EPOCHS, BINS, LENGTH = 5000, 400, 50, 4
@@ -27,6 +27,12 @@ def instant(seed: int) -> np.ndarray:
 def shuffle(seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     return np.stack([generator.permutation(NUM) for _ in range(EPOCHS)])
+
+
+def normal_score(chi_square: float, degrees: int) -> float:
+    """Wilson and Hilferty's score of a chi-square."""
+    spread = 2 / (9 * degrees)
+    return float(((chi_square / degrees) ** (1 / 3) - (1 - spread)) / spread**0.5)
 
 
 def p_values(orders: np.ndarray) -> dict[str, float]:

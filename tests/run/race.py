@@ -1,4 +1,4 @@
-"""Many simultaneous starts: `python -m tests.run.race --processes 64 --kills 3 --seed 1`.
+"""Many simultaneous starts: `python -m tests.run.race 64 3 1` (processes, kills, seed).
 
 The processes build the same datasets into one empty cache folder. Each reports when it begins a
 set, when it has built the set, and at the end the digest of all arrays and of the first samples.
@@ -15,7 +15,6 @@ On a file system without locks all build at once: several build the same set, an
 killed processes stay. The other checks must hold.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import multiprocessing
@@ -139,22 +138,6 @@ class Builder:
                 signal.pause()
 
 
-def start_processes(
-    count: int, config: DatasetConfig, stages: list[int], deaths: Any
-) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Starts the processes together: (processes by number, receiving ends of their pipes)."""
-    gate = FORK.Event()
-    children, pipes = dict[int, Any](), dict[int, Any]()
-    for number in range(count):
-        pipes[number], sender = FORK.Pipe(duplex=False)
-        builder = Builder(number, gate, sender, stages, deaths)
-        children[number] = FORK.Process(target=builder.run, args=(config,), daemon=True)
-        children[number].start()
-        sender.close()
-    gate.set()
-    return children, pipes
-
-
 # ---- the race ----
 
 
@@ -182,12 +165,6 @@ class Referee:
             self.built[value] += 1
         elif kind == "done":
             self.digests[number] = value
-
-    def check_end(self, processes: int, expected: str) -> None:
-        missing = set(range(processes)) - self.dead - set(self.digests)
-        assert not missing, f"the processes {sorted(missing)} ended without a report"
-        wrong = [number for number, digest in self.digests.items() if digest != expected]
-        assert not wrong, f"the processes {wrong} have other arrays or samples than in memory"
 
     def check_folder(self, cache: Path, stages: list[int]) -> None:
         """Checks for three complete sets, each built once, and a manifest."""
@@ -225,7 +202,14 @@ def race(
     deaths = FORK.Value("i", 0)
     with file_lock(str(folder / "lock")) as has_locks:
         referee = Referee(has_locks)
-    children, pipes = start_processes(processes, config, stages, deaths)
+    gate, children, pipes = FORK.Event(), dict[int, Any](), dict[int, Any]()
+    for number in range(processes):
+        pipes[number], sender = FORK.Pipe(duplex=False)
+        builder = Builder(number, gate, sender, stages, deaths)
+        children[number] = FORK.Process(target=builder.run, args=(config,), daemon=True)
+        children[number].start()
+        sender.close()
+    gate.set()
     for kind, number, value in listen(pipes):
         referee.take(kind, number, value)
         if kind == "doomed":
@@ -234,7 +218,8 @@ def race(
             referee.dead.add(number)
             children[number].kill()
             children[number].join()
-    referee.check_end(processes, expected)
+    assert {*referee.digests} == {*range(processes)} - referee.dead, "some ended without a report"
+    assert {*referee.digests.values()} == {expected}
     referee.check_folder(Path(str(config.cache)), stages)
     return stages, referee
 
@@ -252,19 +237,10 @@ def listen(pipes: Mapping[int, Any]) -> Iterator[tuple[str, int, str]]:
                 open_pipes.pop(number).close()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    numbers = {"processes": 64, "kills": 3, "seed": 1, "documents": 2000}  # documents in each file
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    with tempfile.TemporaryDirectory() as name:  # TMPDIR selects the file system
-        numbers = vars(parser.parse_args())
-        stages, referee = race(Path(name), **numbers)
-    print(
-        f"{len(referee.digests)} of {numbers['processes']} processes agree on 3 sets, built "
-        f"{sum(referee.built.values())} times; builders were killed at the stages {stages}"
-    )
-
-
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as name:  # TMPDIR selects the file system
+        stages, referee = race(Path(name), *map(int, sys.argv[1:]))
+    print(
+        f"{len(referee.digests)} processes agree on 3 sets, built {sum(referee.built.values())} "
+        f"times; builders were killed at the stages {stages}"
+    )

@@ -477,28 +477,24 @@ def test_a_run_stays_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     [
         ({"weights": {"web": 0}}, "source web: the weight is 0: leave it out"),
         ({"weights": {"web": -1}}, "source web: weight must be between 0 and 1e\\+300, not -1"),
-        ({"weights": {"web": float("nan")}}, "source web: weight must be between .*, not nan"),
         ({"weights": {}}, "phase 0 has no source: give a weight to one"),
         ({"alpha": 1.0}, "source web has a weight, and there is alpha"),
         ({"phases": [{"weights": {"wep": 1}}]}, "phase 0: there is no source wep: add it"),
         ({"phases": [{"weights": {"web": "x"}}]}, "phase 0: the weight of web must be a num"),
         ({"phases": [{"weights": {"web": 0, "code": 0}}]}, "phase 0 has no source"),
-        ({"phases": [{"until": 9}]}, "the last phase has `until` 9"),
-        ({"phases": [{}, {}]}, "phase 0 has no `until`"),
+        ({"phases": [{"until": 9}]}, "phase 0 of 1 has `until` 9"),
+        ({"phases": [{}, {}]}, "phase 0 of 2 has `until` None"),
         ({"phases": [{"until": 9}, {"until": 9}, {}]}, "phase 1 starts at sample 9"),
         ({"phases": [{"till": 9}, {}]}, "phase 0: .* argument 'till'; there are until"),
         ({"phases": [{"seq-length": 4, "sequence_length": 4}]}, "seq-length and sequence_length:"),
         ({"phases": [3]}, "phase 0 is 3; give some of until"),
-        ({"phases": [{"until": 9}, {"seq-length": 0}]}, "phase 1: sequence_length must be"),
         ({"phases": [{"until": 9}, {"seq-length": 999}]}, "phase 1, source code has 700 tokens"),
         ({"skips": [(5, 5)]}, r"skips\[0\] is \(5, 5\); give \[start, stop\]"),
         ({"skips": [(0, 2**62)]}, r"0 <= start < stop < 2\*\*62"),
         ({"skips": [(5, 9), (2, 6)]}, r"skips \(2, 6\) and \(5, 9\) overlap"),
-        ({"split": "x"}, "must be one to three shares"),
         ({"mix_window": 0}, "mix_window must be between 1 and"),
         ({"mix_window": 99}, "code has 700 tokens; samples of 8 tokens, 99 in a window, need 1584"),
         ({"seed": -1}, "seed must be at least 0"),
-        ({"num_samples": (1, 2)}, "num_samples must have three entries"),
         ({"sources": {}}, "sources must be one or more"),
         ({"sources": {"web": {"weight": 1}}}, "source web: .*missing .* 'prefix'"),
         ({"sources": {"web": {"prefix": "a", "part": [1, 0]}}}, "source web: the part must be"),
@@ -519,9 +515,9 @@ def test_bad_input(changes: dict[str, Any], message: str, tmp_path: Path) -> Non
 def test_arguments_of_another_order_are_refused() -> None:
     rest = {"seq_length": 8, "train_samples": 5, "data_path": ["a"], "eval_iters": 0}
     for own in ({"sources": {"a": "a"}}, {"alpha": 0.5}, {"mix_window": 4}):
-        with pytest.raises(ConfigError, match=f"only the instant order has {next(iter(own))}"):
+        with pytest.raises(ConfigError, match=f"{next(iter(own))} needs `order: instant`"):
             config_from({**rest, **own})
-    with pytest.raises(ConfigError, match="only built orders have full_validation: leave it"):
+    with pytest.raises(ConfigError, match="full_validation needs `order: gpt`"):
         config_from({**rest, "order": "instant", "full_validation": True})
     with pytest.raises(ConfigError, match="there are sources and data_path"):
         config_from({**rest, "order": "instant", "sources": {"a": "a"}})

@@ -76,55 +76,52 @@ def test_an_epoch_has_each_document_once(folder: Path) -> None:
         assert np.all(batch["loss_mask"].ravel()[starts - 1] == 0)
 
 
-def test_a_file_of_arguments_names_a_sampler(folder: Path) -> None:
+def arguments_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The same run without a cache, as a file of arguments."""
     arguments = {
         "train_data_path": [0.5, str(folder / "a"), 0.5, str(folder / "b")],
         "seq_length": 16,
-        "num_samples": [60, None, None],
+        "num_samples": [90, None, None],
         "order": "millrace.order:PackPlan",
         "order_options": OPTIONS,
         "add_extra_token": False,
     }
+    return arguments | changes
+
+
+def test_a_file_of_arguments_names_a_sampler(folder: Path) -> None:
+    def run_of(name: str, **changes: Any) -> DatasetConfig:
+        arguments = arguments_of(folder, sampler=f"millrace.feed:{name}", **changes)
+        return config_from(arguments)  # type: ignore[return-value]
+
     share: dict[str, Any] = {"micro_batch_size": 1, "data_parallel_size": 3}
-    balance = {"sampler": "millrace.feed:BalancedSampler"}
-    options: dict[str, Any] = {"global_batch_size": 12, "linear": 50.0}
-    run = config_from({**arguments, **balance, "sampler_options": options})
+    size = {"global_batch_size": 12}
+    options = {**size, "linear": 50.0}
+    run = run_of("BalancedSampler", sampler_options=options)
     assert (run.order_options, run.add_extra_token) == (OPTIONS, False)
     blend = build_datasets(run).train
     ranks = [run.make_sampler(blend, **share, data_parallel_rank=rank) for rank in range(3)]
     for start in range(0, 60, 12):
         parts = [sampler.sample_numbers(start) for sampler in ranks]
         assert sorted(np.concatenate(parts).tolist()) == [*range(start, start + 12)]
-        lengths = [
-            [
-                np.diff(blend.tokens([number]).part_starts, append=blend.tokens([number]).ends[-1])
-                for number in part
-            ]
-            for part in parts
-        ]
-        work = [sum(float((one * one + 50 * one).sum()) for one in part) for part in lengths]
-        assert work == pytest.approx([ranks[0].costs(part).sum() for part in parts])
+    for number in range(60):
+        lengths = blend.spans([number]).counts
+        assert ranks[0].costs(np.array([number])) == (lengths**2 + 50 * lengths).sum()
     # Without a name, or with another one, the sampler is that of a Loader, or the other one.
     kinds = {
-        "SequentialSampler": config_from(arguments),
-        "GlobalBatchSampler": config_from(
-            {
-                **arguments,
-                "sampler": "millrace.feed:GlobalBatchSampler",
-                "sampler_options": {"global_batch_size": 12},
-            }
-        ),
+        "SequentialSampler": config_from(arguments_of(folder)),
+        "GlobalBatchSampler": run_of("GlobalBatchSampler", sampler_options=size),
     }
     for name, other in kinds.items():
         assert type(other.make_sampler(blend, **share)).__name__ == name
         assert other.order_key() == run.order_key()
     for wrong in ("cubic", "data_parallel_rank"):  # each rank would take the same samples
-        bad = config_from({**arguments, **balance, "sampler_options": {**options, wrong: 1}})
+        bad = run_of("BalancedSampler", sampler_options={**options, wrong: 1})
         with pytest.raises(ConfigError, match=rf"sampler_options .*{wrong}"):
             bad.make_sampler(blend, **share, data_parallel_rank=1)
     # Documents are padded as the packs have room for it.
-    padded = {**arguments, **balance, "order_options": {**OPTIONS, "multiple": 4}}
-    run = config_from({**padded, "sampler_options": {"global_batch_size": 12}})
+    padded = {"order_options": {**OPTIONS, "multiple": 4}, "sampler_options": size}
+    run = run_of("BalancedSampler", **padded)
     assert run.make_sampler(build_datasets(run).train, **share).costs.multiple == 4
 
 
@@ -151,14 +148,7 @@ def test_wrong_options_of_an_order_are_refused(folder: Path) -> None:
 
 def test_a_run_that_packs_is_inspected(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "run.json.yaml"
-    arguments: dict[str, Any] = {
-        "train_data_path": [0.5, str(folder / "a"), 0.5, str(folder / "b")],
-        "seq_length": 16,
-        "num_samples": [90, None, None],
-        "order": "millrace.order:PackPlan",
-        "order_options": OPTIONS,
-        "add_extra_token": False,
-    }
+    arguments = arguments_of(folder)
     run.write_text(json.dumps(arguments))  # which is YAML, too
     picture = folder / "packs.svg"
     options = ["--ranks", "3", "--micro-batches", "2"]

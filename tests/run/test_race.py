@@ -29,8 +29,7 @@ def test_a_small_race(tmp_path: Path) -> None:
 def test_a_race_without_locks(rounds: int, tmp_path: Path) -> None:
     """When writers shared temporary names, 10 of 10 such rounds failed."""
     for seed in range(rounds):
-        command = [sys.executable, "-m", "tests.run.race", "--processes", "8"]
-        command += ["--documents", "400", "--seed", str(seed), "--kills", str(seed % 2)]
+        command = [sys.executable, "-m", "tests.run.race", "8", str(seed % 2), str(seed), "400"]
         options: Any = {"env": no_flock(tmp_path), "capture_output": True, "text": True}
         result = subprocess.run(command, timeout=120, **options)
         assert result.returncode == 0, result.stderr

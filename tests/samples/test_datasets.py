@@ -124,7 +124,7 @@ def test_parts_of_a_blend_name_their_stores_where_some_are_not_drawn(parts: list
     [
         ([1, 1], 100, r"(?s)dataset 1 .*has 2, 50 are drawn, 48 short"),
         ([1.0, 0.0], 10, "weight of dataset 1 is 0.0"),
-        ([float("nan"), 1.0], 10, "weight of dataset 0 is nan"),
+        ([float("nan"), 1.0], 10, "weights are .nan, 1.0.; they must be finite"),
         ([1.0], 10, "1 weights for 2 datasets"),
         ([1, 1], None, "needs a size"),
     ],

@@ -29,6 +29,7 @@ import millrace
 from millrace.jobs import convert, split
 from millrace.provenance import OriginsWriter
 from millrace.store import finalize_together, verify
+from tests.jobs.kills import KILLED, run_and_die
 
 PAIRS = {
     "build": ("data",),
@@ -43,8 +44,6 @@ NAME = re.compile(r"(data\w*)\.(bin|idx|info\.json|origins\.parquet)")
 LEFTOVER = re.compile(
     r"data\w*\.((bin|idx|info\.json|origins\.parquet)(\.[0-9a-f]{12}\.tmp|\.new)|tmp\.lock)"
 )
-# Steps: audit events, which Python reports before they happen.
-STEPS = {"open", "os.rename", "os.remove", "fcntl.flock", "os.truncate", "os.link"}
 
 os.fsync = os.fstat  # a kill loses nothing that waits to be flushed
 
@@ -299,24 +298,12 @@ def kill_at_random_moments(
 
 def kill_before_step(folder: Path, kind: str, generation: int, step: int) -> bool:
     """Writes a generation, and kills the writer before a step; returns whether it was killed."""
-
-    def work(pipe: int) -> None:
-        left = [step]
-
-        def hook(event: str, arguments: Any) -> None:
-            if event in STEPS:
-                left[0] -= 1
-                if left[0] < 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        sys.addaudithook(hook)
-        write(folder, kind, generation)
-
-    with forked(work) as (process, _):
-        _, status = os.waitpid(process, 0)
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
+    if (child := os.fork()) == 0:
+        run_and_die(lambda: write(folder, kind, generation), step)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status not in (0, KILLED):
         raise MixtureError(f"a writer failed at step {step} of generation {generation}")
-    return os.WIFSIGNALED(status)
+    return status == KILLED
 
 
 def kill_before_every_step(
@@ -359,9 +346,6 @@ def main() -> int:
     parser.add_argument("--successors", type=int, default=12, help="deaths after one before a step")
     parser.add_argument("--folder", help="where to work (its file system matters); else /tmp")
     options = parser.parse_args()
-    import pyarrow.parquet  # noqa: F401  # the writers' imports would count as their steps
-    import xxhash  # noqa: F401
-
     started = time.monotonic()
     for place, kind in enumerate(KINDS):
         share = options.kills * (place + 1) // len(KINDS) - options.kills * place // len(KINDS)

@@ -1,6 +1,5 @@
 """Writing indexed datasets: the bytes, the refusals, and the old pair."""
 
-import os
 import struct
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 
 from millrace import ConfigError, IndexedDataset, IndexedDatasetBuilder, MillraceError
-from millrace.store import writer
 from tests.store.pairs import names
 
 
@@ -41,20 +39,6 @@ def test_many_documents_at_once_give_the_same_bytes(tmp_path: Path) -> None:
     assert (many.num_documents, many.num_sequences) == (100, np.count_nonzero(lengths))
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
-
-
-def test_index_entries_that_spill_to_disk_give_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(name: str) -> bytes:
-        with IndexedDatasetBuilder(tmp_path / name, np.uint8) as builder:
-            for length in range(1000):
-                builder.add_document(np.zeros(length % 7, np.uint8))
-        return (tmp_path / f"{name}.idx").read_bytes()
-
-    in_memory = write("a")
-    monkeypatch.setattr(writer, "LIMIT", 16)
-    assert write("b") == in_memory
 
 
 # ---- refusals ----
@@ -94,24 +78,6 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path: Path, lengths: list[in
     builder.abort()
 
 
-def test_a_dtype_without_a_code_and_a_missing_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="uint32 cannot be stored"):
-        IndexedDatasetBuilder(tmp_path / "data", np.uint32)
-    with pytest.raises(ConfigError, match="is not a folder"):
-        IndexedDatasetBuilder(tmp_path / "none" / "data")
-
-
-def test_sequences_outside_any_document_are_refused(tmp_path: Path) -> None:
-    builder = IndexedDatasetBuilder(tmp_path / "data")
-    builder.add_sequence([1])
-    with pytest.raises(ConfigError, match="call end_document"):
-        builder.finalize()
-    builder.end_document()
-    builder.finalize()
-    with pytest.raises(ConfigError, match="closed"):
-        builder.add_document([1])
-
-
 # ---- nothing half-written ----
 
 
@@ -119,15 +85,6 @@ def test_an_error_in_the_block_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError), IndexedDatasetBuilder(tmp_path / "data", np.uint16) as builder:
         builder.add_documents([1, 2, 100_000], [2, 1])
     assert names(tmp_path) == []
-
-
-def test_a_prefix_is_a_text_bytes_or_a_path(tmp_path: Path) -> None:
-    for prefix in (tmp_path / "data", str(tmp_path / "data"), os.fsencode(tmp_path / "data")):
-        with IndexedDatasetBuilder(prefix) as builder:  # type: ignore[arg-type]
-            assert builder.prefix == str(tmp_path / "data")
-    for other in (3, None, ["data"]):
-        with pytest.raises(ConfigError, match="must be a path"):
-            IndexedDatasetBuilder(other)  # type: ignore[arg-type]
 
 
 def test_a_merge_that_fails_in_the_middle_closes_the_builder(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import os
 import random
 import re
@@ -65,13 +64,11 @@ def test_a_pair_finalised_after_ctrl_c_is_whole(tmp_path: Path, kind: str) -> No
                         builder.add_index(tmp_path / "source")
         except KeyboardInterrupt:
             pass
-        try:
-            with contextlib.suppress(ConfigError):  # a document is open, or the builder is closed
-                builder.end_document()
+        with contextlib.suppress(ConfigError):  # a document is open, or the builder is closed
+            builder.end_document()
+        with contextlib.suppress(ConfigError), builder:
             builder.finalize()
             published += 1
-        except ConfigError:
-            builder.abort()
         if (tmp_path / f"data{number % 2}.idx").exists():
             assert verify([prefix])[0].problems == []
     if kind in ("sequences", "documents"):
@@ -96,16 +93,6 @@ def test_written_files_are_compared_before_they_are_published(tmp_path: Path) ->
 # ---- arguments ----
 
 
-class Seven:
-    def __index__(self) -> int:
-        return 7
-
-
-def unaligned(values: np.ndarray) -> np.ndarray:
-    raw = bytearray(1) + values.tobytes()
-    return np.frombuffer(raw, values.dtype, offset=1)
-
-
 @pytest.mark.parametrize("dtype", [np.uint16, np.int64, np.float32])
 @pytest.mark.parametrize(
     "tokens",
@@ -114,21 +101,12 @@ def unaligned(values: np.ndarray) -> np.ndarray:
         [np.int64(1), np.uint8(2), 3],
         np.array([1, 2, 3], ">i4"),
         np.array([1, 0, 2, 0, 3])[::2],
-        unaligned(np.array([1, 2, 3], np.int32)),
-        np.array([1, 2, 3], object),
+        np.frombuffer(b"x" + np.array([1, 2, 3], np.int32).tobytes(), np.int32, offset=1),
     ],
-    ids=["tuple", "NumPy's ints", "big-endian", "strided", "unaligned", "objects"],
+    ids=["tuple", "NumPy's ints", "big-endian", "strided", "unaligned"],
 )
-@pytest.mark.parametrize(
-    "lengths",
-    [(2, 1), [np.int64(2), np.int32(1)], np.array([2, 1], np.uint64), np.array([2, 1], ">i2")],
-    ids=["tuple", "NumPy's ints", "uint64", "big-endian"],
-)
-def test_tokens_and_lengths_of_every_kind_are_accepted(
-    tmp_path: Path, dtype: Any, tokens: Any, lengths: Any
-) -> None:
-    if dtype is np.float32 and isinstance(tokens, np.ndarray) and tokens.dtype.kind == "O":
-        tokens = tokens.astype(np.int8)
+def test_tokens_of_every_kind_are_accepted(tmp_path: Path, dtype: Any, tokens: Any) -> None:
+    lengths = [np.int64(2), np.uint8(1)]
     with IndexedDatasetBuilder(tmp_path / "data", dtype) as builder:
         builder.add_document(tokens, lengths=lengths)
         builder.add_documents(tokens, lengths)
@@ -148,7 +126,7 @@ def test_a_token_that_uses_the_builder_itself_is_harmless(tmp_path: Path) -> Non
             builder.add_document(np.arange(300_000))
             return 9
 
-    for tokens in ([1, Busy(), 2], (Busy(),), [Seven()]):
+    for tokens in ([1, Busy(), 2], (Busy(),)):
         builder.add_document(tokens)  # type: ignore[arg-type]
     builder.finalize()
     lengths = IndexedDataset(tmp_path / "data").sequence_lengths.tolist()
@@ -168,18 +146,21 @@ def test_a_token_that_uses_the_builder_itself_is_harmless(tmp_path: Path) -> Non
         ("data", {"provenance": {"a": {1, 2}}}, "cannot be stored as JSON"),
         ("data", {"provenance": [1]}, "a dict is needed"),
         ("data", {"dtype": "no dtype"}, "cannot be stored"),
+        ("data", {"dtype": np.uint32}, "uint32 cannot be stored"),
+        ("none/data", {}, "is not a folder"),
+        (3, {}, "must be a path"),
         ("data", {"multimodal": 1}, "multimodal must be True or False, not 1"),
         ("data", {"checksums": 1}, "checksums must be True or False, not 1"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_any_work(
-    tmp_path: Path, name: str, options: Any, message: str
+    tmp_path: Path, name: Any, options: Any, message: str
 ) -> None:
     folders = ["index.idx", "sidecar.info.json", "tokens.bin"]
     for folder in folders:
         (tmp_path / folder).mkdir()
     with pytest.raises(ConfigError, match=re.escape(message)):
-        IndexedDatasetBuilder(tmp_path / name, **options)
+        IndexedDatasetBuilder(name if name == 3 else tmp_path / name, **options)
     assert names(tmp_path) == folders
 
 
@@ -324,22 +305,6 @@ def test_an_ended_builder_keeps_no_descriptor_and_no_file(tmp_path: Path, end: s
     assert names(tmp_path) == (["data.bin", "data.idx"] if end == "finalize" else [])
 
 
-def test_an_error_of_the_system_names_the_file(tmp_path: Path) -> None:
-    code = """
-import json, resource, sys, numpy as np
-from millrace import IndexedDatasetBuilder
-builder = IndexedDatasetBuilder(sys.argv[1], np.int32)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, -1))
-try:
-    builder.add_documents(np.zeros(1 << 20, np.int32), [1 << 20])
-    builder.finalize()
-except OSError as error:
-    print(json.dumps([error.errno, error.filename]))
-"""
-    assert json.loads(output_of(code, tmp_path / "data")) == [27, f"{tmp_path}/data.bin"]
-    assert names(tmp_path) == []
-
-
 _DAEMON = """
 import sys, threading, time
 import numpy as np
@@ -378,6 +343,13 @@ import numpy as np
 from millrace import IndexedDatasetBuilder, MillraceError
 prefix, main, rounds = sys.argv[1], threading.main_thread().ident, int(sys.argv[2])
 
+def insist(function):
+    while True:
+        try:
+            return function()
+        except KeyboardInterrupt:
+            pass
+
 def press(delay, stop):
     time.sleep(delay)
     while not stop.is_set():
@@ -394,18 +366,8 @@ for number in range(rounds):
             builder.add_document(np.arange(100_000))
     except KeyboardInterrupt:
         pass
-    while True:
-        try:
-            builder.abort()
-            break
-        except KeyboardInterrupt:
-            pass
-    while thread.is_alive():
-        try:
-            stop.set()
-            thread.join()
-        except KeyboardInterrupt:
-            pass
+    for step in (builder.abort, stop.set, thread.join):
+        insist(step)
     builder = None
     left = os.listdir(os.path.dirname(prefix))
     assert not left, (number, left)

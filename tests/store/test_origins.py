@@ -1,7 +1,6 @@
 """The sidecar of origins: rows, copies of them, damage, and its publication."""
 
 import contextlib
-import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -140,39 +139,6 @@ def test_other_tools_can_read_the_file(tmp_path: Path) -> None:
     }
 
 
-def test_one_row_takes_one_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GROUP_ROWS", 100)
-    dataset = write(tmp_path / "data", some_rows(1000))
-    assert dataset.origin(999) == Origin("a.jsonl", 999, 99_900, "id-999")
-    import pyarrow.parquet
-
-    groups: list[int] = []
-    read = pyarrow.parquet.ParquetFile.read_row_group
-
-    def noted(self: Any, group: int, **options: Any) -> Any:
-        groups.append(group)
-        return read(self, group, **options)
-
-    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read_row_group", noted)
-    assert dataset.origin(250) == Origin("a.jsonl", 250, 25_000, "id-250")
-    assert rows_in(dataset, 299, 301) == some_rows(301)[299:]
-    assert groups == [2, 3]  # the last one is kept
-
-
-def test_an_addition_does_not_look_at_the_rows_that_wait(tmp_path: Path) -> None:
-    """Which would take hours for a million documents that are added one by one."""
-
-    class Unread(list[Any]):
-        __iter__ = None  # type: ignore[assignment]
-
-    writer = OriginsWriter(tmp_path / "data")
-    writer._pending = Unread()
-    for number in range(5):
-        writer.add(["a.jsonl"], [0], [number], [-1])
-    assert writer.num_rows == len(writer._pending) == 5
-    writer.close()
-
-
 def test_a_compact_file(tmp_path: Path) -> None:
     """Lines one after the other, and byte offsets of documents of some kilobytes."""
     random = np.random.default_rng(0)
@@ -213,17 +179,11 @@ def test_a_writer_goes_on_after_bad_origins(tmp_path: Path) -> None:
     with OriginsWriter(tmp_path / "data") as writer:
         for arguments, message in [
             ((["a"], [1], [0], [0]), "of 1 sources, do not agree .Index 1 out"),
-            ((["a"], [-1], [0], [0]), "Index -1 out of bounds"),
-            (([], [0], [0], [0]), "of 0 sources, do not agree"),
             ((["a"], [0], [0, 1], [0]), "line expected length 1 but got length 2"),
-            ((["a"], [0], [0], []), "byte_offset expected length 1 but got"),
             ((["a"], [0], [0], [0], []), "id expected length 1 but got length 0"),
             ((["a"], [0], [0], [0], [7]), "ids are"),
-            ((["a"], [0], [0], [0], "x"), "ids are"),
-            ((["a"], [0], [0], [0], 7), "ids are 7"),
             ((7, [0], [0], [0]), "sources are 7"),
             (("a", [0], [0], [0]), "sources are 'a'"),
-            (([b"a"], [0], [0], [0]), "sources are"),
             ((["a"], [0.5], [0], [0]), "source_numbers"),
             ((["a"], [0], [2**63], [0]), "lines"),
         ]:
@@ -233,32 +193,17 @@ def test_a_writer_goes_on_after_bad_origins(tmp_path: Path) -> None:
     assert rows_in(dataset) == some_rows(1)
 
 
-def test_documents_without_origins_leave_none(tmp_path: Path, small_groups: None) -> None:
-    datasets = {
-        "with": write(tmp_path / "with", some_rows(20)),
-        "without": write_pair(tmp_path / "without", 1),
-    }
-    for order in (["with", "without"], ["without", "with"], ["with", "without", "with"]):
-        assert merge(tmp_path / "data", [(datasets[name], None) for name in order]) is None
-    # An empty range says nothing.
-    parts = [(datasets["without"], (0, 0)), (datasets["with"], None)]
-    assert merge(tmp_path / "data", parts) == some_rows(20)
-    # A source may be at the prefix.
+def test_documents_without_origins_leave_none(tmp_path: Path) -> None:
+    rows = some_rows(20)
+    known, unknown = write(tmp_path / "known", rows), write_pair(tmp_path / "unknown", 1)
+    assert merge(tmp_path / "data", [(known, None), (unknown, None)]) is None
+    # An empty range says nothing, and a source may be at the prefix.
+    assert merge(tmp_path / "data", [(unknown, (0, 0)), (known, None)]) == rows
     source = IndexedDataset(tmp_path / "data")
-    assert merge(tmp_path / "data", [(source, None), (source, (1, 2))]) == [
-        *some_rows(20),
-        *some_rows(20)[1:2],
-    ]
+    assert merge(tmp_path / "data", [(source, None), (source, (1, 2))]) == [*rows, rows[1]]
 
 
 # ---- another pair's sidecar, and damage ----
-
-
-def test_a_pair_without_origins_removes_the_sidecar(tmp_path: Path) -> None:
-    old = write(tmp_path / "data", some_rows(1))
-    write_pair(tmp_path / "data", 1)
-    assert names(tmp_path) == ["data.bin", "data.idx"]
-    assert old.origins() is None  # of a pair that was replaced before its sidecar was read
 
 
 def test_a_sidecar_of_another_pair_is_refused(tmp_path: Path) -> None:
@@ -379,23 +324,12 @@ def test_without_pyarrow_origins_are_a_clear_error(tmp_path: Path) -> None:
 # ---- files: publication, faults, forks ----
 
 
-def test_errors_and_a_full_disk_leave_no_sidecar(
-    tmp_path: Path, small_groups: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_pair(tmp_path / "data", 50, checksums=True)
-    files = names(tmp_path)
+def test_an_error_leaves_no_sidecar(tmp_path: Path) -> None:
+    write_pair(tmp_path / "data", 50)
     with contextlib.suppress(ZeroDivisionError), OriginsWriter(tmp_path / "data") as writer:
         add(writer, some_rows(50))
         raise ZeroDivisionError
-
-    def fail(file: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr("millrace.files.flush_to_disk", fail)
-    with pytest.raises(OSError, match="No space left"), OriginsWriter(tmp_path / "data") as writer:
-        add(writer, some_rows(50))
-    assert names(tmp_path) == files
-    assert verify([tmp_path / "data"])[0].problems == []
+    assert names(tmp_path) == ["data.bin", "data.idx"]
 
 
 def test_a_pair_that_is_being_built_gets_no_sidecar(tmp_path: Path) -> None:

@@ -40,18 +40,11 @@ def test_the_tokens_are_those_of_the_file(
         pickle.loads(pickle.dumps(tokens))
 
 
-def test_the_core_reads_token_positions(tmp_path: Path) -> None:
-    from millrace import _native
-
-    np.arange(50, dtype=np.uint16).tofile(tmp_path / "tokens.npy")
-    source = RawTokens(tmp_path / "tokens.npy", "uint16").token_source()
-    first, counts = _native.locate_spans(source, *np.array([[0, 0], [3, 40], [4, 10]]))
-    assert (first.tolist(), counts.tolist()) == ([6, 80], [8, 20])
-    with pytest.raises(ValueError, match="outside"):
-        _native.locate_spans(source, *np.array([[0], [41], [10]]))
+def test_an_empty_file_has_no_tokens(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    assert RawTokens(tmp_path / "empty", "uint16").num_tokens == 0
-    assert RawTokens(tmp_path / "empty", "uint16").token_source() is not None
+    tokens = RawTokens(tmp_path / "empty", "uint16")
+    assert tokens.num_tokens == 0
+    assert tokens.token_source() is not None
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

@@ -286,15 +286,9 @@ def test_a_closed_dataset_raises_and_its_arrays_stay(tmp_path: Path) -> None:
     for use in (
         lambda: dataset[0],
         lambda: dataset[:2],
-        lambda: dataset[[0, 1]],
-        lambda: dataset.get(0),
         lambda: dataset.document(0),
         lambda: dataset.read([0]),
-        lambda: dataset.tokens,
-        lambda: dataset.sequence_lengths,
-        lambda: dataset.document_lengths,
         lambda: dataset.fingerprint,
-        lambda: list(dataset),
         lambda: pickle.dumps(dataset),
         lambda: IndexedDatasetBuilder(tmp_path / "other").add_index(dataset),
     ):

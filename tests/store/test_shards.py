@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from millrace import ConfigError, DataError, ShardedDataset
 from millrace.shards import Shards
-from millrace.shards.metadata import is_shards_folder, read_metadata, write_metadata
+from millrace.shards.metadata import is_shards_folder, read_metadata
 from tests.shard_folders import (
     make_sequences,
     write_documents,
@@ -29,51 +28,22 @@ def change(folder: Path, **values: Any) -> None:
 
 
 def test_metadata_come_back_as_they_were_written(tmp_path: Path) -> None:
-    metadata = write_sequences(
-        tmp_path / "out",
-        make_sequences(10, 8),
-        carry=True,
-        eod=5,
-        inputs=[
-            {
-                "domain": "web",
-                "path": "/data/web/a.bin",
-                "size": 2560,
-                "mtime_ns": 10**18,
-                "num_items": 10,
-                "num_tokens": 640,
-            }
-        ],
-        distribution={"head": {"counts": [3, 7], "chi_square": 0.25, "p_value": 0.9}},
-    )
-    assert read_metadata(tmp_path / "out") == metadata
-    assert metadata.num_items == 10
-    assert not metadata.has_documents
-    assert metadata.token_dtype == np.int32
-    document = json.loads((tmp_path / "out/metadata.json").read_text())
-    assert document["version"] == 2
-    assert document["shuffle_type"] == "global_permutation_fast"
-    assert document["seq_len"] == 8
-    assert document["shard_sizes"] == [4, 3, 3]
-    assert "total_documents" not in document
-
-
-def test_metadata_of_documents(tmp_path: Path) -> None:
-    metadata = write_documents(tmp_path / "out", [[[1, 2], [3]], [[4, 5, 6]]])
-    assert read_metadata(tmp_path / "out") == metadata
-    assert metadata.has_documents
-    document = json.loads((tmp_path / "out/metadata.json").read_text())
-    assert document["shuffle_type"] == "global_permutation_documents"
-    assert document["total_documents"] == 3
-    assert "total_sequences" not in document
-
-
-def test_metadata_of_the_common_script_are_read(tmp_path: Path) -> None:
-    write_like_the_script(tmp_path / "out", make_sequences(10, 8))
-    metadata = read_metadata(tmp_path / "out")
-    assert metadata.dtype == "uint32"
-    assert metadata.domain_stats == {"domain_A": 5, "domain_B": 5}
-    assert (metadata.seed, metadata.permutation, metadata.checksums) == (None, None, {})
+    written = {"carry": True, "eod": 5, "inputs": [{"domain": "web", "size": 2560}]}
+    sequences = write_sequences(tmp_path / "sequences", make_sequences(10, 8), **written)
+    documents = write_documents(tmp_path / "documents", [[[1, 2], [3]], [[4, 5, 6]]])
+    assert (sequences.has_documents, documents.has_documents) == (False, True)
+    assert sequences.token_dtype == np.int32
+    for metadata, expected in (
+        (sequences, {"seq_len": 8, "total_sequences": 10, "shard_sizes": [4, 3, 3], **written}),
+        (documents, {"seq_len": None, "total_documents": 3, "shard_sizes": [2, 1]}),
+    ):
+        kind = "documents" if metadata.has_documents else "fast"
+        folder = tmp_path / ("documents" if metadata.has_documents else "sequences")
+        assert read_metadata(folder) == metadata
+        document = json.loads((folder / "metadata.json").read_text())
+        expected |= {"version": 2, "shuffle_type": f"global_permutation_{kind}"}
+        assert document.items() >= expected.items()
+        assert {"total_documents", "total_sequences"} - document.keys()
 
 
 def test_unknown_keys_are_ignored(folder: Path) -> None:
@@ -86,24 +56,19 @@ def test_unknown_keys_are_ignored(folder: Path) -> None:
     ("values", "message"),
     [
         ({"version": 1}, "has version 1; version 2 can be read"),
-        ({"version": "2"}, "has version '2'"),
         ({"version": None}, "has version None"),
         ({"shuffle_type": "block_shuffle"}, "not 'block_shuffle'"),
         ({"seq_len": 0}, "seq_len must be a whole number between 1 and 2147483647, not 0"),
         ({"seq_len": 16}, "shard_0000.bin has 128 bytes; 4 sequences of 16 tokens"),
         ({"total_sequences": 11}, "the sum of shard_sizes: 10; total_sequences is 11"),
-        ({"total_sequences": None}, "total_sequences is None"),
         ({"num_shards": 4}, "entries of shard_sizes: 3; num_shards is 4"),
         ({"num_shards": 0, "shard_sizes": []}, "num_shards must be a whole number between 1"),
         ({"shard_sizes": [3, 4, 3]}, "shard_0000.bin has 128 bytes; 3 sequences of 8 tokens"),
         ({"shard_sizes": [11, -4, 3]}, "shard_sizes[1] must be a whole number"),
-        ({"shard_sizes": [10, -(10**4299), 10**4299]}, "shard_sizes[1]"),
         ({"domain_stats": {"a": 9 * 10**4299, "b": 9 * 10**4299}}, "domain_stats.a"),
         ({"domain_stats": {"web": 9}}, "the sum of domain_stats: 9; total_sequences is 10"),
-        ({"domain_stats": {"web": -1, "code": 11}}, "domain_stats.web"),
         ({"dtype": "float32"}, "not 'float32'"),
         ({"dtype": "uint16"}, "take 64. It is too long, or of another dtype"),
-        ({"checksums": {"shard_0000.bin": "7"}}, "checksums must be"),
     ],
 )
 def test_metadata_that_do_not_add_up(folder: Path, values: dict[str, Any], message: str) -> None:
@@ -155,7 +120,7 @@ def test_the_dtype_of_metadata_that_do_not_say_it(tmp_path: Path) -> None:
     assert read_metadata(tmp_path / "out", dtype="uint16").dtype == "uint16"
     with pytest.raises(DataError, match="or of another dtype"):
         read_metadata(tmp_path / "out")
-    with pytest.raises(ConfigError, match="dtype is 'float32'; it is one of"):
+    with pytest.raises(ConfigError, match=r"dtype must be one of .*, not 'float32'"):
         read_metadata(tmp_path / "out", dtype="float32")
     write_sequences(tmp_path / "ours", make_sequences(10, 8))
     assert read_metadata(tmp_path / "ours", dtype="uint32").dtype == "uint32"
@@ -251,11 +216,3 @@ def test_changed_bytes_are_refused_or_change_nothing(whole: Path, data: Any) -> 
         else:
             text[place:place] = text[place : place + data.draw(st.integers(1, 40))]
     assert_refused_or_equal(whole, bytes(text))
-
-
-def test_metadata_that_are_written_again_are_the_same_bytes(folder: Path) -> None:
-    before = (folder / "metadata.json").read_bytes()
-    names = sorted(os.listdir(folder))
-    write_metadata(folder, read_metadata(folder))
-    assert (folder / "metadata.json").read_bytes() == before
-    assert sorted(os.listdir(folder)) == names

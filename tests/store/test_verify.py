@@ -29,7 +29,6 @@ def test_a_whole_pair_has_no_problems(prefix: Path) -> None:
     report = verify([prefix])[0]
     assert report.problems == []
     assert report.has_checksums
-    assert report.num_bytes == IndexedDataset(prefix).num_bytes
     sidecar = IndexedDataset(prefix).info()
     assert sidecar is not None
     assert sidecar.provenance == {"from": "here"}
@@ -81,28 +80,24 @@ def test_damage_in_the_index_is_located_by_sequence(prefix: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("old", "new"),
     [
-        *(b"", b"{}", b"[]", b'{"version": 1}', b'{"version": 2, "provenance": {}}', b"\xff"),
-        *(
-            b'{"version": 1, "provenance": {}, "checksums": {"algorithm": "%b", %b}}' % sums
-            for sums in [
-                (b"md5", b'"block_size": 256'),
-                (b"xxh3_64", b'"block_size": 256, "bin": {"size": 256, "blocks": ["0"]}'),
-                (
-                    b"xxh3_64",
-                    b'"block_size": 256, "bin": {"size": 256, "blocks": ["0"]}, '
-                    b'"idx": {"size": 257, "blocks": ["0"]}',
-                ),
-            ]
-        ),
+        ("{", ""),
+        ('"version": 1', '"version": 2'),
+        ('"provenance"', '"other"'),
+        ("xxh3_64", "md5"),
+        ('"block_size": 256', '"block_size": 512'),
+        ('"idx"', '"other"'),
+        ('"size": 2000', '"size": 2300'),
     ],
 )
-def test_a_damaged_sidecar_is_a_separate_problem(prefix: Path, content: bytes) -> None:
-    Path(f"{prefix}.info.json").write_bytes(content)
-    problems = verify([prefix])[0].problems
-    assert len(problems) == 1
-    assert "info.json" in problems[0]
+def test_a_damaged_sidecar_is_a_separate_problem(prefix: Path, old: str, new: str) -> None:
+    path = Path(f"{prefix}.info.json")
+    text = path.read_text()
+    path.write_text(text.replace(old, new))
+    assert path.read_text() != text
+    (problem,) = verify([prefix])[0].problems
+    assert "info.json" in problem
     with pytest.raises(DataError, match=r"info\.json"):
         IndexedDataset(prefix).info()
 
@@ -140,10 +135,3 @@ def test_prefixes_that_no_file_can_have_are_reported(tmp_path: Path) -> None:
         verify([*prefixes, "a\0b"])
     with pytest.raises(ConfigError, match="must be a path"):
         verify(["a\0b"])
-
-
-def test_files_of_another_size_are_reported(prefix: Path) -> None:
-    path = Path(f"{prefix}.bin")
-    path.write_bytes(path.read_bytes()[:-2])
-    problems = verify([prefix])[0].problems
-    assert any("when its checksums were made it had 2000" in text for text in problems)

@@ -25,17 +25,10 @@ class Phases:
     def __len__(self) -> int:
         return len(self.sources)
 
-    def counts(self, sample_number: int) -> np.ndarray:
-        return np.bincount(self.sources[:sample_number], minlength=self.sources.max() + 1)
-
     def draws(self, sample_numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sources = self.sources[sample_numbers]
-        numbers = [self.counts(n)[s] for n, s in zip(sample_numbers, sources, strict=True)]
-        return sources, np.array(numbers, np.int64)
-
-    def find(self, source: int, numbers: np.ndarray) -> np.ndarray:
-        places = np.append(np.flatnonzero(self.sources == source), -1)
-        return places[np.minimum(numbers, len(places) - 1)]
+        pairs = zip(sample_numbers, sources, strict=True)
+        return sources, np.array([np.sum(self.sources[:n] == source) for n, source in pairs])
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         drawn = len(self) if consumed_samples is None else consumed_samples
@@ -60,7 +53,6 @@ def test_a_mixture_of_ones_own_is_blended_and_resumes(datasets: list[GPTDataset]
     for number, source, place in zip(numbers, sources, in_source, strict=True):
         ours = blend.batch([number])["tokens"]
         np.testing.assert_array_equal(ours, datasets[source].batch([place])["tokens"])
-        assert mixture.find(source, np.array([place])) == number
     assert assert_resumes(lambda: Loader(blend, micro_batch_size=7), steps_after_resume=2) == 8
 
 

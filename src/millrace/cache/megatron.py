@@ -22,7 +22,6 @@ import contextlib
 import json
 import math
 import os
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from millrace.errors import DataError
 from millrace.files import atomic_file, fsync_folder, writers_lock
 from millrace.order import BlendIndices, GPTIndices, GPTPlan
 from millrace.order.gpt import sample_index_dtype, shuffle_index_dtype
+from millrace.store.opened import read_npy_header
 
 GPT_ARRAYS = GPTIndices._fields
 BLEND_ARRAYS = BlendIndices._fields
@@ -45,9 +45,6 @@ Check = Callable[[Arrays], None]
 """Function that raises DataError for arrays that do not fit."""
 
 _UNUSABLE = (FileNotFoundError, NotADirectoryError, DataError)
-# NumPy reads a header by ast.literal_eval, which Python 3.11 cannot do in two threads at once ("AST
-# constructor recursion depth mismatch").
-_ONE_HEADER_AT_A_TIME = threading.Lock()
 _ENDS = slice(None, 4096), slice(-4096, None)  # of an index: a few pages, whatever its size
 
 
@@ -107,20 +104,13 @@ def load_array(path: str) -> NDArray[Any]:
     """One array of a set, mapped and read-only; for the errors, see `load`."""
     try:
         with open(path, "rb") as file:
-            if np.lib.format.read_magic(file) != (1, 0):
-                raise ValueError("its header has another version than 1.0")
-            with _ONE_HEADER_AT_A_TIME:
-                shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            shape, is_fortran, dtype = read_npy_header(file)
             offset, size = file.tell(), os.fstat(file.fileno()).st_size
-            if dtype.hasobject:
-                raise DataError(f"{path} holds Python objects, not numbers")
             expected = offset + dtype.itemsize * math.prod(shape)
-            if expected != size:
-                raise DataError(f"{path} has {size} bytes; its header says {expected}")
+            if dtype.hasobject or expected != size:
+                raise ValueError(f"it has {size} bytes; {expected} of {dtype} are expected")
             content = _native.map_file(file.fileno(), size)
-    except DataError:
-        raise
-    except (ValueError, LookupError, EOFError, AttributeError, SyntaxError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is not an array of numbers, or is truncated: {error}") from None
     array = np.ndarray(shape, dtype, content, offset, order="F" if is_fortran else "C")
     # As `np.load` returns it, but no descriptor stays open.

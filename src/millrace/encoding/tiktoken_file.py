@@ -12,7 +12,7 @@ from typing import Any
 
 from millrace.checks import check_choice, package, shown
 from millrace.deferred import cached_property
-from millrace.encoding.flat_ids import EncodeBatch, FlatIds, flat_ids, joined_ids
+from millrace.encoding.flat_ids import EncodeBatch, FlatIds, joined_ids
 from millrace.encoding.vocabulary import Options, Vocabulary, sha256
 from millrace.errors import ConfigError, TextError
 
@@ -153,9 +153,7 @@ class TiktokenVocabulary(Vocabulary):
     def encode_batch(self, texts: list[str]) -> FlatIds:
         special = set(self.special_ids) if self.options.special_tokens_in_text else set[str]()
         options = {"allowed_special": special, "disallowed_special": ()}
-        if hasattr(self.library, "encode_to_numpy"):  # since tiktoken 0.8
-            return joined_ids([self.library.encode_to_numpy(text, **options) for text in texts])
-        return flat_ids([self.library.encode(text, **options) for text in texts])
+        return joined_ids([self.library.encode_to_numpy(text, **options) for text in texts])
 
     def fast_encoder(self) -> EncodeBatch:
         pattern = _FASTOKENS_PATTERNS.get(self.pattern_name, self.pattern)

@@ -1,7 +1,6 @@
 """The kinds of vocabularies: a class for each kind of file, with a line in `KINDS`, and two without
 a file, bytes and functions."""
 
-import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,11 +42,8 @@ class ByteVocabulary(Vocabulary):
         return {_EOD: 256}
 
     def decode(self, ids: list[int]) -> str:
-        text = ""
-        for is_eod, run in itertools.groupby(ids, lambda one: one == 256):
-            numbers = [*run]
-            text += _EOD * len(numbers) if is_eod else bytes(numbers).decode(errors="replace")
-        return text
+        parts = [_EOD.encode() if one == 256 else bytes([one]) for one in ids]
+        return b"".join(parts).decode(errors="replace")
 
     def encode_batch(self, texts: list[str]) -> FlatIds:
         encoded = [text.encode() for text in texts]

@@ -7,6 +7,7 @@ from millrace.inspect.description import (
     describe,
     describe_shards,
     format_description,
+    format_origin,
     format_shards,
 )
 from millrace.inspect.held_out import check_held_out, find_documents, format_held_out
@@ -19,7 +20,7 @@ from millrace.inspect.run_forecast import (
     format_forecast,
 )
 from millrace.inspect.shares import shares_svg
-from millrace.inspect.trace import Trace, TracedPart, Visit, format_origin, format_sample
+from millrace.inspect.trace import Trace, TracedPart, Visit, format_sample
 
 __all__ = [
     "Description",

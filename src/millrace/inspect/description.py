@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import printable
+from millrace.checks import check_int, printable, printable_lines
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, DataError
 from millrace.provenance import has_origins, read_tokenizer
@@ -24,9 +24,7 @@ _BAR_WIDTH = 40
 _BINS = [0, *(2**n for n in range(32))]  # of lengths: the start of each, and the end
 _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
 _CHUNK = 4 << 20  # tokens that are counted at a time
-# Fields of descriptions that have the same name there.
-_OF_DATASET = "prefix", "num_documents", "num_tokens", "num_bytes"
-_OF_METADATA = "dtype shuffle_type num_items num_shards seed permutation carry eod".split()
+NO_ORIGINS = "no PREFIX.origins.parquet, which `millrace tokenize` writes, tells file and line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +92,12 @@ def describe(
             )
     one = _describe_document(dataset, tokenizer, document) if dataset.num_documents else None
     return Description(
+        prefix=dataset.prefix,
         dtype=str(dataset.dtype),
+        num_documents=dataset.num_documents,
         num_sequences=len(dataset),
+        num_tokens=dataset.num_tokens,
+        num_bytes=dataset.num_bytes,
         has_modes=dataset.sequence_modes is not None,
         lengths=_spread(lengths),
         document_lengths=_spread(dataset.document_lengths),
@@ -103,11 +105,10 @@ def describe(
         special_tokens=special_tokens,
         document=one,
         provenance=None if info is None else info.provenance,
-        has_checksums=info is not None and info.bin is not None,
+        has_checksums=info is not None and info.checksums is not None,
         has_origins=has_origins(dataset.prefix),
         is_same_tokenizer=is_same,
         tokenizer_warning=warning,
-        **{name: getattr(dataset, name) for name in _OF_DATASET},
     )
 
 
@@ -138,7 +139,7 @@ def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, i
 
 
 def _describe_document(dataset: IndexedDataset, tokenizer: Any, number: int) -> dict[str, Any]:
-    _check_number(number, dataset.prefix, dataset.num_documents)
+    check_int(f"the document of {dataset.prefix}", number, 0, dataset.num_documents - 1)
     first, last = dataset.document_indices[number : number + 2].tolist()
     origin = origin_error = None
     try:
@@ -152,11 +153,6 @@ def _describe_document(dataset: IndexedDataset, tokenizer: Any, number: int) -> 
         "num_sequences": last - first,
         **_excerpts_of(dataset.document(number), tokenizer),
     }
-
-
-def _check_number(number: int, name: str, count: int) -> None:
-    if not 0 <= number < count:
-        raise ConfigError(f"there is no document {number}; {name} has 0 to {count - 1}")
 
 
 def _excerpts_of(tokens: NDArray[Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -223,14 +219,13 @@ def _document_lines(document: dict[str, Any], name: str = "document", place: str
     lines = ["", f"  {name} {number}{place}, {num_tokens:,} tokens:"]
     if document["origin_error"] is not None:
         lines.append(f"  its origin cannot be read: {document['origin_error']}")
-    elif (origin := document["origin"]) is not None:
-        line, byte, id_ = origin["line"], origin["byte_offset"], origin["id"]
-        place = f"row {line}" if byte < 0 else f"line {line}, byte {byte}"
-        suffix = "" if id_ is None else f", id {id_}"
-        lines.append(f"  from {origin['source']}, {place}{suffix}")
+    elif document["origin"] is not None:
+        lines.append(f"  from {format_origin(document['origin'])}")
 
     def excerpt_lines(tokens: list[int], text: str | None) -> list[str]:
-        return [f"  {tokens}"] if text is None else [f"  | {line}" for line in text.splitlines()]
+        if text is None:
+            return [f"  {tokens}"]
+        return [f"  | {line}" for line in printable_lines(text).splitlines()]
 
     lines += excerpt_lines(**head)
     if tail is not None:
@@ -239,44 +234,33 @@ def _document_lines(document: dict[str, Any], name: str = "document", place: str
     return lines if head["text"] is not None else [*lines, "  (--tokenizer FILE decodes it)"]
 
 
+def format_origin(origin: Mapping[str, Any] | None) -> str:
+    """File, line and id for people."""
+    if origin is None:
+        return NO_ORIGINS
+    kind = "row" if origin["byte_offset"] < 0 else "line"
+    id_ = "" if origin["id"] is None else f", id {origin['id']}"
+    return printable(f"{origin['source']} {kind} {origin['line']}{id_}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardsDescription:
     """A folder of shards in numbers. An *item* is a sequence, or a document.
 
     Attributes:
         folder: The folder.
-        shuffle_type: What was shuffled, as in the metadata.
-        dtype: Dtype of the tokens.
-        sequence_length: Number of tokens in a sequence; None for documents.
-        num_items, num_tokens: Counts.
+        metadata: Its `metadata.json`, without the counts of the distribution.
+        num_tokens: Number of tokens.
         num_bytes: Size of all `.bin` files.
-        num_shards: Number of shards.
-        shard_sizes: Number of items of the smallest and of the largest shard.
-        seed, permutation, carry, eod: How the shuffle was made; None: unknown, or no EOD.
-        num_inputs: Number of input files; 0: unknown.
-        has_checksums: Whether `verify_shards` can check every byte.
-        domains: Items of each domain, and its share of all items.
         distribution: For the head, the shards (or groups of very many) and the windows of the
             output: the figures of `millrace.shuffling.permutations.Parts`. None: unknown.
         document: Number, shard, counts, head and tail of an item, as in `Description.document`.
     """
 
     folder: str
-    shuffle_type: str
-    dtype: str
-    sequence_length: int | None
-    num_items: int
+    metadata: shards.ShardsMetadata
     num_tokens: int
     num_bytes: int
-    num_shards: int
-    shard_sizes: tuple[int, int]
-    seed: int | None
-    permutation: str | None
-    carry: bool
-    eod: int | None
-    num_inputs: int
-    has_checksums: bool
-    domains: dict[str, tuple[int, float]]
     distribution: dict[str, dict[str, Any]] | None
     document: dict[str, Any] | None
 
@@ -301,30 +285,25 @@ def describe_shards(
         DataError: Metadata or shards that are missing, damaged or do not agree.
     """
     metadata = shards.read_metadata(folder, dtype=dtype)
-    name, total = os.fspath(folder), metadata.num_items
+    name = os.fspath(folder)
     storage = storage_of(name)
     num_bytes = sum(storage.stat(path).size for path in shards.bin_paths(name, metadata))
     keys = ("head", "shards", "windows") if metadata.distribution else ()
-    distribution = {key: parts_of(metadata, name, key).figures() for key in keys}
+    is_empty = metadata.num_items == 0
     return ShardsDescription(
         folder=name,
-        sequence_length=metadata.seq_len,
+        metadata=replace(metadata, distribution={}),
         num_tokens=num_bytes // metadata.token_dtype.itemsize,
         num_bytes=num_bytes,
-        shard_sizes=(min(metadata.shard_sizes), max(metadata.shard_sizes)),
-        num_inputs=len(metadata.inputs),
-        has_checksums=bool(metadata.checksums),
-        domains={key: (n, n / max(total, 1)) for key, n in metadata.domain_stats.items()},
-        distribution=distribution or None,
-        document=_item(name, metadata, dtype, tokenizer, document) if total else None,
-        **{name: getattr(metadata, name) for name in _OF_METADATA},
+        distribution={key: parts_of(metadata, name, key).figures() for key in keys} or None,
+        document=None if is_empty else _item(name, metadata, dtype, tokenizer, document),
     )
 
 
 def _item(
     folder: str, metadata: shards.ShardsMetadata, dtype: str | None, tokenizer: Any, number: int
 ) -> dict[str, Any]:
-    _check_number(number, folder, metadata.num_items)
+    check_int(f"the document of {folder}", number, 0, metadata.num_items - 1)
     ends = np.cumsum(metadata.shard_sizes)
     shard = int(np.searchsorted(ends, number, side="right"))
     place = number - int(ends[shard]) + metadata.shard_sizes[shard]
@@ -375,27 +354,26 @@ def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
 
 def format_shards(description: ShardsDescription) -> str:
     """A description as text for people."""
-    length = description.sequence_length
-    item = "documents" if length is None else "sequences"
-    sizes = " to ".join(f"{size:,}" for size in sorted({*description.shard_sizes}))
+    metadata = description.metadata
+    length, total = metadata.seq_len, metadata.num_items
+    item = "documents" if metadata.has_documents else "sequences"
+    sizes = sorted({min(metadata.shard_sizes), max(metadata.shard_sizes)})
     rows = {
         "shuffled": f"{item}{'' if length is None else f' of {length:,} tokens'}",
-        item: f"{description.num_items:,}",
-        "tokens": f"{description.num_tokens:,} ({description.dtype})",
+        item: f"{total:,}",
+        "tokens": f"{description.num_tokens:,} ({metadata.dtype})",
         "size": f"{description.num_bytes / 1e6:,.1f} MB",
-        "shards": f"{description.num_shards:,} of {sizes} {item}",
-        "checksums": "yes" if description.has_checksums else "none",
-        "seed": description.seed,
-        "permutation": description.permutation,
-        "carry": "yes" if description.carry else None,
-        "eod": description.eod,
-        "inputs": f"{description.num_inputs:,} files" if description.num_inputs else None,
+        "shards": f"{metadata.num_shards:,} of {' to '.join(map('{:,}'.format, sizes))} {item}",
+        "checksums": "yes" if metadata.checksums else "none",
+        "seed": metadata.seed,
+        "permutation": metadata.permutation,
+        "carry": "yes" if metadata.carry else None,
+        "eod": metadata.eod,
+        "inputs": f"{len(metadata.inputs):,} files" if metadata.inputs else None,
     }
     lines = [description.folder, *_labelled_lines(rows), "", f"  {item} of each domain"]
-    lines += _bar_lines(
-        (printable(name), share, f"{share:7.2%}  {count:,}")
-        for name, (count, share) in description.domains.items()
-    )
+    shares = [(name, n, n / max(total, 1)) for name, n in metadata.domain_stats.items()]
+    lines += _bar_lines((printable(name), one, f"{one:7.2%}  {n:,}") for name, n, one in shares)
     if description.distribution is not None:
         lines += ["", "  domains along the output, beside what chance gives"]
         lines += [f"  {format_figures(one)}" for one in description.distribution.values()]

@@ -9,7 +9,8 @@ import numpy as np
 
 from millrace.checks import MAX_INT64
 from millrace.errors import ConfigError
-from millrace.inspect.trace import NO_ORIGINS, Trace, Visit, format_origin
+from millrace.inspect.description import NO_ORIGINS, format_origin
+from millrace.inspect.trace import Trace, Visit
 
 _LINE = re.compile("(.+):([0-9]{1,18})", re.DOTALL)  # FILE:N
 

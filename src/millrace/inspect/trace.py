@@ -5,7 +5,7 @@ Nothing is logged while a run trains: what it draws follows from its file and it
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from millrace.checks import check_int, check_ints, printable, printable_lines, shown
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, MillraceError
+from millrace.inspect.description import format_origin
 from millrace.provenance import read_tokenizer
 from millrace.run.arguments import read_run, schedule_from
 from millrace.run.build import build_datasets
@@ -26,7 +27,6 @@ from millrace.sampling import BatchSizeSchedule, GlobalBatchSampler
 from millrace.store import IndexedDataset
 
 _CHUNK_SIZE = 1 << 16  # samples that are looked at together
-NO_ORIGINS = "no PREFIX.origins.parquet, which `millrace tokenize` writes, tells file and line"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,12 +315,3 @@ def format_sample(visit: Visit) -> str:
         texts = [*marked] or [f"{part.tokens} (--tokenizer FILE decodes it)"]
         lines += [f"  | {line}" for line in printable_lines("".join(texts)).splitlines()]
     return "\n".join(lines)
-
-
-def format_origin(origin: Mapping[str, Any] | None) -> str:
-    """File, line and id for people."""
-    if origin is None:
-        return NO_ORIGINS
-    kind = "row" if origin["byte_offset"] < 0 else "line"
-    id_ = "" if origin["id"] is None else f", id {origin['id']}"
-    return printable(f"{origin['source']} {kind} {origin['line']}{id_}")

@@ -248,7 +248,7 @@ def _write_megatron_cache(
             check_blend_arrays(arrays, split.num_samples, len(split.datasets))
 
         def build(_: str) -> Any:
-            return (build_blend(split) if built is None else built.order.indices)._asdict()
+            return build_blend(split) if built is None else built.order.indices._asdict()
 
         return write(names, split.name, BLEND_ARRAYS, check, build)
 

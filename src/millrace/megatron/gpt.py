@@ -21,7 +21,7 @@ from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, r
 from millrace.megatron.indexed import IndexedDataset
 from millrace.megatron.utils import GPTDatasetConfig, Split, log_on_first_rank
 from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
-from millrace.order.gpt import check_seed, shuffle_index_dtype
+from millrace.order.gpt import check_seed
 from millrace.samples.fields import SampleOptions
 from millrace.samples.stored import StoredTokens, gather
 from millrace.store.info import has_mask
@@ -30,8 +30,6 @@ __all__ = [
     "GPTDataset",
     "MockGPTDataset",
     "MockGPTLowLevelDataset",
-    "_build_document_index",
-    "_build_shuffle_index",
     "_get_ltor_masks_and_position_ids",
 ]
 
@@ -373,30 +371,6 @@ class MockGPTDataset(GPTDataset):
         dataset_path: str | None, config: GPTDatasetConfig
     ) -> MockGPTLowLevelDataset:
         return MockGPTLowLevelDataset(config.tokenizer)
-
-
-# ---- for subclasses, by Megatron-LM's names ----
-
-
-def _build_document_index(
-    documents: NDArray[np.int32],
-    num_epochs: int,
-    numpy_random_state: np.random.RandomState,
-    separate_final_epoch: bool,
-) -> NDArray[np.int32]:
-    """A shuffled document index, int32 [num_epochs * documents]."""
-    final_epochs = 1 if separate_final_epoch and num_epochs > 1 else 0
-    ranges = [(0, len(documents), count) for count in (num_epochs - final_epochs, final_epochs)]
-    places = _native.shuffled_ranges(ranges, np.int32, numpy_random_state)
-    return np.take(np.asarray(documents, np.int32), places)
-
-
-def _build_shuffle_index(
-    num_samples: int, total_size: int, numpy_random_state: np.random.RandomState
-) -> NDArray[np.uint32] | NDArray[np.int64]:
-    """A shuffle index [total_size]; its two parts are shuffled separately."""
-    ranges = [(0, num_samples, 1), (num_samples, total_size, 1)]
-    return _native.shuffled_ranges(ranges, shuffle_index_dtype(total_size), numpy_random_state)
 
 
 def _get_ltor_masks_and_position_ids(

@@ -256,12 +256,6 @@ class IndexedDatasetBuilder:
         dtype: NumPy type of the tokens in the file.
         multimodal: Whether to store a mode for each sequence.
 
-    Attributes:
-        sequence_lengths: List [sequences], in tokens. Each use of this and the next two, until the
-            pair is finalised, reads from disk.
-        document_indices: List [documents + 1], the first sequence of each document.
-        sequence_modes: List [sequences], or None.
-
     Raises:
         MissingFileError: If the folder does not exist.
         ConfigAssertionError: If the path does not end in `.bin`, or the format lacks the dtype.
@@ -276,18 +270,6 @@ class IndexedDatasetBuilder:
         self.multimodal = multimodal
         with as_assertions():
             self._builder = store.IndexedDatasetBuilder(self._prefix, dtype, multimodal=multimodal)
-
-    @property
-    def sequence_lengths(self) -> list[int]:
-        return list(self._builder.columns()[0].tolist())
-
-    @property
-    def document_indices(self) -> list[int]:
-        return list(self._builder.columns()[1].tolist())
-
-    @property
-    def sequence_modes(self) -> list[int] | None:
-        return self._builder.columns()[2].tolist() if self.multimodal else None
 
     def add_item(self, tensor: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the open document.

@@ -14,8 +14,8 @@ from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
 from millrace.online.row_documents import RowDocuments, StoredDocuments
-from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, PackPlan
-from millrace.order.order_plans import PlanOf, build_order
+from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, OrderPlan, PackPlan
+from millrace.order.order_plans import build_order
 from millrace.samples.dataset import TokenDataset
 from millrace.samples.fields import SampleOptions
 from millrace.samples.loss_ranges import LossRanges
@@ -23,10 +23,10 @@ from millrace.samples.stored import StoredTokens
 from millrace.store import IndexedDataset
 
 _NUM_CHECKED = 64  # rows that are compared with the reference library, which is slow
-_PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
+_PLANS: dict[Any, type[OrderPlan]] = {"gpt": GPTPlan, "packs": PackPlan}
 
 
-def _plan_of(order: str | PlanOf | None, options: Any) -> PlanOf | None:
+def _plan_of(order: str | type[OrderPlan] | None, options: Any) -> type[OrderPlan] | None:
     """The plan of an order, which may be a name."""
     if order is None and options is not None:
         raise ConfigError(f"order_options are {shown(options)}: give order, too")
@@ -97,7 +97,7 @@ class TextDataset(TokenDataset):
         *,
         seed: int | None = None,
         num_samples: int | None = None,
-        order: str | PlanOf | None = None,
+        order: str | type[OrderPlan] | None = None,
         order_options: dict[str, Any] | None = None,
         cache: str | os.PathLike[str] | None = None,
         on_error: str = "stop",

@@ -11,6 +11,7 @@ from millrace import _native
 from millrace.checks import check_float, check_floats, check_int, check_ints, check_within, shown
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError
+from millrace.order.order_plans import Arrays
 from millrace.order.spans import RULES_VERSION
 
 SURPLUS = 0.005
@@ -40,16 +41,6 @@ class Mixture(Protocol):
             The sources, integers [batch], and the numbers, int64 [batch].
         """
 
-    def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The reverse of `draws`: the sample numbers of some samples of a source.
-
-        Returns:
-            int64 [numbers]; -1 for a sample that is never drawn.
-        """
-
-    def counts(self, sample_number: int) -> NDArray[np.int64]:
-        """How many samples of each source are drawn before a sample number: int64 [sources]."""
-
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the draws, as plain values, for comparison with a saved state.
 
@@ -76,40 +67,23 @@ class BlendOrder:
     Args:
         weights: Normalised weights.
         size: Number of samples.
-        indices: The two indices, loaded at the first sample.
+        arrays: The two indices by their names, loaded at the first sample.
     """
 
-    def __init__(
-        self, weights: Sequence[float], size: int, indices: Deferred[BlendIndices]
-    ) -> None:
-        self.weights = list(weights)
-        self._size = size
-        self._indices = indices
+    def __init__(self, weights: Sequence[float], size: int, arrays: Deferred[Arrays]) -> None:
+        self.weights, self._size, self._arrays = list(weights), size, arrays
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def indices(self) -> BlendIndices:
-        return self._indices.value
+        return BlendIndices(**self._arrays.value)
 
     def draws(
         self, sample_numbers: NDArray[np.int64]
     ) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
         return _native.look_up_draws(*self.indices, sample_numbers)
-
-    def find(self, source: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        check_int("the source", source, 0, len(self.weights) - 1)
-        numbers = check_ints("numbers", numbers)
-        places = np.flatnonzero(self.indices.dataset_index == source)
-        found = np.full(len(numbers), -1, np.int64)
-        is_drawn = (numbers >= 0) & (numbers < len(places))
-        found[is_drawn] = places[numbers[is_drawn]]
-        return found
-
-    def counts(self, sample_number: int) -> NDArray[np.int64]:
-        sample_number = check_int("sample_number", sample_number, 0, len(self))
-        return count_draws(self.indices.dataset_index[:sample_number], len(self.weights))
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides all draws: each of them depends on all weights."""
@@ -187,13 +161,12 @@ def samples_per_dataset(
     return [(share, math.ceil(share * (1 + surplus))) for share in shares]
 
 
-def blend(weights: Sequence[float], size: int, *, threads: int | None = None) -> BlendIndices:
+def blend(weights: Sequence[float], size: int) -> BlendIndices:
     """Mixes datasets by weight: each sample comes from the one that lags most behind its weight.
 
     Args:
         weights: Positive weights, one for each dataset; they are normalised.
         size: Number of samples.
-        threads: Number of worker threads; the result does not depend on it. None: one per core.
 
     Returns:
         The dataset of each sample, int16 [size], and its number there, int64 [size].
@@ -202,31 +175,25 @@ def blend(weights: Sequence[float], size: int, *, threads: int | None = None) ->
         ConfigError: If a weight is not positive and finite, there are too many datasets, or another
             argument is out of range.
     """
-    threads = None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
-    size = check_int("the blend's size", size, 0, _native.MAX_INT64 // 8)
-    normalized = normalize(_checked_weights(weights))
-    _checked_weights(normalized)  # a weight far below a larger one may have become 0
-    return BlendIndices(*_native.blend_by_weights(np.array(normalized), size, threads))
+    size = check_int("the blend's size", size)
+    # A weight far below a larger one may have become 0.
+    normalized = _checked_weights(normalize(weights))
+    return BlendIndices(*_native.blend_by_weights(np.array(normalized), size))
 
 
-def blend_exhaustively(sizes: Sequence[int], *, threads: int | None = None) -> BlendIndices:
+def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
     """Mixes datasets evenly until each has given all its samples.
 
     Args:
         sizes: Each dataset's number of samples, at least 0.
-        threads: As in `blend`.
 
     Returns:
         As `blend`, for the sum of the sizes.
 
     Raises:
-        ConfigError: If a size is negative, there are too many datasets, or `threads` is below 1.
+        ConfigError: If a size is negative, or there are too many datasets.
     """
-    threads = None if threads is None else check_int("threads", threads, 1, _native.MAX_INT32)
-    sizes = [check_int("a dataset's size", size, 0) for size in sizes]
-    _check_count(len(sizes))
-    check_int("the sum of the datasets' sizes", sum(sizes), most=_native.MAX_INT64 // 8)
-    return BlendIndices(*_native.blend_by_sizes(np.array(sizes, dtype=np.int64), threads))
+    return BlendIndices(*_native.blend_by_sizes(check_ints("the datasets' sizes", sizes)))
 
 
 def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
@@ -235,7 +202,7 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
     Raises:
         ConfigError: If an entry is not the number of a dataset.
     """
-    counts = np.zeros(check_int("num_datasets", num_datasets, 0), np.int64)
+    counts = np.zeros(num_datasets, np.int64)
     for start in range(0, len(dataset_index), _CHUNK_SIZE):
         chunk = check_ints("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])
         for number in (chunk.min(), chunk.max()):
@@ -248,16 +215,9 @@ def check_surplus(surplus: float) -> float:
     return check_float("the surplus", surplus, 0, _MOST_SURPLUS)
 
 
-def _check_count(count: int) -> None:
-    if not 1 <= count <= _native.MAX_DATASETS:
-        raise ConfigError(
-            f"a blend has {count} datasets; 1 to {_native.MAX_DATASETS} are possible: merge some"
-        )
-
-
 def _checked_weights(weights: Sequence[float]) -> list[float]:
     weights = check_floats("the weights", weights)
-    _check_count(len(weights))
+    check_within("the number of datasets", len(weights), 1, _native.MAX_DATASETS)
     for number, weight in enumerate(weights):
         if not 0 < weight < math.inf:
             raise ConfigError(

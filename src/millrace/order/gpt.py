@@ -8,7 +8,6 @@ holds the sequences of all epochs in shuffled order; the tokens between the plac
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,13 +93,7 @@ class GPTPlan:
         return build_gpt_indices(inputs.lengths, inputs.sequences, self, inputs.seed)._asdict()
 
     def load(self, inputs: OrderInputs, arrays: Deferred[Arrays]) -> "GPTOrder":
-        return GPTOrder(
-            self,
-            sequences=inputs.sequences,
-            seed=inputs.seed,
-            lengths=Deferred(inputs.load_lengths),
-            indices=Deferred(partial(_indices_of, arrays)),
-        )
+        return GPTOrder(self, inputs, arrays)
 
 
 class GPTIndices(NamedTuple):
@@ -117,44 +110,29 @@ class GPTIndices(NamedTuple):
     shuffle_index: NDArray[Any]
 
 
-def _indices_of(arrays: Deferred[Arrays]) -> GPTIndices:
-    return GPTIndices(**arrays.value)
-
-
 class GPTOrder(CoreOrder):
     """Megatron-LM's order of a range of sequences: samples of fixed length, shuffled.
 
     Args:
         plan: Epochs and samples of the range.
-        sequences: (start, stop), the range of sequences.
-        seed: Seed of the shuffles.
-        lengths: Lengths of all sequences of the token file: int32 [sequences], in tokens.
-        indices: The three indices. Both are loaded at the first sample.
+        inputs: The range, its sequence lengths, and the seed of the shuffles.
+        arrays: The three indices by their names, which are loaded at the first sample.
     """
 
-    def __init__(
-        self,
-        plan: GPTPlan,
-        *,
-        sequences: tuple[int, int],
-        seed: int,
-        lengths: Deferred[NDArray[np.int32]],
-        indices: Deferred[GPTIndices],
-    ) -> None:
-        self.plan, self.sequences, self.seed = plan, sequences, seed
-        self._lengths, self._indices = lengths, indices
+    def __init__(self, plan: GPTPlan, inputs: OrderInputs, arrays: Deferred[Arrays]) -> None:
+        self.plan, self.inputs, self._arrays = plan, inputs, arrays
 
     def __len__(self) -> int:
         return self.plan.num_samples
 
     @property
     def indices(self) -> GPTIndices:
-        return self._indices.value
+        return GPTIndices(**self._arrays.value)
 
     @cached_property
     def core(self) -> _native.Order:
         return _native.gpt_order(
-            self._lengths.value,
+            self.inputs.lengths,
             *self.indices,
             sequence_length=self.plan.sequence_length,
             add_extra_token=self.plan.add_extra_token,
@@ -170,11 +148,11 @@ class GPTOrder(CoreOrder):
         return {
             "kind": "gpt",
             "rules": RULES_VERSION,
-            "sequences": list(self.sequences),
+            "sequences": list(self.inputs.sequences),
             "num_samples": plan.num_samples,
             "num_epochs": plan.num_epochs,
             "samples_before_final_epoch": plan.num_samples_before_final_epoch,
-            "seed": self.seed,
+            "seed": self.inputs.seed,
             "sequence_length": plan.sequence_length,
             "add_extra_token": plan.add_extra_token,
         }

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import MAX_INT32, MAX_INT64, check_int, shown
+from millrace.checks import MAX_INT32, MAX_INT64, check_int, check_list, shown
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order.spans import Order
@@ -63,7 +63,7 @@ class OrderInputs:
 class OrderPlan(Protocol):
     """The plan of one dataset's order: a frozen dataclass whose fields are plain JSON values.
 
-    `DatasetConfig(order=...)` takes the class, or a function that returns the plan of inputs.
+    `DatasetConfig(order=...)` takes the class.
     """
 
     @property
@@ -95,25 +95,16 @@ class OrderPlan(Protocol):
         """
 
 
-PlanOf = type[OrderPlan] | Callable[[OrderInputs], OrderPlan]
-"""A class with the methods of `OrderPlan`, or a function of the inputs that returns a plan."""
-
-
 def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
     """A range of sequences as ints; ConfigError for one outside the file."""
-    try:
-        start, stop = sequences
-    except (TypeError, ValueError):
+    ends = check_list("the range of sequences", sequences, "two numbers", check_int)
+    limit = min(num_sequences, MAX_INT32 + 1)
+    if len(ends) != 2 or not 0 <= ends[0] <= ends[1] <= limit:
         raise ConfigError(
-            f"the range of sequences must be (start, stop), not {shown(sequences)}"
-        ) from None
-    start, stop = (check_int("an end of the range of sequences", end) for end in (start, stop))
-    if not 0 <= start <= stop <= num_sequences or stop > MAX_INT32 + 1:
-        raise ConfigError(
-            f"the range of sequences is ({shown(start)}, {shown(stop)}); the file has "
-            f"{num_sequences}, and at most {MAX_INT32 + 1} can be numbered (int32)"
+            f"the range of sequences is {shown(sequences)}; give (start, stop) up to {limit}: the "
+            f"file has {num_sequences}, and at most {MAX_INT32 + 1} can be numbered (int32)"
         )
-    return start, stop
+    return ends[0], ends[1]
 
 
 def check_token_dtype(dtype: np.dtype[Any], name: str) -> None:
@@ -123,16 +114,15 @@ def check_token_dtype(dtype: np.dtype[Any], name: str) -> None:
 
 
 def plan_order(
-    order: PlanOf, inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
+    order: Any, inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
 ) -> OrderPlan:
-    """The plan of a dataset of that name, which must keep to `OrderPlan`."""
+    """The plan of a dataset of that name, by a class that must keep to `OrderPlan`."""
     start, stop = check_range(inputs.sequences, inputs.num_sequences)
     if inputs.num_samples is not None:
         check_int("num_samples", inputs.num_samples, 0, MAX_INT64)
     try:
-        make = order.of if isinstance(order, type) else order  # type: ignore[attr-defined]
         try:
-            plan: OrderPlan = make(inputs, **(options or {}))
+            plan: OrderPlan = order.of(inputs, **(options or {}))
         except TypeError as error:
             if not options:
                 raise
@@ -177,7 +167,7 @@ def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
 
 
 def build_order(
-    order: PlanOf, inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
+    order: type[OrderPlan], inputs: OrderInputs, name: str, options: Mapping[str, Any] | None = None
 ) -> Order:
     """The order of a dataset of that name, with its arrays in memory."""
     plan = plan_order(order, inputs, name, options)
@@ -185,10 +175,7 @@ def build_order(
 
 
 def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
-    kind = type(plan).__name__
-    if not dataclasses.is_dataclass(plan):
-        raise ConfigError(f"the plan of the order must be a dataclass, not a {kind}")
-    entries = entries_of(plan)
+    kind, entries = type(plan).__name__, entries_of(plan)
     try:
         is_plain = json.loads(json.dumps(entries)) == entries
     except (TypeError, ValueError):

@@ -213,14 +213,8 @@ def schema() -> Any:
 
 def with_own_sources(table: Any) -> Any:
     """The table with a dictionary of exactly its sources, in order of appearance."""
-    if len(table) == 0:
-        return table
-    column = table.unify_dictionaries().combine_chunks().column("source").chunk(0)
-    numbers = column.indices.dictionary_encode()
-    sources = import_pyarrow().DictionaryArray.from_arrays(
-        numbers.indices, column.dictionary.take(numbers.dictionary)
-    )
-    return table.set_column(0, table.schema.field(0), sources)
+    sources = table.column("source").cast(import_pyarrow().string()).combine_chunks()
+    return table.set_column(0, table.schema.field(0), sources.dictionary_encode())
 
 
 class OriginsWriter:
@@ -350,8 +344,9 @@ class OriginsWriter:
                     hasher.update(data)
                     file.write(data)
             info = read_info(self._prefix)
-            if info is not None and info.bin is not None:
-                info = replace(info, origins=hasher.finish())
+            if info is not None and info.checksums is not None:
+                sums = replace(info.checksums, origins=hasher.finish())
+                info = replace(info, checksums=sums)
                 write_info(self._prefix, info, durable=self._durable)
         self.close()
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from millrace.errors import DataError
 from millrace.storage import Storage
-from millrace.store.info import Info, read_info
+from millrace.store.info import read_info
 
 
 class TokenizerRecord(NamedTuple):
@@ -46,18 +46,17 @@ class TokenizerRecord(NamedTuple):
 def read_tokenizer(prefix: str, storage: Storage | None = None) -> TokenizerRecord | None:
     """The tokenizer that wrote a pair; None if its sidecar is missing, damaged or does not say."""
     try:
-        provenance = (read_info(prefix, storage) or Info()).provenance
+        info = read_info(prefix, storage)
     except (OSError, DataError):
         return None
-    if not isinstance(entry := provenance.get("tokenizer"), dict):
+    if info is None or not isinstance(entry := info.provenance.get("tokenizer"), dict):
         return None
     others = entry.get("fingerprints")
-    values = [entry.get("sha256"), entry.get("fingerprint")]
-    values += others if isinstance(others, list) else []
+    values = [entry.get("sha256"), *(others if isinstance(others, list) else [])]
     fingerprints = frozenset(value for value in values if isinstance(value, str))
     sentences = entry.get("sentences", "")  # of a pair that was made of others
-    if name := provenance.get("sentences"):
-        sentences = f"{name}{' with newlines' if provenance.get('keep_newlines') else ''}"
+    if name := info.provenance.get("sentences"):
+        sentences = f"{name}{' with newlines' if info.provenance.get('keep_newlines') else ''}"
     return TokenizerRecord(prefix, entry, fingerprints, sentences) if fingerprints else None
 
 

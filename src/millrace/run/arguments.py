@@ -30,7 +30,8 @@ _GIVE_COUNTS = "Give num_samples: the numbers that Megatron-LM prints as `datase
 
 _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
-_BATCH_SIZES = ("global_batch_size", "rampup_batch_size")
+_OF_BUILT_ORDERS = ("full_validation", "multiple_validation_sets", "order_options")
+_OF_THE_INSTANT_ORDER = ("sources", "phases", "skips", "trial", "alpha", "mix_window")
 _UNKNOWN_COUNTS = ("step_batch_size_schedule", "phase_transition_iterations")
 
 
@@ -38,8 +39,8 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The arguments in a YAML or TOML file; names have - or _, and may be in sections.
 
     Raises:
-        ConfigError: A file that is missing or in another format, a name given twice, or a value of
-            the wrong type.
+        ConfigError: A file that is missing or in another format, a name given twice, one that
+            resembles one of NAMES, or a value of the wrong type.
     """
     name = check_path("the file of arguments", path)
     load: Callable[[BinaryIO], Any]
@@ -83,9 +84,10 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     flat: list[tuple[str, Any]] = []
     for key, value in sections.items():
         name = str(key).replace("-", "_")
+        near = difflib.get_close_matches(name, NAMES, 1, 0.85)
+        if near and name not in NAMES:
+            raise ConfigError(f"there is no argument {name}; did you mean {near[0]}?")
         is_section = isinstance(value, Mapping) and name not in (*NAMES, "tokenizer_identifiers")
-        if is_section:
-            _check_spelling(name)
         flat += _flat(value).items() if is_section else [(name, value)]
     return _dict_of(flat)
 
@@ -136,7 +138,8 @@ _READERS: dict[str, Reader | None] = {
     **dict.fromkeys(("num_samples", "rampup_batch_size"), _three),
     "mid_level_dataset_surplus": functools.partial(_number, kind=float),
     "add_extra_token": check_bool,
-    **dict.fromkeys(("order", "order_options", "sampler", "sampler_options", "boundaries")),
+    "order": lambda _, value: None if value == "gpt" else value,
+    **dict.fromkeys(("order_options", "sampler", "sampler_options", "boundaries")),
     **dict.fromkeys(("loss_ranges", *_UNKNOWN_COUNTS)),  # taken as they are, like the line before
     "trial": functools.partial(_number, kind=float),
     **dict.fromkeys(("sources", "phases", "skips")),  # these two lines are of `InstantConfig`
@@ -164,21 +167,6 @@ def _read(name: str, value: Any) -> Any:
     return value if value is None or reader is None else reader(name, value)
 
 
-def unknown_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """The names that do not concern data; ConfigError for one that resembles one of NAMES."""
-    unknown = [name for name in arguments if name not in NAMES]
-    for name in unknown:
-        _check_spelling(name)
-    return unknown
-
-
-def _check_spelling(name: str) -> None:
-    """Raises a ConfigError for a name that is none of NAMES, but resembles one."""
-    near = difflib.get_close_matches(name, NAMES, 1, 0.85)
-    if near and name not in NAMES:
-        raise ConfigError(f"there is no argument {name}; did you mean {near[0]}?")
-
-
 def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
     """A run's configuration from Megatron-LM's arguments, by its rules for sizes.
 
@@ -195,25 +183,21 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
     Raises:
         ConfigError: A missing argument, or arguments that do not go together.
     """
-    arguments = {name: _read(name, value) for name, value in arguments.items() if value is not None}
+    values = {name: _read(name, arguments.get(name)) for name in NAMES}
+    arguments = {name: value for name, value in values.items() if value is not None}
     if "seq_length" not in arguments:
         raise ConfigError("seq_length is missing")
-    order = arguments.get("order")
-    if order == "instant":
-        return _instant_config(arguments)
-    if order == "gpt":
-        del arguments["order"]
-    for name in ("sources", "phases", "skips", "trial", "alpha", "mix_window"):
-        if name in arguments:
-            raise ConfigError(f"only the instant order has {name}: give `order: instant`")
-    return _dataset_config(arguments)
+    is_instant = arguments.get("order") == "instant"
+    for name in _OF_BUILT_ORDERS if is_instant else _OF_THE_INSTANT_ORDER:
+        if arguments.get(name, False) is not False:
+            needed = "gpt" if is_instant else "instant"
+            raise ConfigError(f"{name} needs `order: {needed}`: give that, or leave it out")
+    return _instant_config(arguments) if is_instant else _dataset_config(arguments)
 
 
 def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], AnyConfig]:
     """The arguments in a run's file, and the configuration that they make."""
     values = read_arguments(path)
-    values.pop("tokenizer_identifiers", None)
-    unknown_arguments(values)
     return values, config_from(values)
 
 
@@ -226,9 +210,6 @@ def built_config_from(arguments: Mapping[str, Any]) -> DatasetConfig:
 
 
 def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
-    for name in ("full_validation", "multiple_validation_sets", "order_options"):
-        if arguments.get(name):
-            raise ConfigError(f"only built orders have {name}: leave it out, or give `order: gpt`")
     if "sources" not in arguments:
         arguments = {**_named_sources(arguments), **arguments}
     elif both := [name for name in _DATA if name in arguments]:
@@ -247,7 +228,8 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
 
 def schedule_from(arguments: Mapping[str, Any]) -> BatchSizeSchedule | None:
     """The global batch sizes of a run; None without global_batch_size."""
-    size, rampup = (_read(one, arguments.get(one)) for one in _BATCH_SIZES)
+    names = "global_batch_size", "rampup_batch_size"
+    size, rampup = (_read(name, arguments.get(name)) for name in names)
     if size is None or not rampup:
         return None if size is None else BatchSizeSchedule([(0, size)])
     start, increment, samples = rampup
@@ -305,8 +287,7 @@ def _dataset_config(arguments: Mapping[str, Any]) -> DatasetConfig:
         "split": split,
         "blend_per_split": per_split,
     }
-    known = {name: arguments[name] for name in NAMES if name in arguments}
-    return DatasetConfig(**_config_fields(DatasetConfig, known) | own)
+    return DatasetConfig(**_config_fields(DatasetConfig, arguments) | own)
 
 
 def read_identifiers(text: str) -> Any:

@@ -23,13 +23,12 @@ from millrace.checks import check_float
 from millrace.deferred import Deferred
 from millrace.errors import CacheError, ConfigError, DataError, DuplicateDataWarning
 from millrace.feed import BlendedDataset, GPTDataset
-from millrace.order import BlendIndices, BlendOrder, build_blend_indices, normalize
+from millrace.order import BlendOrder, build_blend_indices, normalize
 from millrace.order.order_plans import Arrays, Layout, build_arrays, key_of
 from millrace.run.config import DatasetConfig, name_of_order
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.phased_dataset import instant_datasets
 from millrace.run.plan import REQUESTS, DatasetPlan, Manifest, RunPlan, SplitPlan, plan_run
-from millrace.storage.transfers import closing
 from millrace.store.token_file import TokenFile, listed_storages
 
 SplitDataset = GPTDataset | BlendedDataset | list[GPTDataset]
@@ -56,7 +55,7 @@ class SplitArrays(NamedTuple):
     """The arrays of each dataset and of the blend, loaded at the first sample."""
 
     datasets: Sequence[Deferred[Arrays]]
-    blend: Deferred[BlendIndices] | None
+    blend: Deferred[Arrays] | None
 
 
 def build_datasets(
@@ -91,7 +90,8 @@ def build_run(
     """The plan of the run, and what `build_datasets` returns."""
     wait_limit = None if wait_limit is None else check_float("wait_limit", wait_limit, 0)
     plan, arrays = _find(config) or _build(config, progress, wait_limit)
-    _warn_of_copies(plan)
+    for message in copies_in(plan):
+        warnings.warn(message, DuplicateDataWarning, stacklevel=3)  # that calls `build_datasets`
     _fetch_ahead(plan.files)
     datasets = [split and _dataset(plan, split, arrays[split.name]) for split in plan.splits]
     return plan, Datasets(*datasets)  # type: ignore[arg-type]
@@ -107,11 +107,6 @@ def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDatas
         return datasets if split.kind == "apart" else datasets[0]
     weights = normalize(split.weights or split.lengths)
     return BlendedDataset(datasets, order=BlendOrder(weights, split.num_samples, arrays.blend))
-
-
-def _warn_of_copies(plan: RunPlan) -> None:
-    for message in copies_in(plan):
-        warnings.warn(message, DuplicateDataWarning, stacklevel=4)  # that calls `build_datasets`
 
 
 def copies_in(plan: RunPlan) -> Iterator[str]:
@@ -138,13 +133,12 @@ def _find(config: DatasetConfig) -> tuple[RunPlan, Mapping[str, SplitArrays]] | 
     arrays = None if plan is None else _find_sets(plan, os.fspath(config.cache or ""))
     if plan is None or arrays is None:
         return None
-    return None if not config.trust_cache and _has_changed(plan) else (plan, arrays)
-
-
-def _has_changed(plan: RunPlan) -> bool:
-    storages = listed_storages([file.prefix for file in plan.files], plan.config.storage)
-    pairs = zip(plan.files, storages, strict=True)
-    return any(file.record.change(storage) for file, storage in pairs)
+    if not config.trust_cache:
+        storages = listed_storages([file.prefix for file in plan.files], config.storage)
+        pairs = zip(plan.files, storages, strict=True)
+        if any(file.record.change(storage) for file, storage in pairs):
+            return None
+    return plan, arrays
 
 
 def _fetch_ahead(files: Sequence[TokenFile]) -> None:
@@ -152,17 +146,10 @@ def _fetch_ahead(files: Sequence[TokenFile]) -> None:
     another one: those of a node fetch each index once, and wait little for each other."""
     remote = [file for file in files if file.is_remote]
     first = os.getpid() % max(len(remote), 1)
-    if remote:
-        rest, pool = iter(remote[first:] + remote[:first]), ThreadPoolExecutor(REQUESTS)
-        for _ in range(REQUESTS):
-            pool.submit(_fetch_each, rest)
-        pool.shutdown(wait=False)
-
-
-def _fetch_each(files: Iterator[TokenFile]) -> None:
-    for file in files:
-        if not closing.is_set():  # else the end of Python would wait for it
-            file.fetch_index()
+    pool = ThreadPoolExecutor(REQUESTS)
+    for file in remote[first:] + remote[:first]:
+        pool.submit(file.fetch_index)
+    pool.shutdown(wait=False)
 
 
 def _build(
@@ -229,11 +216,11 @@ def _cache_error(folder: str, error: OSError) -> CacheError:
     )
 
 
-def build_blend(split: SplitPlan) -> BlendIndices:
-    """The indices of a blend; ConfigError if a dataset has too few samples."""
+def build_blend(split: SplitPlan) -> Arrays:
+    """The arrays of a blend; ConfigError if a dataset has too few samples."""
     prefixes = [dataset.file.prefix for dataset in split.datasets]
     try:
-        return build_blend_indices(prefixes, split.lengths, split.weights, split.size)
+        return build_blend_indices(prefixes, split.lengths, split.weights, split.size)._asdict()
     except ConfigError as error:
         raise ConfigError(f"the {split.name} split: {error}") from None
 
@@ -304,7 +291,7 @@ class SplitSet:
                     writers[name].write(self._places[number][name].start, array)
 
             if self.split.kind == "blend":
-                for name, index in build_blend(self.split)._asdict().items():
+                for name, index in build_blend(self.split).items():
                     writers[name].write(0, index)
                 del index  # the memory is needed below
             for_each(self.split, write)
@@ -313,7 +300,8 @@ class SplitSet:
         return self._arrays(array_sets.load_or_build(*place, build, limit=limit)[0])
 
     def _arrays(self, array_set: array_sets.ArraySet) -> SplitArrays:
-        blend = Deferred(partial(_load_blend, array_set)) if self.split.kind == "blend" else None
+        every = dict.fromkeys(_BLEND, slice(None))
+        blend = Deferred(partial(_load, array_set, every)) if self.split.kind == "blend" else None
         datasets = [Deferred(partial(_load, array_set, places)) for places in self._places]
         return SplitArrays(datasets, blend)
 
@@ -323,7 +311,3 @@ def _load(array_set: array_sets.ArraySet, places: Mapping[str, slice]) -> Arrays
         return {name: array_set[name][place] for name, place in places.items()}
     except DataError as error:  # removed or damaged between the start and the first sample
         raise DataError(f"{error}. To build it, start it again, or run `millrace index`") from None
-
-
-def _load_blend(array_set: array_sets.ArraySet) -> BlendIndices:
-    return BlendIndices(**_load(array_set, dict.fromkeys(BlendIndices._fields, slice(None))))

@@ -19,10 +19,9 @@ from millrace.checks import (
     shown,
 )
 from millrace.errors import ConfigError
-from millrace.order import SPLITS, GPTPlan, normalize, part_range, split_ranges
+from millrace.order import SPLITS, GPTPlan, OrderPlan, normalize, part_range, split_ranges
 from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
-from millrace.order.order_plans import PlanOf
 from millrace.order.splits import VALID, Bookends
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import SampleFields, SampleOptions
@@ -112,37 +111,26 @@ class RunConfig(SampleFields):
         fields = dataclasses.fields(SampleOptions)
         return SampleOptions(**{field.name: getattr(self, field.name) for field in fields})
 
-    def make_sampler(
-        self,
-        dataset: Dataset,
-        *,
-        micro_batch_size: int,
-        data_parallel_rank: int = 0,
-        data_parallel_size: int = 1,
-    ) -> Sampler:
+    def make_sampler(self, dataset: Dataset, **share: int) -> Sampler:
         """The sampler of a rank that the configuration names, or a `SequentialSampler`.
 
         It is `sampler.of(dataset, ...)`, `sampler(len(dataset), ...)` of a class without a method
-        `of`, or `sampler(dataset, ...)` of a function, with the other arguments of this method and
-        `sampler_options`.
+        `of`, or `sampler(dataset, ...)` of a function, with `share` and `sampler_options`.
+
+        Args:
+            share: `micro_batch_size`, `data_parallel_rank` and `data_parallel_size`.
 
         Raises:
             ConfigError: Arguments that the sampler does not take, or refuses.
         """
         make: Any = self.sampler or SequentialSampler
         first = dataset if hasattr(make, "of") or not isinstance(make, type) else len(dataset)
-        share = {
-            "micro_batch_size": micro_batch_size,
-            "data_parallel_rank": data_parallel_rank,
-            "data_parallel_size": data_parallel_size,
-        }
         options = self.sampler_options or {}
-        if both := share.keys() & options.keys():
-            raise ConfigError(f"sampler_options have {', '.join(sorted(both))}: leave them out")
         try:
             sampler: Sampler = getattr(make, "of", make)(first, **share, **options)
         except TypeError as error:
-            raise ConfigError(f"sampler_options are {shown(options)}: {error}") from None
+            what = f"sampler_options are {shown(options)}, the other arguments {shown(share)}"
+            raise ConfigError(f"{what}: {error}") from None
         return sampler
 
 
@@ -162,9 +150,9 @@ class DatasetConfig(RunConfig):
         trust_cache: Whether to take the manifest in the cache folder, which must be there, without
             looking at any token file.
         num_threads: Number of threads that build indices; each needs the memory of one dataset's.
-        order: Another order than Megatron-LM's: a class (see `OrderPlan`), a function that returns
-            the plan of `OrderInputs`, or the name of one, "package.module:name".
-        order_options: Keyword arguments for that order's plan, plain JSON values.
+        order: Another order than Megatron-LM's: a class (see `OrderPlan`), or the name of one,
+            "package.module:name".
+        order_options: Keyword arguments for its method `of`, plain JSON values.
 
     The other arguments are those of `RunConfig`; the seed is 0 to 2**32 - 1.
 
@@ -181,7 +169,7 @@ class DatasetConfig(RunConfig):
     cache: str | os.PathLike[str] | None = None
     trust_cache: bool = False
     num_threads: int = 1
-    order: PlanOf | str | None = None
+    order: type[OrderPlan] | str | None = None
     order_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -246,8 +234,8 @@ class DatasetConfig(RunConfig):
         return self.blend if self.blend_per_split is None else self.blend_per_split[split]
 
     @property
-    def plan_of(self) -> PlanOf:
-        return GPTPlan if self.order is None else self.order  # type: ignore[return-value]
+    def plan_class(self) -> Any:
+        return GPTPlan if self.order is None else self.order
 
     def order_key(self) -> dict[str, Any]:
         """The fields that decide the order, as plain JSON values; the token files add the rest."""
@@ -293,16 +281,15 @@ def _checked_options(name: str, value: Any, options: Any) -> dict[str, Any] | No
     return plain
 
 
-def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
-    """The class or function that makes plans; None for Megatron-LM's."""
+def _checked_order(order: Any, *, is_cached: bool) -> type[OrderPlan] | None:
+    """The class of plans; None for Megatron-LM's."""
     order = _imported("order", order)
     if order is None:
         return None
     if "<" in getattr(order, "__qualname__", "<"):
         raise ConfigError(f'order must be at module level, or "module:name", not {shown(order)}')
-    needed = ("of", "arrays", "build", "load") if isinstance(order, type) else ()
-    missing = [name for name in needed if not hasattr(order, name)]
-    if missing:
+    needed = "of", "arrays", "build", "load"
+    if missing := [name for name in needed if not hasattr(order, name)]:
         raise ConfigError(f"order {name_of_order(order)} has no method {', '.join(missing)}")
     if is_cached and order.__module__ == "__main__":
         raise ConfigError(f"order {name_of_order(order)} of a script has no cache: use a module")

@@ -114,15 +114,12 @@ class InstantConfig(RunConfig):
             phases.append(phase)
             for name in (phase.weights or {}).keys() - self.sources.keys():
                 raise ConfigError(f"phase {number}: there is no source {name}: add it to sources")
-            if phase.until is None:
-                if number < len(entries) - 1:
-                    raise ConfigError(f"phase {number} has no `until`, and is not the last one")
-            elif number == len(entries) - 1:
+            if (phase.until is None) != (number == len(entries) - 1):
                 raise ConfigError(
-                    f"the last phase has `until` {phase.until}, but no end: leave it out. "
-                    "num_samples, or train_samples, says where the run ends"
+                    f"phase {number} of {len(entries)} has `until` {phase.until}: all but the last "
+                    "one need it, and num_samples, or train_samples, says where that ends"
                 )
-            elif phase.until <= start:
+            if phase.until is not None and phase.until <= start:
                 raise ConfigError(
                     f"phase {number} starts at sample {start}, and ends before {phase.until}: "
                     "`until` must grow from phase to phase"

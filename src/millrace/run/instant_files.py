@@ -96,9 +96,9 @@ class SourceFile:
     @cached_property
     def _sums(self) -> str | None:
         info = read_info(self.prefix, self._storage)
-        if info is None or info.bin is None:
+        if info is None or info.checksums is None:
             return None
-        return checksum([f"{info.bin} {info.idx}".encode()])
+        return checksum([f"{info.checksums.bin} {info.checksums.idx}".encode()])
 
     @cached_property
     def loss_ranges(self) -> str | None:

@@ -285,7 +285,7 @@ def _build_blend_order(
     lengths = [len(dataset) for dataset in datasets]
     indices = build_blend_indices([name_of(d) for d in datasets], lengths, weights, size)
     weights = normalize(lengths if weights is None else weights)
-    return BlendOrder(weights, len(indices.dataset_index), Deferred.of(indices))
+    return BlendOrder(weights, len(indices.dataset_index), Deferred.of(indices._asdict()))
 
 
 def _form(dataset: Any) -> dict[str, str]:

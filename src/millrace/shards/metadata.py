@@ -7,28 +7,27 @@ indexed dataset. The metadata are written last: a folder without them is not who
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 
 from millrace import names
-from millrace.checks import MAX_INT32, MAX_INT64, check_path, shown
+from millrace.checks import MAX_INT32, MAX_INT64, check_choice, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file, checksum
 from millrace.records import Count, record_from
 from millrace.storage import LOCAL, Storage, exists, read_file, storage_of
 from millrace.store.layout import DTYPES
+from millrace.store.opened import TOKEN_DTYPES
 
 METADATA = names.SHUFFLE_METADATA
 JOURNAL = names.SHUFFLE_JOURNAL  # beside the shards until the shuffle has ended
 VERSION = 2
-SEQUENCES = "global_permutation_fast"  # the shuffle type of sequences of one length
-DOCUMENTS = "global_permutation_documents"  # the shuffle type of whole documents
+SEQUENCES: Final = "global_permutation_fast"  # the shuffle type of sequences of one length
+DOCUMENTS: Final = "global_permutation_documents"  # the shuffle type of whole documents
 
-TOKEN_DTYPES = (*(str(dtype) for dtype in DTYPES.values() if dtype.kind in "iu"), "uint32")
 _DTYPE = "uint32"  # of metadata without a dtype, which other tools write
 _RESTORE = "restore it, or shuffle again"
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -54,13 +53,13 @@ class ShardsMetadata:
         permutation: Kind of the permutation, "numpy" or "keyed"; None: unknown.
         carry: Whether the rest of a file is continued in the next file of its domain.
         eod: Token that was put after each document; None: none was added.
-        inputs: The input files: domain, path, size, mtime_ns, num_items and num_tokens of each.
+        inputs: The input files: domain, path, size, mtime_ns and num_tokens of each.
         checksums: XXH3-64 of each file, by its name; empty: unknown.
         distribution: The figures of the distribution check; empty: none was made.
     """
 
     version: int = VERSION
-    shuffle_type: str = SEQUENCES
+    shuffle_type: Literal["global_permutation_fast", "global_permutation_documents"] = SEQUENCES
     seq_len: Annotated[int, 1, MAX_INT32] | None = None
     total_sequences: Count | None = None
     total_documents: Count | None = None
@@ -141,7 +140,8 @@ def read_metadata(
     folder = check_path("folder", folder)
     storage = storage_of(folder, storage)
     metadata = parse_metadata(folder, dtype, storage)
-    check_sizes(folder, metadata, lambda path: storage.stat(path).size)
+    for number in range(metadata.num_shards):
+        check_shard(folder, metadata, number, lambda path: storage.stat(path).size)
     return metadata
 
 
@@ -150,8 +150,8 @@ def parse_metadata(
 ) -> ShardsMetadata:
     """The metadata of a folder, not compared with its shards; see `read_metadata`."""
     storage = storage_of(folder, storage)
-    if dtype is not None and dtype not in TOKEN_DTYPES:
-        raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(TOKEN_DTYPES)}")
+    if dtype is not None:
+        check_choice("dtype", dtype, TOKEN_DTYPES)
     path, document = metadata_path(folder), _read_document(folder, storage)
     if (version := document.get("version")) != VERSION:
         raise DataError(f"{path} has version {shown(version, 80)}; version {VERSION} can be read")
@@ -198,31 +198,23 @@ def _last_lines(text: bytes) -> bytes:
     return f'  "metadata_checksum": "{checksum([text])}"\n}}\n'.encode()
 
 
-def check_sizes(folder: str, metadata: ShardsMetadata, size_of: Callable[[str], int]) -> None:
-    """Raises DataError for the first shard that is missing or has another size."""
-    for number in range(metadata.num_shards):
-        if problem := shard_problem(folder, metadata, number, size_of):
-            raise DataError(problem)
-
-
-def shard_problem(
+def check_shard(
     folder: str, metadata: ShardsMetadata, number: int, size_of: Callable[[str], int]
-) -> str | None:
-    """A sentence if a shard's `.bin` is missing, or has another size by `size_of`."""
+) -> None:
+    """Raises DataError if a shard's `.bin` is missing, or has another size by `size_of`."""
     path = f"{shard_prefix(folder, number)}.bin"
     try:
         size = size_of(path)
     except _MISSING:
-        return f"{path} is missing: {_RESTORE}"
+        raise DataError(f"{path} is missing: {_RESTORE}") from None
     expected = metadata.shard_sizes[number] * metadata.sequence_bytes
-    if metadata.has_documents or size == expected:
-        return None
-    return (
-        f"{path} has {size} bytes; {metadata.shard_sizes[number]} sequences of {metadata.seq_len} "
-        f"tokens ({metadata.dtype}) take {expected}. It is "
-        f"{'truncated' if size < expected else 'too long'}, or of another dtype, or belongs to "
-        f"another shuffle: {_RESTORE}"
-    )
+    if not metadata.has_documents and size != expected:
+        raise DataError(
+            f"{path} has {size} bytes; {metadata.shard_sizes[number]} sequences of "
+            f"{metadata.seq_len} tokens ({metadata.dtype}) take {expected}. It is "
+            f"{'truncated' if size < expected else 'too long'}, or of another dtype, or belongs "
+            f"to another shuffle: {_RESTORE}"
+        )
 
 
 def _read_document(folder: str, storage: Storage) -> dict[str, Any]:
@@ -250,9 +242,7 @@ def _damage(path: str, problem: str) -> DataError:
 
 def _disagreements(metadata: ShardsMetadata) -> Iterator[str]:
     """What is wrong among fields that are right one by one."""
-    kind, has_documents = metadata.shuffle_type, metadata.has_documents
-    if kind not in (SEQUENCES, DOCUMENTS):
-        yield f"shuffle_type must be {SEQUENCES} or {DOCUMENTS}, not {shown(kind, 80)}"
+    has_documents = metadata.has_documents
     if metadata.seq_len is None and not has_documents:
         yield "seq_len must be the number of tokens in a sequence, not left out"
     name = "total_documents" if has_documents else "total_sequences"
@@ -267,7 +257,3 @@ def _disagreements(metadata: ShardsMetadata) -> Iterator[str]:
     dtypes = [*map(str, DTYPES.values())] if has_documents else TOKEN_DTYPES
     if metadata.dtype not in dtypes:
         yield f"dtype must be one of {', '.join(dtypes)}, not {shown(metadata.dtype, 80)}"
-    elif metadata.num_items * max(metadata.sequence_bytes, 1) > MAX_INT64:
-        yield f"{total} sequences of {metadata.seq_len} tokens are too many"
-    if not all(re.fullmatch("[0-9a-f]{16}", checksum) for checksum in metadata.checksums.values()):
-        yield "checksums must be XXH3-64 by file name, 16 hex digits each"

@@ -27,11 +27,10 @@ from millrace.shards.metadata import (
     METADATA,
     ShardsMetadata,
     bin_paths,
-    check_sizes,
+    check_shard,
     metadata_problem,
     parse_metadata,
     shard_prefix,
-    shard_problem,
 )
 from millrace.storage import (
     LOCAL,
@@ -106,7 +105,8 @@ class Shards(OpenTokens):
             readers.append(storage.open(path, access))
             return readers[-1].size
 
-        check_sizes(self.prefix, self.metadata, size_of)
+        for number in range(self.metadata.num_shards):
+            check_shard(self.prefix, self.metadata, number, size_of)
         for reader, following in pairwise(readers):
             if hasattr(reader, "following"):
                 reader.following = following
@@ -204,9 +204,8 @@ def verify_shards(
             metadata = parse_metadata(folder, dtype)
             checks.report.has_checksums = bool(metadata.checksums)
             checks.add(metadata_problem(folder, metadata))
-            shards, sums = range(metadata.num_shards), metadata.checksums.items()
-            structure = checks.map(partial(_check_shard, folder, metadata), shards)
-            checks.report.num_bytes = checks.map(partial(_check_sum, folder), sums) or structure
+            checks.map(partial(_check_shard, folder, metadata), range(metadata.num_shards))
+            checks.map(partial(_check_sum, folder), metadata.checksums.items())
             _check_strays(folder, metadata, checks.report)
     return checks.report
 
@@ -216,15 +215,12 @@ def _check_shard(folder: str, metadata: ShardsMetadata, checks: Checks, number: 
     prefix, size = shard_prefix(folder, number), metadata.shard_sizes[number]
     path, storage = f"{prefix}.idx", storage_of(folder)
     with checks.errors_of(prefix):
-        problem = shard_problem(folder, metadata, number, lambda path: storage.stat(path).size)
-        if problem:
-            checks.add(problem)
-        elif not exists(storage, path):
+        check_shard(folder, metadata, number, lambda path: storage.stat(path).size)
+        if not exists(storage, path):
             if not metadata.is_of_another_tool:
                 checks.add(f"{path} is missing: restore it, or shuffle again")
         else:
             dataset = IndexedDataset(prefix, access="file")
-            checks.report.num_bytes += dataset.num_bytes - dataset.reader.size
             dataset.check()
             found, expected = (dataset.num_documents, dataset.dtype), (size, metadata.token_dtype)
             lengths = copied(dataset.sequence_lengths)
@@ -248,12 +244,11 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
         try:
             storage = storage_of(path)
             stream = None if storage is LOCAL else SequentialStream(storage.open(path, "file"))
-            size, digest = sum_of(path, checks.count, stream)
+            _, digest = sum_of(path, checks.count, stream)
         except FileNotFoundError:
             if not _SHARD_FILE.fullmatch(name):  # else `_check_shard` has named it
                 checks.add(f"{path} is missing, although {METADATA} has its checksum: restore it")
             return
-        checks.report.num_bytes += size
         if digest != expected:
             checks.add(
                 f"{path} is damaged: its checksum is {digest}; when it was written it was "

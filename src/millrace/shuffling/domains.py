@@ -9,7 +9,7 @@ import math
 import os
 import stat
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
-from millrace.files import files_below, is_of_the_process
-from millrace.names import BIN, INFO, JOURNAL, LOSS_ARRAY
+from millrace.files import files_below, naming
+from millrace.names import BIN, IDX, INFO, JOURNAL, LOSS_ARRAY
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
@@ -64,10 +64,9 @@ class Domain(NamedTuple):
 
 @dataclass(frozen=True)
 class Input:
-    """The domains, sorted by name, and sentences that the user should read."""
+    """The domains, sorted by name."""
 
     domains: Sequence[Domain]
-    notices: Sequence[str]
 
     @property
     def files(self) -> list[TokenFile]:
@@ -124,17 +123,15 @@ def find_domains(inputs: Inputs, *, dtype: str, has_documents: bool = False) -> 
     and raw `.bin` files without an `.idx`. Hidden files and other endings are ignored.
 
     `dtype` is that of raw files. With `has_documents`, all files must be indexed datasets. A
-    ConfigError is about the folders and the list, a DataError about a file.
+    ConfigError is about the folders and the list, a DataError about a file's content.
     """
     raw_dtype = np.dtype(dtype)
-    domains: list[Domain] = []
-    notices: list[str] = []
     entries = _domains_in(inputs) if isinstance(inputs, str) else _domains_of(inputs)
-    for name, weight, paths in entries:
-        files = [open_token_file(p, raw_dtype, has_documents) for p in _token_paths(paths)]
-        notices += _notices_of(files, raw_dtype)
-        domains.append(Domain(name, weight, files))
-    return Input(sorted(domains, key=lambda domain: domain.name), notices)
+    domains = [
+        Domain(name, weight, [open_token_file(p, raw_dtype, has_documents) for p in paths])
+        for name, weight, paths in entries
+    ]
+    return Input(sorted(domains, key=lambda domain: domain.name))
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
@@ -166,16 +163,15 @@ def _domains_in(folder: str) -> Iterator[tuple[str, Fraction, list[str]]]:
             f"{shown(folder)} is not a folder; give one with a folder for each domain"
         )
     folder = absolute_path(folder)
-    with read_errors_of(folder):
-        names = sorted(name for name in os.listdir(folder) if not _is_skipped(name))
+    names = sorted(name for name in os.listdir(folder) if not _is_skipped(name))
     files = []
     for name in names:
         path = os.path.join(folder, name)
         if os.path.isdir(path):
-            yield name, Fraction(1), _walk(path)
+            yield name, Fraction(1), _token_paths_below(path)
         else:
             files.append(path)
-    if any(path.endswith((".bin", ".npy", ".idx")) for path in files):
+    if files := _token_paths(files):
         yield ".", Fraction(1), files
 
 
@@ -192,7 +188,8 @@ def _domains_of(entries: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
                 "is the domain's name. Rename one, or list a folder that holds both"
             )
         paths[name] = path
-        files = _walk(absolute) if os.path.isdir(absolute) else [_token_path(path, absolute)]
+        is_folder = os.path.isdir(absolute)
+        files = _token_paths_below(absolute) if is_folder else [_token_path(path, absolute)]
         yield name, weight, files
 
 
@@ -231,32 +228,15 @@ def _is_skipped(name: str) -> bool:
     return name.startswith(".") or name.endswith(JOURNAL)
 
 
-def _walk(folder: str) -> list[str]:
-    with read_errors_of(folder):
-        return sorted(file.path for file in files_below(folder, _is_skipped))
+def _token_paths_below(folder: str) -> list[str]:
+    return _token_paths(file.path for file in files_below(folder, _is_skipped))
 
 
-def _token_paths(paths: Sequence[str]) -> list[str]:
-    existing = set(paths)
-    for path in paths:
-        if path.endswith(".idx") and path[:-4] + BIN not in existing:
-            raise DataError(
-                f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
-                "remove the .idx"
-            )
-    paths = [path for path in paths if not path.endswith(LOSS_ARRAY)]
-    return [path for path in paths if path.endswith((".bin", ".npy"))]
-
-
-def _notices_of(files: Sequence[TokenFile], raw_dtype: np.dtype[Any]) -> Iterator[str]:
-    folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
-    raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]
-    if alone := [path for path in raw if os.path.dirname(path) in folders]:
-        yield (
-            f"{alone[0]} is read as raw {raw_dtype} ({len(alone):,} such files): it has no .idx, "
-            "and other files of its folder have one. If its writer was killed, remove it and "
-            "shuffle again"
-        )
+def _token_paths(paths: Iterable[str]) -> list[str]:
+    """The token files among some files; also one that is missing beside its `.idx`."""
+    found = {path.removesuffix(IDX) + BIN if path.endswith(IDX) else path for path in paths}
+    endings = BIN, ".npy"
+    return sorted(p for p in found if p.endswith(endings) and not p.endswith(LOSS_ARRAY))
 
 
 # ---- token files ----
@@ -264,8 +244,7 @@ def _notices_of(files: Sequence[TokenFile], raw_dtype: np.dtype[Any]) -> Iterato
 
 def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) -> TokenFile:
     """Opens and checks a `.bin` or `.npy` file; see `find_domains`."""
-    with read_errors_of(path):
-        status = os.stat(path)
+    status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file; write it to one, or remove it")
     if path.endswith(".bin") and os.path.exists(paths_to_read(path[:-4]).idx):
@@ -276,22 +255,9 @@ def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) ->
             "needs that: give indexed datasets (.bin and .idx), or leave --documents out"
         )
     # It is opened so that an error comes now, not in the middle of the job.
-    with read_errors_of(path), open(path, "rb"):
+    with open(path, "rb"):
         place = _place(path, status.st_size, raw_dtype)
     return TokenFile(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns, **place)
-
-
-@contextlib.contextmanager
-def read_errors_of(path: str) -> Iterator[None]:
-    """Makes an OSError about a file a DataError that names it."""
-    try:
-        yield
-    except OSError as error:
-        if is_of_the_process(error):
-            raise
-        raise DataError(
-            f"{error.filename or path} cannot be read: {error.strerror or error}"
-        ) from None
 
 
 def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -329,7 +295,7 @@ def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
 
 def _open_indexed(prefix: str) -> TokenFile:
     paths, sidecars = paths_to_read(prefix), {}
-    with read_errors_of(prefix), IndexedDataset(prefix) as dataset:
+    with IndexedDataset(prefix) as dataset:
         for name, path in zip(("info", "origins"), paths[2:], strict=True):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
@@ -354,11 +320,6 @@ def _open_indexed(prefix: str) -> TokenFile:
 def _check_dtype(path: str, dtype: np.dtype[Any]) -> None:
     if dtype in DTYPES:
         return
-    if (little := dtype.newbyteorder("<")) in DTYPES:
-        raise DataError(
-            f"{path} holds big-endian {dtype.newbyteorder('=')}; save it again as little-endian: "
-            f"array.astype('{little.str}')"
-        )
     ending = ".npy" if path.endswith(".npy") else ""
     raise DataError(
         f"{path} holds {dtype}; a shuffle takes uint16, uint32 and int32. Convert it, if its ids "
@@ -378,12 +339,12 @@ def read_files(
 ) -> int:
     """Reads pieces of files, whose numbers ascend, by `_native.read_pieces`.
 
-    A DataError is about a file that is gone, has changed, or cannot be read.
+    A DataError is about a file that has changed.
     """
     bits = 0
     for run in equal_runs(file_numbers):
         file = files[file_numbers[run.start]]
-        with read_errors_of(file.path), contextlib.ExitStack() as stack:
+        with naming(file.path), contextlib.ExitStack() as stack:
             # A named pipe in place of the file would wait for a writer.
             descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
             stack.callback(os.close, descriptor)

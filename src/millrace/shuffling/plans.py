@@ -52,7 +52,6 @@ _LARGE_SECTION = 8 << 20
 _GOOD_WRITE_RATE = 1e9  # bytes per second of a good disk: reads that keep up with it are fast
 _TRANSFERS = 3  # of `scatter`: it reads, reads again, and writes
 _INDEX_ENTRY = 20  # bytes of an item in the index of a shard: a size, an offset, a document
-_LARGE_ITEM = 1 << 20  # bytes: a random read of them is as fast as a sequential one
 _NUM_ITEMS = 256  # random items
 _MOST_ITEMS = 1 << 17  # consecutive items: the numbers of tiny ones take more memory than tokens
 
@@ -105,18 +104,6 @@ def sizes_of(items: Items) -> ItemSizes:
         sizes = items.sizes(np.arange(start, min(start + _BLOCK, count))) * size
         total, largest = total + int(sizes.sum()), max(largest, int(sizes.max()))
     return ItemSizes(count, total, largest)
-
-
-def check_memory(budget: Budget, sizes: ItemSizes) -> None:
-    """Raises a ConfigError if a buffer or the largest item does not fit the memory."""
-    least = budget.own + max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
-    if budget.total >= least:
-        return
-    origins = f", and copying their origins takes {in_units(budget.own)}" if budget.own else ""
-    raise ConfigError(
-        f"memory must be at least {least} bytes ({in_units(least)}), not {in_units(budget.total)}: "
-        f"the largest item has {in_units(sizes.largest)}{origins}. Give more memory"
-    )
 
 
 def group_bounds(items: Items, items_at: ItemsAt, starts: Numbers, buffer_size: int) -> Numbers:
@@ -211,7 +198,14 @@ def choose_plan(
     At most `share` of the output is on the disk at a time.
     """
     sizes, budget = sizes_of(items), budget_of(memory, items)
-    check_memory(budget, sizes)
+    least = budget.own + max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
+    if budget.total < least:
+        origins = f", and copying their origins takes {in_units(budget.own)}" if budget.own else ""
+        raise ConfigError(
+            f"memory must be at least {least} bytes ({in_units(least)}), not "
+            f"{in_units(budget.total)}: the largest item has {in_units(sizes.largest)}{origins}. "
+            "Give more memory"
+        )
     free = check_room(items, int(sizes.num_bytes * share), output_dir)
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)
@@ -250,8 +244,6 @@ def _best_plan(
     mean = sizes.num_bytes // sizes.num_items
     if gather.has_one_bucket:
         return replace(gather, reason="the data fit one buffer")
-    if mean >= _LARGE_ITEM:
-        return replace(gather, reason=f"items of {in_units(mean)} are read fast at any place")
     random, sequential = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
     plan = gather
     if random < min(sequential / _TRANSFERS, _GOOD_WRITE_RATE / gather.workers):

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.engine import Done, Run, Task
 from millrace.engine.uploading import put_file
-from millrace.errors import DataError
 from millrace.files import atomic_file, naming, sum_of, xxh3
 from millrace.ragged import Numbers, equal_runs
 from millrace.shards.metadata import shard_prefix
@@ -27,7 +26,6 @@ Sums = dict[str, tuple[int, str]]  # size and XXH3-64 of each file, by its path
 SHARD = "shard"  # path prefix in the folder of its task
 _RUN, _SECTIONS = "run.bin", "sections"
 _BLOCK = 4 << 20  # bytes that are hashed and written at a time
-_ALIGNMENT = 4096  # of memory, offset and size of direct writes: the largest that disks need
 
 
 def write_hashed(path: str, parts: Iterable[NDArray[np.uint8]]) -> tuple[int, str]:
@@ -64,12 +62,10 @@ def _blocks(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
 
 def _write(descriptor: int, block: NDArray[np.uint8]) -> None:
     while len(block):
-        if len(block) % _ALIGNMENT:  # at the end of the file, or a nearly full disk
-            _set_direct(descriptor, False)
         try:
             block = block[os.write(descriptor, block.data) :]
         except OSError as error:
-            # A file system may have rules of its own.
+            # Direct writes are of whole blocks of the disk: not at the end of the file, for one.
             if error.errno != errno.EINVAL or not _set_direct(descriptor, False):
                 raise
 
@@ -126,8 +122,8 @@ class Work:
             tasks = _tasks("run", len(self.runs) - 1)
             runs = run.map(write_run, tasks, self, phase="phase 3: sort runs", workers=workers)
             work = replace(self, run_folders=tuple(done.folder for done in runs))
-        tasks = _tasks("shard", len(self.starts) - 1)
-        return [*run.map(write_shard, tasks, work, phase="phase 4: write shards", workers=workers)]
+        tasks, phase = _tasks("shard", len(self.starts) - 1), "phase 4: write shards"
+        return [*run.map(write_shard, tasks, work, phase=phase, workers=workers, durable=True)]
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
         """The bytes of the items at places [start, stop), by bucket."""
@@ -166,18 +162,9 @@ class Work:
     ) -> None:
         """Reads a bucket's section of a run, whose items are in the order of places."""
         sections, path = (os.path.join(self.run_folders[run], name) for name in (_SECTIONS, _RUN))
-        start, stop = np.fromfile(sections, np.int64, 2, offset=8 * bucket).tolist()
-        ends = start + np.cumsum(sizes)
+        ends = np.fromfile(sections, np.int64, 1, offset=8 * bucket) + np.cumsum(sizes)
         with naming(path), open(path, "rb", buffering=0) as file:
-            try:
-                if ends[-1] != stop:
-                    raise ValueError
-                _native.read_pieces(file.fileno(), ends - sizes, sizes, buffer, targets)
-            except ValueError:
-                raise DataError(
-                    f"{path} was cut short or changed while the job ran: run the same command "
-                    "again, and it is written again"
-                ) from None
+            _native.read_pieces(file.fileno(), ends - sizes, sizes, buffer, targets)
 
 
 def _tasks(unit: str, count: int) -> list[Task]:

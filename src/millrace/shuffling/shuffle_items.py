@@ -18,7 +18,7 @@ from millrace.store.writer import Entries, write_index
 ItemsAt = Callable[[int, int], Numbers]
 """The item at each place [start, stop) of the output; see `Permutation.sources`."""
 
-_OF_FILE = "path", "size", "mtime_ns", "index_mtime_ns"  # entries of an input file
+_OF_FILE = "path", "size", "mtime_ns", "index_mtime_ns", "num_tokens"  # of an input's entry
 _BLOCK = 1 << 20  # tokens of sequences that are read at a time
 _ENTRIES = 1 << 16  # entries of an index that are written at a time
 
@@ -70,16 +70,6 @@ class WeightedUnits:
         order = slice(None) if self._is_identity else np.argsort(units, kind="stable")
         return units[order], targets[order]
 
-    def items_in(self, domain: int, start: int, stop: int) -> int:
-        """The number of items of a domain's units [start, stop)."""
-        count, rest = int(self._num_units[domain]), int(self._num_rest[domain])
-        if count == 0:
-            return 0
-        start, stop = (number - int(self._first_units[domain]) for number in (start, stop))
-        # Unit j * count // rest is below `stop` for j < stop * rest / count.
-        in_rest = -(-stop * rest // count) - -(-start * rest // count)
-        return int(self._num_whole[domain]) // count * (stop - start) + in_rest
-
 
 class DomainCounts(NamedTuple):
     """Counts of one domain."""
@@ -98,7 +88,7 @@ class Items(ABC):
 
     `item_size` is the number of tokens of each item; None: they differ. With `has_origins`, the
     shards get sidecars of their documents' origins, which takes Arrow. `inputs` are the files as
-    `metadata.json` lists them; the `num_items` of a file begin in it.
+    `metadata.json` lists them.
 
     Args:
         found: The input.
@@ -123,19 +113,17 @@ class Items(ABC):
         of_domains = [counts[:, part].sum(axis=1).tolist() for part in found.slices]
         weights = [domain.weight for domain in found.domains]
         self.units = WeightedUnits([count for count, *_ in of_domains], weights)
-        self.num_items, total = sum(self.units.num_items), int(num_units.sum())
-        if self.num_items == 0:
-            raise ConfigError(
-                f"the input gives no {unit}: its {len(num_tokens):,} files have "
-                f"{num_tokens.sum():,} tokens, the longest {num_tokens.max():,}, and {total:,} "
-                f"whole ones, of which the weights take none. Give {remedy}, or larger weights"
-            )
+        self.num_items = sum(self.units.num_items)
         self.domains: list[DomainCounts] = []
-        self.inputs: list[dict[str, Any]] = []
-        self.notices = list(found.notices)
+        self.inputs = [
+            {"domain": domain.name, **{name: getattr(file, name) for name in _OF_FILE}}
+            for domain in found.domains
+            for file in domain.files
+        ]
+        self.notices: list[str] = []
         self.first_units = starts_of(num_units)
-        for number, domain in enumerate(found.domains):
-            num_items, (count, *tokens) = self.units.num_items[number], of_domains[number]
+        rows = zip(found.domains, self.units.num_items, of_domains, strict=True)
+        for domain, num_items, (count, *tokens) in rows:
             self.domains.append(DomainCounts(domain.name, len(domain.files), num_items, *tokens))
             if num_items == 0:
                 self.notices.append(
@@ -143,11 +131,10 @@ class Items(ABC):
                     f"{tokens[0]:,} tokens, and {count:,} whole ones, of which the weight "
                     f"{float(domain.weight):g} takes none"
                 )
-            for file in domain.files:
-                start, stop = self.first_units[len(self.inputs) :][:2].tolist()
-                row = {"domain": domain.name, **{name: getattr(file, name) for name in _OF_FILE}}
-                row["num_items"] = self.units.items_in(number, start, stop)
-                self.inputs.append({**row, "num_tokens": file.num_tokens})
+        if self.num_items == 0:
+            raise ConfigError(
+                f"the input has no items; {self.notices[0]}. Give {remedy}, or larger weights"
+            )
 
     @property
     def domain_stats(self) -> dict[str, int]:
@@ -238,31 +225,34 @@ class SequenceItems(Items):
         rows, steps = spread(last - first + 1)  # a piece for each file that a sequence is in
         files = first[rows] + steps
         low = np.maximum(starts[rows], self._starts[files])
-        high = np.minimum(starts[rows] + self.item_size, self._ends[files])
-        size = self.dtype.itemsize
+        sizes = np.minimum(starts[rows] + self.item_size, self._ends[files]) - low
+        places, targets = low - self._starts[files], targets[rows] + low - starts[rows]
+        width = self.dtype.itemsize
         bits = read_files(
             self.files,
             files,
-            self._byte_offsets[files] + (low - self._starts[files]) * size,
-            (high - low) * size,
+            self._byte_offsets[files] + places * width,
+            sizes * width,
             buffer.view(np.uint8),
-            (targets[rows] + low - starts[rows]) * size,
+            targets * width,
             or_words=self.dtype == np.uint32,
         )
         if bits > MAX_INT32:
-            raise self._large_id(starts, buffer, targets)
+            pieces = zip(files, places, sizes, targets, strict=True)
+            raise next(filter(None, (self._large_id(buffer, *piece) for piece in pieces)))
 
-    def _large_id(self, starts: Numbers, buffer: NDArray[np.uint32], targets: Numbers) -> DataError:
-        """The error for a token of 2**31 or more in one of these sequences."""
-        sequences = [buffer[target : target + self.item_size] for target in targets.tolist()]
-        row = next(row for row, tokens in enumerate(sequences) if tokens.max() > MAX_INT32)
-        column = int(sequences[row].argmax())
-        place = int(starts[row]) + column
-        file = int(np.searchsorted(self._ends, place, side="right"))
+    def _large_id(
+        self, buffer: NDArray[Any], file: int, place: int, size: int, target: int
+    ) -> DataError | None:
+        """The error for a token of 2**31 or more in a piece of a file."""
+        tokens = buffer[target : target + size]
+        column = int(tokens.argmax())
+        if tokens[column] <= MAX_INT32:
+            return None
         return DataError(
-            f"{self.files[file].path} holds the token {sequences[row][column]} at position "
-            f"{place - int(self._starts[file])}; ids must be below 2**31 (2147483648). "
-            "The file is damaged, or its dtype is not uint32: correct --dtype, or write it again"
+            f"{self.files[file].path} holds the token {tokens[column]} at position "
+            f"{place + column}; ids must be below 2**31 (2147483648). The file is damaged, or its "
+            "dtype is not uint32: correct --dtype, or write it again"
         )
 
 

@@ -199,7 +199,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
         DataError: An input file that is damaged, or changes meanwhile.
         MillraceError: Another process at work on the folder, too little room on the disk, a worker
             process that died repeatedly, or a shuffle that is not uniform.
-        OSError: A journal or shard that cannot be written.
+        OSError: An input that cannot be read, or a journal or shard that cannot be written.
     """
     start = time.monotonic()
     checked = ShuffleOptions(input_dir=input_dir, output_dir=output_dir, **options)
@@ -233,11 +233,9 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
         result = replace(result if is_new else _earlier(result), seconds=time.monotonic() - start)
 
         def make_public() -> None:
-            with run.phase("phase 5: publish") as progress:
-                report = None if is_new else progress.count
-                publication.publish(run.folder, folder, content, report)
-                if checked.upload_to is not None:
-                    upload.send(folder, publication.LAST)
+            publication.publish(run.folder, folder, content)
+            if checked.upload_to is not None:
+                upload.send(folder, publication.LAST)
 
         run.publish(make_public, asdict(result))
     return result
@@ -316,9 +314,6 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         work = plan.work(items, permutation, starts_of(shard_sizes), options.upload_to)
         progress.note(f"plan: {plan}")
     done = work.write(run, plan.workers)
-    if options.num_local_shards > 0:
-        with run.phase("phase 5: flush") as progress:
-            publication.flush_shards(done, progress.count)
     in_both = {
         "shard_sizes": shard_sizes.tolist(),
         "domain_stats": items.domain_stats,

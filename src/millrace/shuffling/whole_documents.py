@@ -68,17 +68,16 @@ class DocumentItems(Items):
         documents, targets = self.units.ascending_units(numbers, targets)
         size = self.dtype.itemsize
         for start in range(0, len(documents), _BLOCK):
-            part = documents[start : start + _BLOCK]
-            files = np.searchsorted(self.first_units, part, side="right") - 1
-            first, end = self._tables.token_ranges(part)
-            has_tokens = first < end
+            part = slice(start, start + _BLOCK)
+            files = np.searchsorted(self.first_units, documents[part], side="right") - 1
+            first, end = self._tables.token_ranges(documents[part])
             read_files(
                 self.files,
-                files[has_tokens],
-                (first - self._first_tokens[files])[has_tokens] * size,
-                (end - first)[has_tokens] * size,
+                files,
+                (first - self._first_tokens[files]) * size,
+                (end - first) * size,
                 buffer.view(np.uint8),
-                targets[start : start + _BLOCK][has_tokens] * size,
+                targets[part] * size,
             )
 
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
@@ -220,58 +219,46 @@ def _open_index(file: TokenFile) -> IndexedDataset:
     return dataset
 
 
-_ORIGIN = np.dtype(
-    [
-        ("source", "<i4"),  # number in the list of sources
-        ("id_size", "<i4"),  # bytes; -1: no id
-        ("line", "<i8"),
-        ("byte_offset", "<i8"),
-        ("id_start", "<i8"),  # first byte in the table of ids
-    ]
-)
-
-
 class DocumentOrigins:
-    """The origins of all documents, as tables in a folder."""
+    """The origins of all documents, as texts of JSON in a table of bytes."""
 
     def __init__(self, files: Sequence[TokenFile], folder: str) -> None:
-        self._table = Table(os.path.join(folder, "origins"), _ORIGIN)
-        self._ids = Table(os.path.join(folder, "ids"), np.uint8)
+        import orjson  # which comes with pyarrow, and neither is needed without origins
+
+        self._starts = Table(os.path.join(folder, "origin_starts"), np.int64)
+        self._texts = Table(os.path.join(folder, "origins"), np.uint8)
         sources: dict[str, int] = {}
-        id_start = 0
-        with self._table.writing() as add_rows, self._ids.writing() as add_ids:
+        end = 0
+        with self._starts.writing() as add_starts, self._texts.writing() as add_texts:
             for origins in _origins_of(files):
                 numbers = [sources.setdefault(name, len(sources)) for name in origins.sources]
-                ids = [None if id_ is None else id_.encode() for id_ in origins.ids]
-                rows = np.empty(len(ids), _ORIGIN)
-                rows["source"] = np.array(numbers, np.int32)[origins.source_numbers]
-                rows["line"], rows["byte_offset"] = origins.lines, origins.byte_offsets
-                rows["id_size"] = [-1 if id_ is None else len(id_) for id_ in ids]
-                sizes = np.maximum(rows["id_size"], 0)
-                ends = id_start + np.cumsum(sizes, dtype=np.int64)
-                rows["id_start"] = ends - sizes
-                id_start = int(ends[-1])
-                add_rows(rows)
-                add_ids(np.frombuffer(b"".join(filter(None, ids)), np.uint8))
+                columns = (
+                    np.array(numbers)[origins.source_numbers].tolist(),
+                    origins.lines.tolist(),
+                    origins.byte_offsets.tolist(),
+                    origins.ids,
+                )
+                texts = [orjson.dumps(row) + b"," for row in zip(*columns, strict=True)]
+                starts = end + starts_of(map(len, texts))
+                add_starts(starts[:-1])
+                add_texts(np.frombuffer(b"".join(texts), np.uint8))
+                end = int(starts[-1])
+            add_starts(np.array([end]))
         self._sources = list(sources)
 
     def write(self, prefix: str, documents: Iterable[Numbers]) -> None:
         """Writes the sidecar of a pair, which is there; `documents` are its own, in order."""
+        import orjson
+
         with OriginsWriter(prefix, durable=False) as writer:
             for numbers in documents:
-                writer.add(*self._read(numbers))
-
-    def _read(self, documents: Numbers) -> Origins:
-        rows = self._table.rows(documents)
-        sizes = np.maximum(rows["id_size"], 0).astype(np.int64)
-        data = self._ids.ranges(rows["id_start"].astype(np.int64), sizes).tobytes()
-        ids = [
-            None if size < 0 else data[end - size : end].decode()
-            for size, end in zip(rows["id_size"].tolist(), np.cumsum(sizes).tolist(), strict=True)
-        ]
-        numbers, places = np.unique(rows["source"], return_inverse=True)
-        names = [self._sources[number] for number in numbers.tolist()]
-        return Origins(names, places.astype(np.int32), rows["line"], rows["byte_offset"], ids)
+                starts, ends = self._starts.rows(np.stack([numbers, numbers + 1]))
+                texts = self._texts.ranges(starts, ends - starts).tobytes()
+                rows = orjson.loads(b"[%b]" % texts[:-1])
+                source_numbers, lines, byte_offsets, ids = zip(*rows, strict=True)
+                unique, places = np.unique(source_numbers, return_inverse=True)
+                sources = [self._sources[number] for number in unique.tolist()]
+                writer.add(sources, places, lines, byte_offsets, ids)
 
 
 def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:

@@ -330,10 +330,9 @@ class PositionedFile:
             if identity == self.identity:
                 return self._keep(descriptor)
         raise DataError(
-            f"{self._path} was removed, replaced or changed after it was opened, and cannot be "
-            "opened again: of all files that are read with access='file', at most "
-            f"{MAX_OPEN} stay open. Restore the file or open the dataset again; files of a run "
-            "must not change"
+            f"{self._path} was removed, replaced or changed after it was opened (of files that are "
+            f"read with access='file', {MAX_OPEN} stay open). Restore it, or open the dataset "
+            "again; files of a run must not change"
         )
 
     def _keep(self, descriptor: "_Descriptor") -> "_Descriptor":

@@ -150,8 +150,8 @@ class Copy:
         self,
         start: int,
         stop: int,
-        fetch: Callable[[int, int, Callable[[Any], bool]], Any],
         load_sums: Callable[[], list[str]],
+        fetch: Callable[[int, int, Callable[[Any], bool]], Any],
     ) -> bool:
         """Fetches the missing blocks of bytes [start, stop); False if there is no room for them.
 

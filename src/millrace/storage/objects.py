@@ -124,6 +124,8 @@ class ObjectStorage(Renewed):
 
     def fetch_index(self, path: str, identity: Identity) -> None:
         """Brings an index to this node, if there is room and no other process does so."""
+        if closing.is_set():
+            return  # the end of Python would wait for it
         with contextlib.suppress(OSError, StorageError):  # who opens it is told
             fetch_index(self._folder, path, ObjectFile(self, path, identity), waits=False)
 
@@ -194,21 +196,10 @@ class ObjectStorage(Renewed):
                 result = request(store, key)
                 self._last_success = time.monotonic()
                 return result
-            except FileNotFoundError:
-                raise FileNotFoundError(2, "there is no such object or bucket", path) from None
-            except StorageError:
-                raise
-            except ValueError as error:  # of obstore, before a request
-                raise ConfigError(f"{path} cannot be the path of an object: {error}") from None
-            except BaseException as error:
-                if type(error).__name__ == "PanicException":
-                    raise ConfigError(f"{bucket}: {_ENDPOINT}") from None
-                if not isinstance(error, Exception):
-                    raise
+            except BaseException as error:  # a panic of obstore is no Exception
                 problem = _problem_of(path, error)
                 passed = time.monotonic() - min(start, max(begin or start, self._last_success))
-                is_local = bucket == "file://"  # whose errors stay
-                if is_local or passed + pause > self.time_limit or closing.is_set():
+                if passed + pause > self.time_limit or closing.is_set():
                     raise StorageError(
                         f"{problem} (the last of {count} requests in {passed:.1f} s; time_limit is "
                         f"{self.time_limit:g} s)"
@@ -280,15 +271,19 @@ def _note_use() -> None:
     _use["began"] = True
 
 
-def _problem_of(path: str, error: Exception) -> str:
-    """What went wrong, if another request may succeed.
-
-    Raises:
-        StorageError: It would not.
-    """
+def _problem_of(path: str, error: BaseException) -> str:
+    """What went wrong, if another request may succeed; else it raises what to tell the caller."""
     text = str(error).partition("Debug source")[0].strip()
     found = _STATUS.search(text)
     status, kind = int(found[1]) if found else 0, type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        raise FileNotFoundError(2, "there is no such object or bucket", path) from None
+    if kind == "PanicException":
+        raise ConfigError(f"{path}: {_ENDPOINT}") from None
+    if isinstance(error, StorageError) or not isinstance(error, Exception):
+        raise error
+    if isinstance(error, ValueError):  # of obstore, before a request
+        raise ConfigError(f"{path} cannot be the path of an object: {error}") from None
     if "Timeout" in str(error) or "timed out" in str(error):
         return f"{path} is too slow: {text}"
     if _EXPIRED.search(text):
@@ -300,7 +295,8 @@ def _problem_of(path: str, error: Exception) -> str:
         raise StorageError(f"{path} was denied: {text}. {remedy}") from None
     # S3 answers 400 if credentials expired, and to a HEAD it does so without a code.
     may_expire = status == 400 and "<Code>" not in text
-    if 400 <= status < 500 and status not in (408, 409, 429) and not may_expire:
+    is_final = 400 <= status < 500 and status not in (408, 409, 429) and not may_expire
+    if is_final or path.startswith("file:"):  # the errors of a file system stay
         raise StorageError(f"{path} cannot be read: {text}") from None
     return f"{path} cannot be read: {text}"
 
@@ -383,9 +379,12 @@ class ObjectFile(Ahead):
             self._fill_ahead(self._copy, start, stop)
             if (data := self._copy.read(start, stop)) is not None:
                 return data
-        _note_use()
-        fetch = partial(self._fetch, time.monotonic())
-        return self._storage.pool.submit(self._fetch_or_fill, fetch, start, stop)
+        return self._submit(self._fetch_or_fill, start, stop)
+
+    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """A `Future` of some work, which is given a fetch whose time limit counts from now."""
+        _note_use()  # in a forked child the work might wait for a lock of the parent
+        return self._storage.pool.submit(work, *arguments, partial(self._fetch, time.monotonic()))
 
     def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
         """Asks for the blocks that come next where bytes [start, stop) read on.
@@ -396,14 +395,13 @@ class ObjectFile(Ahead):
         first, end = (0, 0) if _use["was_forked"] else copy.blocks_ahead(start, stop)
         while file is not None and file._copy is not None and end > first:
             for block in file._copy.new_blocks(first, end):
-                fetch = partial(file._fetch, time.monotonic())
-                self._storage.pool.submit(file._copy.fill, *block, fetch, file._sums)
+                file._submit(file._copy.fill, *block, file._sums)
             first, end = 0, end - file._copy.num_blocks
             file = file.following
 
-    def _fetch_or_fill(self, fetch: Callable[..., Any], start: int, stop: int) -> Any:
+    def _fetch_or_fill(self, start: int, stop: int, fetch: Callable[..., Any]) -> Any:
         copy, data = self._copy, None
-        if copy is not None and copy.fill(start, stop, fetch, self._sums):
+        if copy is not None and copy.fill(start, stop, self._sums, fetch):
             data = copy.read(start, stop)
         return fetch(start, stop) if data is None else data
 

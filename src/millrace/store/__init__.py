@@ -5,29 +5,13 @@ order; `PREFIX.idx` says how long each sequence is, where it starts and which se
 document (see `layout`). `publish` says how a pair appears whole or not at all.
 """
 
-import importlib
-from typing import Any
-
 from millrace.storage import BinReader, gather_in_turn
 from millrace.store.builder import IndexedDatasetBuilder, finalize_together
 from millrace.store.checking import Report, verify
-from millrace.store.info import Checksums, Info
+from millrace.store.info import Checksums, Info, PairChecksums
 from millrace.store.layout import DTYPES, optimal_dtype
 from millrace.store.opened import RawTokens
 from millrace.store.reader import IndexedDataset
-
-_ABOVE = {  # public names that once were here: loaded from rooms above at their use
-    **dict.fromkeys(("Origin", "Origins", "OriginsWriter"), "millrace.provenance"),
-    **dict.fromkeys(("ShardsMetadata", "read_metadata", "shard_prefix"), "millrace.shards"),
-    "verify_shards": "millrace.shards",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ABOVE:
-        return getattr(importlib.import_module(_ABOVE[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __all__ = [
     "DTYPES",
@@ -36,17 +20,11 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Info",
-    "Origin",
-    "Origins",
-    "OriginsWriter",
+    "PairChecksums",
     "RawTokens",
     "Report",
-    "ShardsMetadata",
     "finalize_together",
     "gather_in_turn",
     "optimal_dtype",
-    "read_metadata",
-    "shard_prefix",
     "verify",
-    "verify_shards",
 ]

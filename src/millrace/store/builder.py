@@ -16,7 +16,7 @@ from millrace.files import flush_to_disk, naming
 from millrace.forks import watch_forks
 from millrace.interrupts import interrupts_held
 from millrace.names import BIN
-from millrace.store.info import BlockHasher, Info
+from millrace.store.info import BlockHasher, Info, PairChecksums
 from millrace.store.layout import DTYPES, dtype_code
 from millrace.store.publish import building, check_prefix, publish
 from millrace.store.reader import IndexedDataset
@@ -118,12 +118,6 @@ class IndexedDatasetBuilder:
     @property
     def num_tokens(self) -> int:
         return self._buffer.num_tokens
-
-    def columns(self) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int8]]:
-        """Lengths, document entries and modes, read back: memory and time grow with them."""
-        with self._turn():
-            self._columns.append(*self._buffer.take_entries())
-            return self._columns.arrays()
 
     def add_sequence(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Appends a sequence to the current document; `end_document` ends it.
@@ -340,12 +334,11 @@ class IndexedDatasetBuilder:
             written = max(written, os.fstat(index.fileno()).st_mtime_ns)
             os.utime(index.fileno(), ns=(written, written))
             self._flush_to_disk(index)
-        info = Info(
-            provenance=dict(self._provenance or {}),
-            bin=None if self._hasher is None else self._hasher.finish(),
-            idx=None if hasher is None else hasher.finish(),
-        )
-        if info.bin is not None or self._provenance is not None:
+        sums = None
+        if self._hasher is not None and hasher is not None:
+            sums = PairChecksums(bin=self._hasher.finish(), idx=hasher.finish())
+        if sums is not None or self._provenance is not None:
+            info = Info(provenance=dict(self._provenance or {}), checksums=sums)
             with open(files.info, "wb") as sidecar:
                 sidecar.write(info.to_json().encode())
                 self._flush_to_disk(sidecar)

@@ -22,7 +22,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
 from millrace.names import BIN, IDX
 from millrace.storage import StoredFile, exists, storage_of
-from millrace.store.info import BLOCK_SIZE, Checksums, Info, read_info
+from millrace.store.info import BLOCK_SIZE, Checksums, read_info
 from millrace.store.publish import open_pair, paths_to_read
 from millrace.store.reader import IndexedDataset
 
@@ -35,14 +35,12 @@ class Report:
         prefix: Path prefix of the pair, or the folder.
         problems: One sentence for each problem; empty for a whole pair.
         has_checksums: Whether the content was checked too, not only the structure.
-        num_bytes: Number of bytes read.
         notices: One sentence for each file that does not belong to the folder.
     """
 
     prefix: str
     problems: list[str] = field(default_factory=list)
     has_checksums: bool = False
-    num_bytes: int = 0
     notices: list[str] = field(default_factory=list)
 
 
@@ -101,15 +99,13 @@ class Checks:
             with contextlib.suppress(DataError, OSError):
                 text += f": {describe(start, stop)}" if describe is not None else ""
             self.add(text)
-        self.report.num_bytes += file.size
 
-    def map(self, check: Callable[["Checks", Any], None], items: Collection[Any]) -> int:
-        """Adds the problems of items, checked by the threads; returns the number of bytes read."""
+    def map(self, check: Callable[["Checks", Any], None], items: Collection[Any]) -> None:
+        """Adds the problems of items, checked by the threads."""
         parts = [Checks(self.report.prefix, self.pool, self.count) for _ in items]
         list(self.pool.map(check, parts, items))
         for part in parts:
             self.add(*part.report.problems)
-        return sum(part.report.num_bytes for part in parts)
 
 
 def verify(
@@ -159,19 +155,19 @@ def _identities(prefix: str) -> list[Any] | None:
 
 
 def _check_pair(prefix: str, checks: Checks) -> None:
-    info = Info()
+    sums: dict[str, Any] = {}
     with checks.errors_of():
-        info = read_info(prefix) or info
-    checks.report.has_checksums = info.bin is not None
+        info = read_info(prefix)
+        sums = vars(info.checksums) if info and info.checksums else {}
+    checks.report.has_checksums = bool(sums)
     with checks.errors_of():
         data, index = open_pair(prefix, "file", storage=storage_of(prefix))
         assert data is not None
-        checks.blocks(prefix + IDX, index, info.idx)
-        checks.blocks(prefix + BIN, data, info.bin, partial(_sequences_in, prefix))
-        checks.report.num_bytes = checks.report.num_bytes or index.size
+        checks.blocks(prefix + IDX, index, sums.get("idx"))
+        checks.blocks(prefix + BIN, data, sums.get("bin"), partial(_sequences_in, prefix))
         dataset = IndexedDataset(prefix, access="file")
         dataset.check()
-        _check_origins(dataset, info, checks)
+        _check_origins(dataset, sums.get("origins"), checks)
 
 
 def _sequences_in(prefix: str, start: int, stop: int) -> str:
@@ -182,18 +178,17 @@ def _sequences_in(prefix: str, start: int, stop: int) -> str:
     return f"sequences {numbers[0]} to {numbers[1]}, documents {documents[0]} to {documents[1]}"
 
 
-def _check_origins(dataset: IndexedDataset, info: Info, checks: Checks) -> None:
+def _check_origins(dataset: IndexedDataset, sums: Checksums | None, checks: Checks) -> None:
     """Compares every byte of the sidecar of origins; without checksums, reads every row."""
     path, storage = paths_to_read(dataset.prefix).origins, dataset.storage
     if not exists(storage, path):
         return
     file = storage.open(path, "file")
-    checks.blocks(path, file, info.origins)
+    checks.blocks(path, file, sums)
     if checks.report.problems:  # the fingerprint of a damaged pair may have changed
         return
     with contextlib.suppress(ConfigError):  # pyarrow is not installed
         origins = dataset.origins_file
-        if origins is not None and info.origins is None:
+        if origins is not None and sums is None:
             for _ in origins.tables(0, dataset.num_documents):
                 pass
-            checks.report.num_bytes += file.size

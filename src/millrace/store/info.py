@@ -6,7 +6,7 @@ writer knows (tool, tokenizer, options).
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from millrace.errors import DataError
 from millrace.files import atomic_file, xxh3
@@ -16,8 +16,6 @@ from millrace.storage import Storage, exists, read_file, storage_of
 from millrace.store.publish import paths_to_read
 
 BLOCK_SIZE = 4 << 20
-ALGORITHM = "xxh3_64"
-VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +32,14 @@ class Checksums:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Document:
-    """A sidecar as it is stored; `checksums` also says how they were made."""
+class PairChecksums:
+    """The checksums of a pair, and of its sidecar of origins, if any."""
 
-    version: int
-    provenance: dict[str, Any]
-    checksums: dict[str, Any] | None = None
+    algorithm: Literal["xxh3_64"] = "xxh3_64"
+    block_size: int = field(default_factory=lambda: BLOCK_SIZE)
+    bin: Checksums
+    idx: Checksums
+    origins: Checksums | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,23 +47,20 @@ class Info:
     """The content of a sidecar.
 
     Attributes:
+        version: Version of the format, 1.
         provenance: Where the files came from.
-        bin, idx: Checksums of the file of that suffix; both or None.
-        origins: Checksums of the sidecar of origins, if any.
+        checksums: Checksums of the files, if any.
     """
 
-    provenance: dict[str, Any] = field(default_factory=dict)
-    bin: Checksums | None = None
-    idx: Checksums | None = None
-    origins: Checksums | None = None
+    version: Literal[1] = 1
+    provenance: dict[str, Any]
+    checksums: PairChecksums | None = None
 
     def to_json(self) -> str:
-        document: dict[str, Any] = {"version": VERSION, "provenance": self.provenance}
-        if self.bin is not None and self.idx is not None:
-            sums = {"bin": self.bin, "idx": self.idx, "origins": self.origins}
-            stored = {name: asdict(one) for name, one in sums.items() if one is not None}
-            document["checksums"] = {"algorithm": ALGORITHM, "block_size": BLOCK_SIZE} | stored
-        return json.dumps(document, indent=1) + "\n"
+        def without_none(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+            return {name: value for name, value in fields if value is not None}
+
+        return json.dumps(asdict(self, dict_factory=without_none), indent=1) + "\n"
 
 
 def read_info(prefix: str, storage: Storage | None = None) -> Info | None:
@@ -71,34 +68,19 @@ def read_info(prefix: str, storage: Storage | None = None) -> Info | None:
     storage = storage_of(prefix, storage)
     path = paths_to_read(prefix, storage).info
     try:
-        content = json.loads(read_file(storage, path))
-        if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
-            raise DataError(f"{path} has version {content['version']}; {VERSION} can be read")
-        document = record_from(_Document, content, "the sidecar")
-        sums = document.checksums
-        if sums is None:
-            return Info(provenance=document.provenance)
-        kind = sums.get("algorithm"), sums.get("block_size")
-        if kind != (ALGORITHM, BLOCK_SIZE):
-            raise DataError(
-                f"{path} has checksums of {kind[0]} in blocks of {kind[1]}; {ALGORITHM} in blocks "
-                f"of {BLOCK_SIZE} can be verified"
-            )
-        info = record_from(Info, {**sums, "provenance": document.provenance}, "the checksums")
-        if info.bin is None or info.idx is None:
-            raise ValueError("the checksums are those of one file")
-        for one in filter(None, (info.bin, info.idx, info.origins)):
-            if len(one.blocks) != -(-one.size // BLOCK_SIZE):
-                raise ValueError(f"{len(one.blocks)} blocks for {one.size} bytes")
+        info = record_from(Info, json.loads(read_file(storage, path)), "the sidecar")
+        if (sums := info.checksums) is not None:
+            for one in filter(None, (sums.bin, sums.idx, sums.origins)):
+                if sums.block_size != BLOCK_SIZE or len(one.blocks) != -(-one.size // BLOCK_SIZE):
+                    blocks = f"{len(one.blocks)} blocks of {sums.block_size} bytes"
+                    raise ValueError(f"{blocks} for {one.size} bytes; each must have {BLOCK_SIZE}")
         return info
     except FileNotFoundError:
         return None
-    except DataError:
-        raise
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} is damaged ({error}). The token files may be intact: remove it, or write the "
-            "pair again"
+            f"{path} is damaged, or a later version's ({error}). The token files may be intact: "
+            "remove it, or write the pair again"
         ) from None
 
 
@@ -106,7 +88,8 @@ def has_mask(prefix: str, storage: Storage | None = None) -> bool:
     """Whether the sidecar of a pair names ranges of tokens that are not trained on."""
     storage = storage_of(prefix, storage)
     try:
-        return "loss_ranges" in (read_info(prefix, storage) or Info()).provenance
+        info = read_info(prefix, storage)
+        return info is not None and "loss_ranges" in info.provenance
     except (OSError, DataError):
         return exists(storage, prefix + LOSS)  # better than to train on all tokens
 

@@ -3,10 +3,12 @@
 Also token files without an index: raw tokens, or a one-dimensional `.npy` array of NumPy.
 """
 
+import contextlib
 import io
 import os
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -29,9 +31,12 @@ from millrace.storage import (
     storage_of,
 )
 
-_DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
+TOKEN_DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
 _NPY_MAGIC = b"\x93NUMPY"
 _HEADER_SIZE = 1 << 16  # bytes that hold the header of any array of one dimension
+# NumPy reads a header by ast.literal_eval, which Python 3.11 cannot do in two threads at once ("AST
+# constructor recursion depth mismatch").
+_ONE_HEADER_AT_A_TIME = threading.Lock()
 
 
 class OpenTokens:
@@ -202,11 +207,9 @@ class RawTokens(OpenTokens):
             if given is None:
                 raise ConfigError(f"{self.prefix} has no header: give the dtype of its tokens")
             return 0, given
-        stream, npy = io.BytesIO(head), np.lib.format
+        stream = io.BytesIO(head)
         try:
-            is_first = npy.read_magic(stream) == (1, 0)
-            read = npy.read_array_header_1_0 if is_first else npy.read_array_header_2_0
-            shape, _, found = read(stream)
+            shape, _, found = read_npy_header(stream)
         except ValueError as error:
             raise DataError(f"{self.prefix} has a damaged header of NumPy: {error}") from None
         start = stream.tell()
@@ -242,12 +245,22 @@ class RawTokens(OpenTokens):
         return digest.hexdigest()
 
 
+def read_npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran's order, and dtype of NumPy's array; ValueError for damage."""
+    npy = np.lib.format
+    try:
+        with _ONE_HEADER_AT_A_TIME:
+            versions = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+            return versions[npy.read_magic(file)](file)
+    except (LookupError, EOFError, AttributeError, SyntaxError) as error:
+        raise ValueError(f"its header is damaged, or of another version: {error}") from None
+
+
 def token_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """A dtype that raw tokens may have, as they are read; ConfigError for another one."""
-    try:
+    with contextlib.suppress(TypeError):
         stored = np.dtype(dtype)
-    except TypeError:
-        raise ConfigError(f"dtype is {shown(dtype)}; it is one of {', '.join(_DTYPES)}") from None
-    if stored.name not in _DTYPES or stored.byteorder == ">":
-        raise ConfigError(f"dtype is {stored}; it is one of {', '.join(_DTYPES)}, little-endian")
-    return np.dtype(np.int32) if stored.name == "uint32" else stored.newbyteorder("<")
+        if stored.name in TOKEN_DTYPES and stored.byteorder != ">":
+            return np.dtype(np.int32) if stored.name == "uint32" else stored.newbyteorder("<")
+    names = ", ".join(TOKEN_DTYPES)
+    raise ConfigError(f"dtype is {shown(dtype)}; it is one of {names}, little-endian")

@@ -58,19 +58,12 @@ def files_of(prefix: str) -> tuple[str, ...]:
     return (*others, prefix + LOSS, data)
 
 
-class Pair(NamedTuple):
-    """The open files of a pair; `bin` is None if only the index is open."""
-
-    bin: StoredFile | None
-    idx: StoredFile
-
-
 def open_pair(
     prefix: str, access: Access | None, *, index_access: Access = "file", storage: Storage
-) -> Pair:
-    """Opens the files of a whole pair, even while a builder replaces it.
+) -> tuple[StoredFile | None, StoredFile]:
+    """Opens the `.bin` and the `.idx` of a whole pair, even while a builder replaces it.
 
-    Without an access, the `.bin` stays closed. A missing file is a DataError.
+    Without an access, the `.bin` stays closed (None). A missing file is a DataError.
     """
     for _ in range(_ATTEMPTS):
         paths = paths_to_read(prefix, storage)
@@ -78,12 +71,12 @@ def open_pair(
             index = storage.open(paths.idx, index_access)
             data = None if access is None else storage.open(paths.bin, access)
             if not getattr(storage, "has_renames", True):
-                return Pair(data, index)
+                return data, index
             if paths[:2] == paths_to_read(prefix, storage)[:2] and all(
                 file is None or storage.stat(path).version == file.identity.version
                 for path, file in ((paths.idx, index), (paths.bin, data))
             ):
-                return Pair(data, index)
+                return data, index
         except FileNotFoundError:  # perhaps a publication has just renamed it
             time.sleep(_PAUSE)
     needed = _paths(prefix)[1 if access is None else 0 : 2]

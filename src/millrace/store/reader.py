@@ -91,12 +91,11 @@ class IndexedDataset(OpenTokens):
         self.prefix = check_path("prefix", prefix)
         self._options = {"access": access, "bin_reader": bin_reader, "storage": storage}
         bin_access = access if bin_reader is None else None
-        self._pair = open_pair(self.prefix, bin_access, index_access="mmap", storage=self.storage)
-        index = self._pair.idx
-        self.files = tuple(file and file.identity for file in self._pair)
+        data, index = open_pair(self.prefix, bin_access, index_access="mmap", storage=self.storage)
+        self._index, self.files = index, (data and data.identity, index.identity)
         self.header = layout.read_header(index, self.prefix + IDX)
         self.dtype = self.header.dtype
-        reader = self._pair.bin or bin_reader
+        reader = data or bin_reader
         assert reader is not None
         self.reader = reader
         mapped = bytes_in_memory(index)
@@ -126,7 +125,7 @@ class IndexedDataset(OpenTokens):
     @property
     def num_bytes(self) -> int:
         """The size of both files."""
-        return self.reader.size + self._pair.idx.size
+        return self.reader.size + self._index.size
 
     @property
     def document_lengths(self) -> Numbers:
@@ -244,24 +243,13 @@ class IndexedDataset(OpenTokens):
     def __getitem__(self, index: Any) -> NDArray[Any] | list[NDArray[Any]]:
         """A sequence's tokens, [length] of `dtype`; a list of them for a slice, list or array."""
         if isinstance(index, slice):
-            start, stop, step = index.indices(len(self))
-            most = len(self) + 1  # a larger step does the same, and may not fit int64
-            return self._slice(np.arange(start, stop, min(max(step, -most), most)))
+            numbers = range(*index.indices(len(self)))
+            return [self[number] for number in numbers] if self.is_mapped else self[list(numbers)]
         if isinstance(index, (np.ndarray, list)) and np.ndim(index) == 1:
             flat, offsets = self.read(index)
-            return _cut(flat, offsets[:-1], offsets[1:])
+            return np.split(flat, offsets[1:])[:-1]
         number = self._number("sequence", index, len(self))
         return self._read(number, 0, self.sequence_lengths.item(number))
-
-    def _slice(self, numbers: Numbers) -> list[NDArray[Any]]:
-        if self._bytes is None:
-            return self[numbers]
-        lengths = self.sequence_lengths[numbers]
-        first, rest = np.divmod(self.sequence_pointers[numbers], self.dtype.itemsize)
-        is_bad = (lengths < 0) | (rest != 0) | (first < 0) | (first > self.num_tokens - lengths)
-        if np.any(is_bad):  # one raises, or lies off the grid of tokens
-            return [self[number] for number in numbers.tolist()]
-        return _cut(self.tokens, first, np.add(first, lengths))
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         for start in range(0, len(self), _CHUNK):
@@ -341,7 +329,7 @@ class IndexedDataset(OpenTokens):
         datasets apart, not to prove them undamaged.
         """
         digest = blake2b()
-        for file in (self._pair.idx, self.reader):
+        for file in (self._index, self.reader):
             digest.update(file.size.to_bytes(8, "little"))
             digest.update(sample_of(file).data)
         return digest.hexdigest()
@@ -399,7 +387,7 @@ class IndexedDataset(OpenTokens):
     if not TYPE_CHECKING:  # a type checker would take it for an attribute of any name
 
         def __getattr__(self, name: str) -> Any:
-            if "header" in vars(self) and "_pair" not in vars(self):
+            if "header" in vars(self) and "_index" not in vars(self):
                 raise ConfigError(f"{self.prefix} is closed; open it again")
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
@@ -408,10 +396,6 @@ class IndexedDataset(OpenTokens):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _cut(flat: NDArray[Any], starts: Numbers, ends: Numbers) -> list[NDArray[Any]]:
-    return [flat[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _entry(column: NDArray[Any], place: int) -> int:

@@ -150,13 +150,6 @@ class IndexColumns:
             for modes in _pieces(other.sequence_modes, *sequences):
                 self._modes.extend(modes)
 
-    def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Lengths, document entries and modes."""
-        lengths, modes, documents = (
-            np.concatenate([np.empty(0, column.dtype), *column.chunks()]) for column in self._all
-        )
-        return lengths, documents, modes
-
     @property
     def header(self) -> Header:
         return Header(self.dtype, self._lengths.count, self._documents.count, self.has_modes)

@@ -20,7 +20,7 @@ from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
 from millrace.online import open_rows
 from millrace.option_class import check_options, option, take_options
-from millrace.run.arguments import built_config_from, read_arguments, unknown_arguments
+from millrace.run.arguments import built_config_from, read_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
 from millrace.store import IndexedDataset, verify
@@ -99,10 +99,9 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
         has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         return inspect.format_chat(documents, has_colour=has_colour)
     if folder.endswith((".yaml", ".yml", ".toml")):
-        values = read_arguments(folder)
-        unknown_arguments(values)
+        config = built_config_from(read_arguments(folder))
         packs = inspect.describe_packs(
-            built_config_from(values), ranks=options.ranks, micro_batches=options.micro_batches
+            config, ranks=options.ranks, micro_batches=options.micro_batches
         )
         if options.svg is not None:
             with atomic_file(options.svg) as file:

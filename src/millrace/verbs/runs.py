@@ -32,7 +32,7 @@ def _index(
 ) -> str:
     values = run_arguments.read_arguments(config) if config else {}
     tokenizer = values.pop("tokenizer_identifiers", None)
-    unknown = run_arguments.unknown_arguments(values)
+    unknown = [name for name in values if name not in run_arguments.NAMES]
     values.update({name: options.pop(name) for name in run_arguments.NAMES if name in options})
     tokenizer = tokenizer_identifiers or tokenizer
     if isinstance(tokenizer, str):
