@@ -141,10 +141,10 @@ def attributes_of(class_: ast.ClassDef) -> set[str]:
 
 
 def test_no_two_rooms_have_a_module_of_one_name() -> None:
-    """But for the drop-in's, which are Megatron-LM's, and a path that the next release ends."""
+    """But for the drop-in's, which are Megatron-LM's."""
     modules = [path for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
     names = [path.stem for path in modules if path.parent.name != "megatron"]
-    assert [name for name, count in Counter(names).items() if count > 1] == ["training"]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def test_no_name_hides_a_module() -> None:

@@ -5,6 +5,7 @@ value that its docstring does not name. NumPy's integers become Python's, whose 
 and which JSON can hold. Floats and bools are never counts.
 """
 
+import importlib
 import math
 import operator
 import os
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, TextError
 
 T = TypeVar("T")
 
@@ -193,6 +194,16 @@ def plain_json(value: Any, place: str = "the value", *, keeps_none: bool = True)
         f"{place} is {shown(value, 80)}, which cannot be stored as JSON: give numbers, texts (such "
         "as hashes of bytes), lists, and dictionaries by text"
     )
+
+
+def package(name: str, user: str = "this") -> Any:
+    """An optional package, which `user` needs; TextError if it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        extra = "encoders" if name in ("sentencepiece", "tiktoken") else "tokenizers"
+        problem = f"{user} needs the {name} package: pip install 'millrace[{extra}]'"
+        raise TextError(problem) from None
 
 
 def check_paths(name: str, values: Any) -> list[str]:

@@ -19,7 +19,7 @@ from millrace import (
     split_ranges,
 )
 from millrace.feed import BlendedDataset, GPTDataset, Loader
-from millrace.order import blend, blend_exhaustively, count_draws, plan_gpt
+from millrace.order import blend, plan_gpt
 
 Make = Callable[..., IndexedDataset]
 INTEGERS = [np.dtype(code) for code in "bBhHiIlLqQ"]

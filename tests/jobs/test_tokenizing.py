@@ -32,7 +32,7 @@ from tests.conftest import make_texts, write_jsonl
 PAIR = ["out_text_document.bin", "out_text_document.idx"]
 CHUNK = 4_000  # bytes: many chunks in a small test
 BAD_LINES = {
-    b'{"id": 1, "text": 5}': "number",
+    b'{"id": 1, "text": 5}': "is 5, not a string",
     b'{"id": 2, "text": "a"': "JSON",
     b'{"id": 3, "text": "\\ud800"}': "Unicode",
     b'{"id": 4, "text": "\xff"}': "UTF-8",

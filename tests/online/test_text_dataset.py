@@ -34,7 +34,7 @@ from millrace import (
 )
 from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
-from millrace.encoding.row_encoders import EncodedRows, RowEncoder, TextRows, encode_rows
+from millrace.encoding.row_encoders import EncodedRows, TextRows, encode_rows
 from millrace.online import TextDataset, open_rows
 from millrace.online.cached_rows import _inputs_of
 from millrace.order import PackedOrder
@@ -260,16 +260,14 @@ def test_rows_that_are_sorted_by_length_are_several_inputs() -> None:
 def test_threads_encode_rows_of_several_steps_at_once(tmp_path: Path) -> None:
     rows: list[Any] = [{"text": f"{n:03}"} for n in range(512)]
     rows[500] = {"no": "text"}
-    barrier, sizes, num_met = threading.Barrier(2), list[int](), 0
+    barrier, sizes, met = threading.Barrier(2), list[int](), list[int]()
 
     class Watched(Marked):
         def encode(self, rows: Any) -> Any:
-            nonlocal num_met
             sizes.append(len(rows))
             if len(rows) >= 64:
                 with contextlib.suppress(threading.BrokenBarrierError):
-                    barrier.wait(10)
-                    num_met += 1
+                    met.append(barrier.wait(10))
             return super().encode(rows)
 
     path, form = write_rows(tmp_path / "a.jsonl", rows), {"sequence_length": 3}
@@ -284,7 +282,7 @@ def test_threads_encode_rows_of_several_steps_at_once(tmp_path: Path) -> None:
             next(loader)
         assert sorted(sizes)[-2] >= 64  # the rows of the block of the bad one are encoded alone
         loader.close()
-    assert num_met >= 2
+    assert {*met} == {0, 1}
 
 
 # ---- the cache: kills, several processes, changes ----
@@ -429,10 +427,7 @@ def test_wrong_arguments(options: dict[str, Any], problem: str) -> None:
 
 def test_options_of_texts() -> None:
     plain = TextRows(BYTES.tokenizer, "doc.body", append_eod=False)
-    assert isinstance(plain, RowEncoder)
     assert plain.encode([{"doc": {"body": "a"}}]).tokens.tolist() == [ord("a")]
-    assert plain.encode([]).counts.tolist() == []
-    assert pickle.loads(pickle.dumps(plain)).fingerprint() == plain.fingerprint()
     assert plain.fingerprint() != TextRows(BYTES.tokenizer, "doc.body").fingerprint()
     function: Any = Tokenizer.from_function(len, vocabulary_size=9)  # type: ignore[arg-type]
     for arguments, problem in (

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from millrace.text import (
-    InputFile,
     Part,
     Query,
     check_keys,
     find_inputs,
+    first_line_of,
     parts_of,
     pieces_of,
     read_documents,
@@ -104,40 +104,29 @@ def read_in_parts(
     [file] = find_inputs([path])
     whole = Reading([[] for _ in keys])
     for part in parts_of(file, size):
-        whole.add(read_part(part, keys, **options), whole.num_lines)
+        reading, first = read_part(part, keys, **options), whole.num_lines
+        assert not reading.num_lines or first_line_of(part) == first + file.format.first_line
+        whole.add(reading, first)
     return whole
 
 
-def unpack(file: InputFile, folder: Path, size: int, **options: Any) -> list[Part]:
-    """The pieces of a file, each written to the folder."""
-    parts = []
-    for number, piece in enumerate(pieces_of(file, size, **options)):
-        path = folder / f"piece{number}"
-        with open(path, "wb") as output:
-            output.writelines(piece.chunks)
-        parts.append(replace(piece.part, path=str(path)))
-    return parts
-
-
 def read_in_pieces(
-    path: Path | str,
-    folder: Path,
-    size: int,
-    keys: Sequence[str] = ("text",),
-    separator: str | None = None,
-    **options: Any,
+    path: Path | str, folder: Path, size: int, separator: str | None = None, **options: Any
 ) -> Reading:
     """The documents of a file's pieces; checks the first line of each."""
     [file] = find_inputs([path], separator=separator)
     folder.mkdir(exist_ok=True)
-    whole, line = Reading([[] for _ in keys]), None
+    whole, line = Reading([[]]), None
     limit = {name: options[name] for name in ("max_document_size",) if name in options}
-    for part in unpack(file, folder, size, **limit):
-        reading = read_part(part, keys, **options)
+    for number, piece in enumerate(pieces_of(file, size, **limit)):
+        path = folder / f"{number}"
+        path.write_bytes(b"".join(piece.chunks))
+        part = replace(piece.part, file=replace(piece.part.file, path=str(path)))
+        reading = read_part(part, **options)
         assert part.first_line is not None
         assert line in (None, part.first_line)
         # Every piece of a CSV file repeats the header.
-        line = part.first_line + reading.num_lines - (part.format.name == "csv")
+        line = part.first_line + reading.num_lines - (part.file.format.name in ("csv", "tsv"))
         whole.add(reading, part.first_line - 1)
         whole.num_lines = line - 1
     return whole

@@ -2,8 +2,6 @@
 
 import gzip
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -108,8 +106,6 @@ def test_missing_and_unreadable_inputs(tmp_path: Path) -> None:
     packed = write(tmp_path / "a.parquet.gz", gzip.compress(b"PAR1"))
     inputs: Any
     for inputs, message in [
-        ([], "there are no inputs"),
-        ("a.jsonl", "a list of paths, not 'a.jsonl'"),
         ([tmp_path / "missing.jsonl"], r"missing.jsonl cannot be read: No such file"),
         ([tmp_path / "*.csv"], "no file matches the pattern"),
         ([tmp_path / "empty"], "has no documents: no file in it has a known ending"),
@@ -195,27 +191,6 @@ def test_pipes_are_refused_twice(pipe: Path) -> None:
             find_inputs(inputs)
 
 
-def test_standard_input(tmp_path: Path) -> None:
-    """No library is loaded before it is needed."""
-    code = (
-        "import sys\n"
-        "from millrace.text import *\n"
-        "[file] = find_inputs(['-'])\n"
-        "def reject(*problem): raise SystemExit(problem)\n"
-        "[part] = parts_of(file, 1)\n"
-        "query = Query(keys=('text',), reject=reject)\n"
-        "print([b.texts for b in read_documents(part, query) if b.ids], 'pyarrow' in sys.modules)"
-    )
-    path = write(tmp_path / "a.gz", gzip.compress(LINE))
-    for stdin in (f"cat {path} |", f"<{path}"):
-        result = subprocess.run(
-            ["bash", "-c", f"{stdin} {sys.executable} -c '{code.replace(chr(39), chr(34))}'"],
-            capture_output=True,
-            text=True,
-        )
-        assert result.stdout.strip() == "[[['a']]] False", result.stderr
-
-
 @pytest.mark.parametrize("change", ["grow", "shrink", "rewrite", "remove"])
 @pytest.mark.parametrize("when", ["before", "during"])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet"])
@@ -259,15 +234,3 @@ def test_files_that_change_are_refused(tmp_path: Path, change: str, when: str, n
         return
     with pytest.raises(TextError, match=str(path)):
         read()
-
-
-def test_the_former_place_of_the_tokenizer_still_works() -> None:
-    import millrace.encoding
-    import millrace.encoding.training
-
-    with pytest.warns(DeprecationWarning, match="millrace.encoding"):
-        from millrace.text import Tokenizer
-    with pytest.warns(DeprecationWarning, match="millrace.encoding.training"):
-        from millrace.text.training import train_tokenizer
-    assert Tokenizer is millrace.encoding.Tokenizer
-    assert train_tokenizer is millrace.encoding.training.train_tokenizer

@@ -136,9 +136,10 @@ class ChatEncoder:
         try:
             chat = conversation_of(row)
             if self._problem_of([chat.messages, chat.tools]):  # which one is it?
-                for number, message in enumerate(chat.messages):
-                    self._check_texts(f"message {number}", message)
-                self._check_texts("the tools", chat.tools)
+                places = {f"message {number}": one for number, one in enumerate(chat.messages)}
+                for place, value in {**places, "the tools": chat.tools}.items():
+                    if problem := self._problem_of(value):
+                        raise TextError(f"{place} {problem}")
             return prove_chat(chat, self.rules)
         except RecursionError:
             raise TextError("the row is nested too deeply: make it flat") from None
@@ -177,12 +178,8 @@ class ChatEncoder:
             "options": identity_of(self.options),
         }
 
-    def _check_texts(self, place: str, value: Any) -> None:
-        """Raises TextError for texts that cannot be encoded, or that hold special tokens."""
-        if problem := self._problem_of(value):
-            raise TextError(f"{place} {problem}")
-
     def _problem_of(self, value: Any) -> str:
+        """What is wrong with texts that cannot be encoded, or that hold special tokens."""
         text = "\0".join(texts_in(value))
         try:
             text.encode()

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.checks import package
 from millrace.deferred import cached_property
 from millrace.encoding.flat_ids import EncodeBatch, FlatIds, flat_ids
-from millrace.encoding.vocabulary import MUST_PASS, Options, Vocabulary, package, read_file, sha256
+from millrace.encoding.vocabulary import MUST_PASS, Options, Vocabulary, read_file, sha256
 from millrace.errors import TextError
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from millrace.checks import package
 from millrace.deferred import cached_property
 from millrace.encoding import flat_ids
-from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
+from millrace.encoding.vocabulary import Options, Vocabulary, sha256
 from millrace.errors import TextError
 
 _BPE = 2  # TrainerSpec.model_type

@@ -10,10 +10,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from millrace.checks import check_choice, shown
+from millrace.checks import check_choice, package, shown
 from millrace.deferred import cached_property
 from millrace.encoding.flat_ids import EncodeBatch, FlatIds, joined_ids
-from millrace.encoding.vocabulary import Options, Vocabulary, package, sha256
+from millrace.encoding.vocabulary import Options, Vocabulary, sha256
 from millrace.errors import ConfigError, TextError
 
 _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"

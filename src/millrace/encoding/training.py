@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace import checks, text
+from millrace.checks import package
 from millrace.encoding.tokenizer import Tokenizer
-from millrace.encoding.vocabulary import package
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
 
@@ -125,7 +125,7 @@ class _Texts:
 
     def _texts_of(self, part: text.Part, most: int | None) -> Iterator[list[str]]:
         def refuse(line: int, byte_offset: int, reason: str, data: bytes) -> None:
-            place = f"{part.format.unit} {text.first_line_of(part) + line}"
+            place = f"{part.file.format.unit} {text.first_line_of(part) + line}"
             raise TextError(f"{part.source}, {place}: {reason}")
 
         query = text.Query(keys=self.keys, reject=refuse)

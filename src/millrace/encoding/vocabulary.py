@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from millrace.checks import package
 from millrace.encoding.flat_ids import EncodeBatch, FlatIds
 from millrace.errors import TextError
 
@@ -131,16 +132,6 @@ def read_file(path: str) -> bytes:
             return file.read()
     except OSError as error:
         raise TextError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def package(name: str) -> Any:
-    """An optional package; TextError if it is not installed."""
-    try:
-        return __import__(name)
-    except ImportError:
-        extras = {"sentencepiece": "encoders", "tiktoken": "encoders", "transformers": "trainers"}
-        extra = extras.get(name, "tokenizers")
-        raise TextError(f"this needs the {name} package: pip install 'millrace[{extra}]'") from None
 
 
 def sha256(*parts: bytes) -> str:

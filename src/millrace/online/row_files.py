@@ -20,17 +20,17 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
-from millrace.files import atomic_file, checksum, writers_lock, xxh3
+from millrace.files import atomic_file, sum_of, writers_lock, xxh3
 from millrace.ragged import equal_runs
 from millrace.samples.tokens import Numbers
 from millrace.storage import FileStream, StoredFile, storage_of
 from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
-from millrace.text.documents import UTF8_BOM
+from millrace.text.documents import UTF8_BOM, too_long
 from millrace.text.formats.arrow_tables import records_of
 from millrace.text.formats.separated_records import loads, parse_line
 from millrace.text.json_values import check_object
 from millrace.text.parts import unchanged
-from millrace.text.streams import is_remote, open_path, readable, status_of
+from millrace.text.streams import is_remote, open_path, readable
 
 Row = dict[str, Any] | BadDocumentError
 """A row, or why it cannot be used."""
@@ -94,8 +94,7 @@ class JsonLinesFile(_RowFile):
     def _parsed(self, line: bytes) -> Row:
         try:
             if len(line) > self._max_size:
-                limit = f"{self._max_size} bytes. Raise max_document_size, or remove it"
-                raise BadDocumentError(f"the line is longer than {limit}")
+                raise BadDocumentError(too_long("line", self._max_size))
             return check_object(parse_line(line))
         except BadDocumentError as error:
             return error
@@ -162,7 +161,7 @@ def _opened(file: InputFile) -> Iterator[Callable[[Numbers, Numbers], Any]]:
         else:
             source = open(file.path, "rb", buffering=0)  # noqa: SIM115
             gather = partial(_native.read_packed, source.fileno(), int(file.size or 0))
-    with source, unchanged(file.part(), lambda: status_of(file.path, source)):
+    with source, unchanged(file.part(), source):
         yield gather
 
 
@@ -217,8 +216,8 @@ def _write(contents: dict[str, NDArray[Any]], writers: Any) -> None:
 
 def _sum_of(path: str) -> str:
     """The checksum of a file's content."""
-    with readable(path), open_path(path) as file:
-        return checksum(iter(partial(file.read, _BLOCK), b""))
+    with readable(path):
+        return sum_of(path, opened=open_path(path))[1]
 
 
 def _name(kind: str, path: str) -> str:

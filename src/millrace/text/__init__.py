@@ -5,11 +5,6 @@ in batches, `sentences` splits texts, and `millrace.encoding` encodes them. Need
 extra.
 """
 
-import importlib
-import warnings
-from collections.abc import Callable
-from typing import Any
-
 from millrace.text.documents import Batch, Documents, Query, Reject, check_keys
 from millrace.text.inputs import find_inputs, read_input_list
 from millrace.text.json_values import BadDocumentError
@@ -46,19 +41,3 @@ __all__ = [
     "read_documents",
     "read_input_list",
 ]
-
-
-def moved(name: str, module: str, place: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module from which a name has moved."""
-
-    def __getattr__(attribute: str) -> Any:  # noqa: N807
-        if attribute != name:
-            raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
-        message = f"{module}.{name} has moved: import it from {place}"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(place), name)
-
-    return __getattr__
-
-
-__getattr__ = moved("Tokenizer", __name__, "millrace.encoding")

@@ -22,6 +22,11 @@ Reject = Callable[[int, int, str, bytes], None]
 in the decompressed source (-1 for rows), the reason, and its bytes (none if it is too long)."""
 
 
+def too_long(name: str, max_size: int) -> str:
+    """Why a line, row or text beyond the limit cannot be used."""
+    return f"the {name} is longer than {max_size} bytes. Raise max_document_size, or remove it"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Query:
     """What a reader asks of a part.
@@ -48,8 +53,7 @@ class Query:
 
     def reject_long(self, line: int, byte_offset: int, name: str) -> None:
         """Rejects a line, row or text of more than `max_size` bytes, and keeps none of them."""
-        limit = f"{self.max_size} bytes. Raise max_document_size, or remove it"
-        self.reject(line, byte_offset, f"the {name} is longer than {limit}", b"")
+        self.reject(line, byte_offset, too_long(name, self.max_size), b"")
 
 
 @dataclass

@@ -12,7 +12,7 @@ Text: TypeAlias = "str | list[str]"
 
 NOT_UNICODE = "not valid Unicode: it has half of a surrogate pair"
 _MISSING = object()
-_TYPE_NAMES = {dict: "object", type(None): "null", bool: "boolean", list: "list", bytes: "bytes"}
+_RENAME = "Name the text's key: --json-keys, or key of TextRows"
 
 
 class BadDocumentError(Exception):
@@ -55,18 +55,11 @@ def text_at(record: Any, key: str) -> Text:
     >>> text_at({"doc": {"text": "a"}}, "doc.text"), text_at({"doc.text": ["a", "b"]}, "doc.text")
     ('a', ['a', 'b'])
     """
-    check_object(record)
-    value = record.get(key)
-    if isinstance(value, str):
-        return value
-    value = _value_at(record, key)
+    value = _value_at(check_object(record), key)
     if value is _MISSING:
         keys = ", ".join(list(record)[:10]) or "none"
-        raise BadDocumentError(
-            f'there is no key "{key}"; its keys are: {keys}. Name the text\'s key: --json-keys, or '
-            "key of TextRows"
-        )
-    return _check_text(value, key)
+        raise BadDocumentError(f'there is no key "{key}"; its keys are: {keys}. {_RENAME}')
+    return check_text(value, key)
 
 
 def check_object(record: Any) -> dict[str, Any]:
@@ -79,33 +72,19 @@ def check_object(record: Any) -> dict[str, Any]:
     )
 
 
-def _check_text(value: Any, key: str) -> Text:
+def check_text(value: Any, key: str) -> Text:
+    """A value as a text or list of texts; BadDocumentError if it is not one."""
     if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise BadDocumentError(
-            f'the value of "{key}" is a {_type_name(value)}, not a string or a list of strings. '
-            "Name the text's key: --json-keys, or key of TextRows"
-        )
-    for item in value:
-        if not isinstance(item, str):
-            problem = f'the list under "{key}" has a {_type_name(item)}, not only strings'
-            raise BadDocumentError(problem)
-    return value
-
-
-def check_cell(value: Any, key: str) -> Text:
-    """A table's value as a text or list of texts; BadDocumentError if it is not one."""
-    if isinstance(value, str):
-        return value
-    if value is None:
-        raise BadDocumentError(f'column "{key}" is null')
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, bytes) for item in items):
-        raise BadDocumentError(f'column "{key}" is not UTF-8: {checks.shown(value, 60)}')
-    if None in items:
-        raise BadDocumentError(f'the list in column "{key}" has a null')
-    return _check_text(value, key)
+        raise BadDocumentError(f'the value of "{key}" is not UTF-8: {checks.shown(value, 60)}')
+    if not all(isinstance(item, str) for item in items):
+        raise BadDocumentError(
+            f'the value of "{key}" is {checks.shown(value, 60)}, not a string or a list of '
+            f"strings. {_RENAME}"
+        )
+    return items
 
 
 def check_unicode(texts: Sequence[Text]) -> None:
@@ -130,9 +109,7 @@ def id_of(record: dict[str, Any], key: str, line: bytes) -> str | None:
     >>> id_of({"id": 7}, "id", b'{"id": 7}'), id_of({"id": None}, "id", b'{"id": null}')
     ('7', None)
     """
-    value = _value_at(record, key) if "." in key else record.get(key)
-    if value is None or (isinstance(value, str) and value.isascii()):
-        return value
+    value = _value_at(record, key)
     if isinstance(value, float):  # orjson rounds whole numbers beyond 64 bits
         with contextlib.suppress(RecursionError):  # orjson reads deeper nesting
             value = _value_at(json.loads(line), key)
@@ -157,7 +134,3 @@ def _value_at(record: dict[str, Any], key: str) -> Any:
             return _MISSING
         value = value[name]
     return value
-
-
-def _type_name(value: Any) -> str:
-    return f"JSON {_TYPE_NAMES.get(type(value), 'number')}"

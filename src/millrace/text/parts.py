@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from millrace import checks
-from millrace.errors import ConfigError, TextError
+from millrace.errors import TextError
 from millrace.text import streams
 from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
 
@@ -19,8 +19,8 @@ class Format(Protocol):
     """A format of input files, which says how to read a part of one.
 
     A format of your own is a subclass with a name and a method `read`. Its files can be compressed
-    and pipes; each is one part, unless `cut` or `unpack` divide it. Instances must be picklable:
-    they go to worker processes.
+    and pipes; each is one part, unless `cut` or `pieces_of` divides it. Instances must be
+    picklable: they go to worker processes.
 
     Attributes:
         name: Name of the format in messages.
@@ -29,7 +29,7 @@ class Format(Protocol):
         first_line: Number of a file's first line or row.
         needs_file: Whether only regular files without a compression can be read.
         is_cut_at_lines: Whether the parts of a plain file hold the lines that begin in their range.
-        unpacking_memory: Bytes of memory that `unpack` takes per byte of the longest document.
+        unpacking_memory: Bytes of memory that `pieces_of` takes per byte of the longest document.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Format(Protocol):
     needs_file: bool = False
     is_cut_at_lines: bool = False
     unpacking_memory: int = 0
-    _separator: bytes = b""  # after a document; `unpack` cuts there
+    _separator: bytes = b""  # after a document; `pieces_of` cuts there
 
     def matches(self, first_bytes: bytes) -> bool:
         """Whether a file that begins with these bytes has the format, whatever its name."""
@@ -60,20 +60,15 @@ class Format(Protocol):
         return self.first_line
 
     def has_pieces(self, file: InputFile) -> bool:
-        """Whether `unpack` divides a file that `cut` does not."""
+        """Whether `pieces_of` divides a file that `cut` does not."""
         return False
 
-    def unpack(
-        self, file: InputFile, size: int, *, max_size: int, block_size: int
-    ) -> Iterator[Piece]:
-        """The decompressed bytes of a file in pieces of about `size` bytes."""
-        if self.needs_file:
-            raise ConfigError(f"{file.path} is a {self.name} file, which is read without unpacking")
-        return cut_pieces(
-            file,
-            size,
-            lambda stream: (_spans(stream, self._separator, block_size), self.first_line, b""),
-        )
+    def spans(
+        self, stream: streams.ByteStream, file: InputFile, max_size: int, block_size: int
+    ) -> tuple[Iterator[Span], int, bytes]:
+        """The bytes of a file that pieces have, the number of the first line or row in them, and
+        bytes at the start of each piece."""
+        return _spans(stream, self._separator, block_size), self.first_line, b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,18 +96,8 @@ class InputFile:
 
     def part(self, start: int = 0, stop: int | None = None, **fields: Any) -> Part:
         """A part of the file with some fields of `Part`; by default the whole file."""
-        fields = {"size": self.size or 0, "first_line": self.format.first_line, **fields}
-        return Part(
-            path=self.path,
-            format=self.format,
-            compression=self.compression,
-            start=start,
-            stop=stop,
-            source=self.path,
-            file_size=self.size,
-            mtime_ns=self.mtime_ns,
-            **fields,
-        )
+        whole = {"size": self.size or 0, "first_line": self.format.first_line, "source": self.path}
+        return Part(file=self, start=start, stop=stop, **{**whole, **fields})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,31 +105,23 @@ class Part:
     """What a task reads of one file.
 
     Attributes:
-        path: Path of the file; "-" for standard input.
-        format: Format of the decompressed file.
-        compression: Compression of the file.
+        file: The file, with its size and time when the job was planned; None: not compared.
         start: Start of the range: a byte of plain JSONL (the lines that begin in [start, stop)
             belong to the part), a row group of Parquet, or a record batch of an Arrow file.
         stop: End of the range, exclusive. None: the end of the file.
         size: Number of bytes on disk, about, for progress; 0 if not known.
-        source: Path in messages and provenance, which differs from `path` for an unpacked piece.
+        source: Path in messages and provenance, which is not the file's for an unpacked piece.
         byte_offset: Position of the file's byte 0 in the decompressed source.
         first_line: Number of the part's first line or row, as its format counts; None: unknown.
-        file_size: Size of the file when the job was planned; None: not compared.
-        mtime_ns: Time of the last change when the job was planned; None: not compared.
     """
 
-    path: str
-    format: Format
-    compression: str = ""
+    file: InputFile
     start: int = 0
     stop: int | None = None
     size: int = 0
     source: str
     byte_offset: int = 0
     first_line: int | None
-    file_size: int | None = None
-    mtime_ns: int | None = None
 
 
 @dataclass
@@ -152,8 +129,8 @@ class Piece:
     """Decompressed documents of a file that cannot be cut, to be written to a file.
 
     Attributes:
-        part: Part without a path. Its `size`, the bytes that were read of the source, is known
-            when `chunks` are exhausted.
+        part: Part of a file without a path. Its `size`, the bytes that were read of the source, is
+            known when `chunks` are exhausted.
         chunks: Bytes of the piece, which must be read before the next piece.
     """
 
@@ -167,11 +144,7 @@ def parts_of(file: InputFile, size: int) -> list[Part]:
 
 
 def pieces_of(
-    file: InputFile,
-    size: int,
-    *,
-    block_size: int = streams.BLOCK_SIZE,
-    max_document_size: int = MAX_DOCUMENT_SIZE,
+    file: InputFile, size: int, *, max_document_size: int = MAX_DOCUMENT_SIZE
 ) -> Iterator[Piece]:
     """The decompressed data of a file in pieces of about `size` bytes, cut between documents.
 
@@ -179,19 +152,37 @@ def pieces_of(
 
     Args:
         file: File to read, once and from start to end.
-        size: Size of a piece. The last is smaller; others are longer by up to `block_size`, or
-            their last document.
-        block_size: Number of bytes to read and decompress at a time.
+        size: Size of a piece. The last is smaller; others are longer by up to 256 kB, or their last
+            document.
         max_document_size: Size of the longest CSV row in bytes.
 
     Raises:
-        ConfigError: A file of a format that is not unpacked.
         TextError: A file that cannot be read, or a longer CSV row.
     """
-    checks.check_int("size", size, 1)
-    return file.format.unpack(
-        file, size, max_size=max_document_size, block_size=min(block_size, size)
-    )
+    block_size = min(streams.BLOCK_SIZE, checks.check_int("size", size, 1))
+    unpacked = InputFile(path="", format=file.format, size=None, mtime_ns=None)
+    with open_part(file.part()) as stream:
+        spans, line, header = file.format.spans(stream, file, max_document_size, block_size)
+        span, byte_offset, position = next(spans, None), 0, 0
+
+        def chunks(piece: Piece) -> Iterator[bytes]:
+            nonlocal span, byte_offset, line
+            yield header
+            num_bytes, is_end = 0, False
+            while span is not None and not (is_end and num_bytes >= size):
+                yield span.data
+                line += span.num_lines
+                num_bytes, is_end = num_bytes + len(span.data), span.is_end
+                span = next(spans, None)
+            byte_offset += 0 if header else num_bytes
+            piece.part = replace(piece.part, size=stream.position - position)
+
+        while span is not None:
+            part = unpacked.part(first_line=line, byte_offset=byte_offset, source=file.path)
+            piece = Piece(part, iter(()))
+            piece.chunks = chunks(piece)
+            yield piece
+            position = stream.position
 
 
 def read_documents(part: Part, query: Query) -> Iterator[Documents]:
@@ -206,32 +197,33 @@ def read_documents(part: Part, query: Query) -> Iterator[Documents]:
         TextError: A file that cannot be read, is damaged or truncated, or was changed; a table
             without a column for a key; a CSV row beyond the limit.
     """
-    batches = part.format.read(part, query)
+    batches = part.file.format.read(part, query)
     return (batch for batch in batches if batch.ids or batch.num_lines or batch.num_bytes)
 
 
 def first_line_of(part: Part) -> int:
     """The number of a part's first line or row; those before it are counted if need be."""
-    return part.format.first_line_of(part) if part.first_line is None else part.first_line
+    return part.file.format.first_line_of(part) if part.first_line is None else part.first_line
 
 
 @contextlib.contextmanager
 def open_part(part: Part) -> Iterator[streams.ByteStream]:
     """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
     with streams.readable(part.source):
-        file = streams.open_path(part.path)
-    with file, unchanged(part, lambda: streams.status_of(part.path, file)) as size:
-        yield streams.stream_of(file, part.source, size, part.compression, part.start, part.stop)
+        file = streams.open_path(part.file.path)
+    with file, unchanged(part, file) as size:
+        kind = part.file.compression
+        yield streams.stream_of(file, part.source, size, kind, part.start, part.stop)
 
 
 @contextlib.contextmanager
-def unchanged(part: Part, status_of: Callable[[], Any]) -> Iterator[int | None]:
+def unchanged(part: Part, file: Any = None) -> Iterator[int | None]:
     """Checks that a part's file is as planned, and stays so until the block ends. Gives the size of
     a regular file; None of others, whose size and time say nothing."""
 
     def check(size: int | None, mtime_ns: int | None) -> Any:
         with streams.readable(part.source):
-            status = status_of()
+            status = streams.status_of(part.file.path, file)
         if size is not None and status.st_size != size:
             change = f"has {status.st_size} bytes, and had {size} before: it was changed"
         elif mtime_ns is not None and status.st_mtime_ns != mtime_ns:
@@ -242,8 +234,8 @@ def unchanged(part: Part, status_of: Callable[[], Any]) -> Iterator[int | None]:
             f"{part.source} {change} while the job was running. Run again when the file is complete"
         )
 
-    status = check(part.file_size, part.mtime_ns)
-    is_regular = stat.S_ISREG(status.st_mode) and not streams.is_of_a_process(part.path)
+    status = check(part.file.size, part.file.mtime_ns)
+    is_regular = stat.S_ISREG(status.st_mode) and not streams.is_of_a_process(part.file.path)
     yield status.st_size if is_regular else None
     if is_regular:
         check(status.st_size, status.st_mtime_ns)
@@ -271,38 +263,3 @@ def _spans(stream: streams.ByteStream, separator: bytes, block_size: int) -> Ite
             if chunk:
                 yield Span(chunk, chunk.count(b"\n"), is_end)
         tail = rest[max(len(rest) - len(separator) + 1, 0) :]
-
-
-def cut_pieces(
-    file: InputFile,
-    size: int,
-    contents: Callable[[streams.ByteStream], tuple[Iterator[Span], int, bytes]],
-) -> Iterator[Piece]:
-    """Pieces of about `size` bytes of a file.
-
-    Args:
-        contents: Function from the file's stream to its spans, the number of the first line or row
-            in them, and bytes at the start of each piece.
-    """
-    with open_part(file.part()) as stream:
-        spans, line, header = contents(stream)
-        span, byte_offset, position = next(spans, None), 0, 0
-
-        def chunks(piece: Piece) -> Iterator[bytes]:
-            nonlocal span, byte_offset, line
-            yield header
-            num_bytes, is_end = 0, False
-            while span is not None and not (is_end and num_bytes >= size):
-                yield span.data
-                line += span.num_lines
-                num_bytes, is_end = num_bytes + len(span.data), span.is_end
-                span = next(spans, None)
-            byte_offset += 0 if header else num_bytes
-            piece.part = replace(piece.part, size=stream.position - position)
-
-        while span is not None:
-            place: dict[str, Any] = {"first_line": line, "byte_offset": byte_offset}
-            piece = Piece(Part(path="", format=file.format, source=file.path, **place), iter(()))
-            piece.chunks = chunks(piece)
-            yield piece
-            position = stream.position

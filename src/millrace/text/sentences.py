@@ -10,9 +10,8 @@ import re
 from importlib.metadata import version
 from typing import Any
 
-from millrace.checks import check_bool, check_choice, shown
+from millrace.checks import check_bool, check_choice, package, shown
 from millrace.errors import ConfigError, TextError
-from millrace.text.streams import package
 
 MAX_CHARACTERS = 1_000_000
 """Longer texts are cut before they are split, as in Megatron-LM's script."""
@@ -63,7 +62,7 @@ class SentenceSplitter:
             self._punkt = _load_punkt(language)
             self.name = f"nltk {version('nltk')} punkt_tab {language}"
         else:
-            _import_sentencex()
+            package("sentencex")
             self.name = f"sentencex {version('sentencex')} {language}"
 
     def split(self, text: str) -> list[str]:
@@ -81,7 +80,7 @@ class SentenceSplitter:
         # sentencex 1.0 panics at a wide space before a period, but not at a plain space.
         safe = text if text.isascii() else _UNSAFE.sub(" .", text)
         try:
-            pieces = _import_sentencex().segment(self._language, safe)
+            pieces = package("sentencex").segment(self._language, safe)
         except BaseException as error:  # a panic in Rust is not an Exception
             if type(error).__name__ not in ("PanicException", "UnicodeEncodeError"):
                 raise
@@ -109,10 +108,6 @@ def _with_whitespace(pieces: list[str]) -> list[str]:
         else:
             sentences.append(piece)
     return sentences
-
-
-def _import_sentencex() -> Any:
-    return package("sentencex", "the package sentencex is not installed")
 
 
 def _load_punkt(language: str) -> Any:

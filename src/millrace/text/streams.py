@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+from millrace.checks import package
 from millrace.errors import TextError
 from millrace.storage import LOCAL, SequentialStream, storage_of
 
@@ -71,14 +72,6 @@ def readable(source: str) -> Iterator[None]:
         raise TextError(
             f"{error.filename or source} cannot be read: {error.strerror or error}"
         ) from None
-
-
-def package(name: str, problem: str) -> Any:
-    """An optional package; TextError with the problem if it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise TextError(f"{problem}: pip install 'millrace[tokenizers]'") from None
 
 
 def is_of_a_process(path: str) -> bool:
@@ -249,7 +242,7 @@ def _decompressors(compression: str, source: str) -> tuple[Callable[[], Any], An
         lzma = load("lzma")
         return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), lzma.LZMAError
     name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    zstd = package(name, f"{source} is zstd-compressed, which needs the backports.zstd package")
+    zstd = package(name, f"{source}, which is zstd-compressed,")
     window = {zstd.DecompressionParameter.window_log_max: 31}  # --long=31
     return lambda: zstd.ZstdDecompressor(options=window), zstd.ZstdError
 

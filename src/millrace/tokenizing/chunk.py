@@ -64,9 +64,9 @@ def is_of(record: Record, work: Work) -> bool:
     if work.checksum is not None or record["checksum"] is not None:
         return bool(work.checksum == record["checksum"])
     return len(record["inputs"]) == len(work.parts) and all(
-        [part.path, part.start, part.stop] == place
+        [part.file.path, part.start, part.stop] == place
         and (
-            [part.file_size, part.mtime_ns] == identity
+            [part.file.size, part.file.mtime_ns] == identity
             or (digest is not None and digest == _sum_of_lines(part))
         )
         for part, (place, identity, digest) in zip(work.parts, record["inputs"], strict=True)
@@ -75,7 +75,7 @@ def is_of(record: Record, work: Work) -> bool:
 
 def _sum_of_lines(part: Part) -> str | None:
     """XXH3-64 of a part's lines and their position; None if it is not cut at lines."""
-    if part.compression or not part.format.is_cut_at_lines:
+    if part.file.compression or not part.file.format.is_cut_at_lines:
         return None
     with open_part(part) as stream:
         blocks = iter(functools.partial(stream.read, _READ_SIZE), b"")
@@ -152,9 +152,9 @@ def _read(
             record["lines"][number] += documents.num_lines
             yield number, documents
         if work.checksum is None:
-            place = [part.path, part.start, part.stop]
+            file, place = part.file, [part.file.path, part.start, part.stop]
             # The pages are in memory still: this is a hundredth of the encoder's time.
-            record["inputs"].append([place, [part.file_size, part.mtime_ns], _sum_of_lines(part)])
+            record["inputs"].append([place, [file.size, file.mtime_ns], _sum_of_lines(part)])
 
 
 def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
@@ -194,7 +194,7 @@ class Rejects:
     def _add(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
         if self._on_error == "stop":
             place = self._parts[part]
-            unit = place.format.unit
+            unit = place.file.format.unit
             raise TextError(
                 f"{place.source}, {unit} {first_line_of(place) + line}: {reason}. Or go on "
                 f'without such {unit}s: --on-error skip (on_error="skip"), or quarantine, which '

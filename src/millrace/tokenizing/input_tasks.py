@@ -248,8 +248,8 @@ class InputTasks:
 
     def _part(self, cut: _Cut) -> Part:
         file = self._files[cut.file]
-        part = file.part(cut.start, cut.stop, size=cut.size, first_line=cut.first_line)
-        return replace(part, path=absolute(file.path))
+        place = {"size": cut.size, "first_line": cut.first_line, "source": file.path}
+        return replace(file, path=absolute(file.path)).part(cut.start, cut.stop, **place)
 
     def _pieces(self, number: int) -> Iterator[Task]:
         """The tasks of a file that cannot be cut; each piece is written to a file."""
@@ -267,7 +267,8 @@ class InputTasks:
                     digest.update(data)
                     target.write(data)
             digest.update(str(piece.part.byte_offset).encode())
-            part = replace(piece.part, path=path, source=file.path)
+            unpacked = replace(piece.part.file, path=path)
+            part = replace(piece.part, file=unpacked, source=file.path)
             yield _task((number, count), [part], digest.hexdigest())
 
 
@@ -282,5 +283,5 @@ def _task(number: tuple[int, int], parts: Sequence[Part], checksum: str | None) 
 def remove_piece(task: Task) -> None:
     """Removes the file that was unpacked for a task, if there is one."""
     work: Work = task.payload
-    if work.checksum is not None and os.path.exists(work.parts[0].path):
-        os.unlink(work.parts[0].path)
+    if work.checksum is not None and os.path.exists(work.parts[0].file.path):
+        os.unlink(work.parts[0].file.path)

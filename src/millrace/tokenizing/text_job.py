@@ -336,6 +336,6 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
     for file in files[:_FIRST_FILES]:
         # An Arrow file without batches has no part.
         for part in [] if file.is_pipe else parts_of(file, input_tasks.MB)[:1]:
-            for documents in itertools.islice(part.format.read(part, query), _MOST_BATCHES):
+            for documents in itertools.islice(part.file.format.read(part, query), _MOST_BATCHES):
                 for text in texts_of(itertools.chain(*documents.texts)):
                     yield text[:_FIRST_SIZE]

@@ -9,12 +9,13 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
+from millrace.checks import package
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.formats.separated_records import parse_line
-from millrace.text.json_values import BadDocumentError, Text, check_cell, id_text
+from millrace.text.json_values import BadDocumentError, Text, check_text, id_text
 from millrace.text.parts import Format, InputFile, Part, unchanged
-from millrace.text.streams import is_remote, open_path, package, readable, status_of
+from millrace.text.streams import is_remote, open_path, readable, status_of
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
@@ -34,9 +35,12 @@ class _Table(Format):
     def matches(self, first_bytes: bytes) -> bool:
         return first_bytes.startswith(self._magic)
 
-    def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
-        """The share of each group of rows in the file (None if it is not cut), and the number of
-        rows before each, as far as known."""
+    def group_counts(self, path: str) -> list[int] | None:
+        """The number of rows of each group; None if the file has no index of groups."""
+        raise NotImplementedError
+
+    def _sizes(self, path: str) -> list[int]:
+        """The share of each group of rows in the file; none of a file without an index."""
         raise NotImplementedError
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
@@ -53,9 +57,8 @@ class _Table(Format):
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
         with _table_errors(file.path):
-            sizes, rows = self._sizes(file.path)
-            file_size = status_of(file.path).st_size
-        if sizes is None:
+            sizes, file_size = self._sizes(file.path), status_of(file.path).st_size
+        if len(sizes) < 2:
             yield file.part()
             return
         total = max(sum(sizes), 1)
@@ -63,13 +66,16 @@ class _Table(Format):
         start = position = 0
         while start < len(ends):
             stop = max(bisect.bisect_right(ends, position + size), start + 1)
-            first_line = rows[start] if start < len(rows) else None
+            first_line = None if start else self.first_line
             yield file.part(start, stop, size=ends[stop - 1] - position, first_line=first_line)
             start, position = stop, ends[stop - 1]
 
+    def first_line_of(self, part: Part) -> int:
+        return sum((self.group_counts(part.file.path) or [])[: part.start])
+
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         batch, row = Batch(query, part.size), 0
-        with unchanged(part, lambda: status_of(part.path)):
+        with unchanged(part):
             for columns, ids, share in self._rows(part, query):
                 if not query.skip_empty and _are_short_texts(columns, query.max_size):
                     batch.add_all(columns, row, [-1] * len(ids), list(map(id_text, ids)))
@@ -105,18 +111,15 @@ class Parquet(_Table):
     _magic = b"PAR1"
 
     def group_counts(self, path: str) -> list[int] | None:
-        """The number of rows of each group; None if the file has no index of groups."""
         with _table_errors(path), _parquet_file(path) as (_, groups):
             return [group.num_rows for group in groups]
 
-    def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
+    def _sizes(self, path: str) -> list[int]:
         with _parquet_file(path) as (_, groups):
-            sizes = [group.total_byte_size for group in groups]
-            rows = itertools.accumulate((group.num_rows for group in groups), initial=0)
-            return sizes if sizes[1:] else None, list(rows)
+            return [group.total_byte_size for group in groups]
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
-        with _parquet_file(part.path) as (file, groups):
+        with _parquet_file(part.file.path) as (file, groups):
             names = _text_columns(file.schema_arrow, query, part.source)
             chosen = slice(part.start, part.stop)
             num_rows = sum(group.num_rows for group in groups[chosen])
@@ -146,11 +149,7 @@ class Arrow(_Table):
     endings = (".arrow", ".arrows", ".feather", ".ipc")
     _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
-    def first_line_of(self, part: Part) -> int:
-        return sum((self.group_counts(part.path) or [])[: part.start])
-
     def group_counts(self, path: str) -> list[int] | None:
-        """See `Parquet.group_counts`."""
         with _table_errors(path):
             with open_path(path) as start:
                 if not self.matches(start.read(len(self._magic))):
@@ -161,20 +160,17 @@ class Arrow(_Table):
             file = pa.ipc.open_file(source)  # reads no column
             return [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
 
-    def _sizes(self, path: str) -> tuple[list[int] | None, list[int]]:
-        with open_path(path) as file:
-            if not self.matches(file.read(len(self._magic))):
-                return None, []
-        with _arrow_reader(path) as (_, reader, _):
-            return [1] * reader.num_record_batches, [0]  # their sizes are not known
+    def _sizes(self, path: str) -> list[int]:
+        with _arrow_reader(path) as (_, reader, is_file):
+            return [1] * reader.num_record_batches if is_file else []  # their sizes are not known
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
-        with _arrow_reader(part.path) as (_, reader, _):
+        with _arrow_reader(part.file.path) as (_, reader, _):
             schema = reader.schema
         names = _text_columns(schema, query, part.source)
         roots = {name if name in schema.names else name.split(".")[0] for name in names}
         fields = [number for number, name in enumerate(schema.names) if name in roots]
-        with _arrow_reader(part.path, fields) as (file, reader, is_file):
+        with _arrow_reader(part.file.path, fields) as (file, reader, is_file):
             if is_file:
                 numbers = range(reader.num_record_batches)[part.start : part.stop]
                 batches = map(reader.get_batch, numbers)
@@ -188,7 +184,7 @@ class Arrow(_Table):
 
 @contextlib.contextmanager
 def _table_errors(source: str) -> Iterator[None]:
-    pyarrow = package("pyarrow", f"{source} needs the pyarrow package")
+    pyarrow = package("pyarrow", source)
     try:
         with readable(source):
             yield
@@ -243,7 +239,7 @@ def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
 
 def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) -> None:
     try:
-        texts = values if query.whole else list(map(check_cell, values, query.keys))
+        texts = values if query.whole else list(map(check_text, values, query.keys))
         if not query.whole and [text for text in texts if _is_long(text, query.max_size)]:
             query.reject_long(row, -1, "text")
         else:
@@ -317,15 +313,13 @@ def _column(batch: Any, name: str) -> Any:
 
 
 def _id_values(column: Any) -> list[Any]:
-    """Values of an id column: times and decimals as Arrow's text, UUIDs in their usual form, other
-    bytes as text or in hexadecimal, None of lists and structs."""
+    """Values of an id column: decimals as Arrow's text, UUIDs in their usual form, other bytes as
+    text or in hexadecimal."""
     from pyarrow import string, types
 
     column = _plain(column)
-    if types.is_nested(column.type) or types.is_interval(column.type):
-        return [None] * len(column)
-    if types.is_temporal(column.type) or types.is_decimal(column.type):
-        column = column.cast(string())  # Python's types have no nanoseconds
+    if types.is_decimal(column.type):
+        column = column.cast(string())
     if types.is_fixed_size_binary(column.type) and column.type.byte_width == 16:
         return [None if id_ is None else str(uuid.UUID(bytes=id_)) for id_ in column.to_pylist()]
     return [id_.hex() if isinstance(id_, bytes) else id_ for id_ in _values(column)]
@@ -340,7 +334,7 @@ def _values(column: Any) -> list[Any]:
     import pyarrow as pa
     from pyarrow import compute, types
 
-    if types.is_temporal(column.type):
+    if types.is_temporal(column.type) and not types.is_interval(column.type):
         with contextlib.suppress(ValueError):
             return column.cast(pa.string()).to_pylist()  # type: ignore[no-any-return]
         column = column.cast(pa.timestamp(column.type.unit))  # its time zone is not known

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from millrace.errors import TextError
 from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, no_column, read_size
 from millrace.text.json_values import BadDocumentError, decode_text
-from millrace.text.parts import Format, InputFile, Part, Piece, Span, cut_pieces, open_part
+from millrace.text.parts import Format, InputFile, Part, Span, open_part
 from millrace.text.streams import ByteStream
 
 _NO_QUOTE = "a quoted field has no closing quote. Close it, or double a quote that is text"
@@ -79,17 +79,13 @@ class Csv(Format):
             rows = self._rows(stream, part, query.max_size, query.block_size)
             return _read_header(rows, part.source)[0]
 
-    def unpack(
-        self, file: InputFile, size: int, *, max_size: int, block_size: int
-    ) -> Iterator[Piece]:
-        def contents(stream: ByteStream) -> tuple[Iterator[Span], int, bytes]:
-            rows = self._rows(stream, file.part(), max_size, block_size)
-            _, number, header = _read_header(rows, file.path)
-            spans = (Span(row.data, 1, True) for row in rows)
-            # Of two byte order marks, the second is a part of the header.
-            return spans, number, UTF8_BOM + header
-
-        return cut_pieces(file, size, contents)
+    def spans(
+        self, stream: ByteStream, file: InputFile, max_size: int, block_size: int
+    ) -> tuple[Iterator[Span], int, bytes]:
+        rows = self._rows(stream, file.part(), max_size, block_size)
+        _, number, header = _read_header(rows, file.path)
+        # Of two byte order marks, the second is a part of the header.
+        return (Span(row.data, 1, True) for row in rows), number, UTF8_BOM + header
 
     def _rows(
         self, stream: ByteStream, part: Part, max_size: int, block_size: int

@@ -1,8 +1,10 @@
 """Records between separators: JSON lines, each an object and a document, and plain text, of which a
 file is a document, or each text between two separators."""
 
+import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -59,13 +61,9 @@ class JsonLines(Format):
             yield file.part(start, stop, size=stop - start, first_line=None if start else 1)
 
     def first_line_of(self, part: Part) -> int:
-        with open(part.path, "rb") as file:
-            count, rest = 0, part.start - 1
-            while rest > 0 and (data := file.read(min(rest, _READ_SIZE))):
-                count += data.count(b"\n")
-                rest -= len(data)
-        # The first line begins after the newline at or after the byte before the part's start.
-        return count + 2
+        with open_part(replace(part, start=0, stop=part.start)) as stream:
+            blocks = iter(functools.partial(stream.read, _READ_SIZE), b"")
+            return self.first_line + sum(block.count(b"\n") for block in blocks)
 
     def has_pieces(self, file: InputFile) -> bool:
         return file.is_pipe or bool(file.compression)
