@@ -57,7 +57,7 @@ def loader_of(source: Any, encoder: Any = BYTES, micro: int = 1, **options: Any)
 
 def expected_samples(rows: list[Any], encoder: Any, case: Any) -> list[Document]:
     """The samples, token by token."""
-    length, extra = case["length"], case["extra"]
+    length, extra, count = case["length"], case["extra"], case["per_sample"]
     size = case["buffer"] if case["buffer"] > 1 else 64
     documents = []  # of each row
     for number, start in enumerate(range(0, len(rows), size)):
@@ -68,7 +68,8 @@ def expected_samples(rows: list[Any], encoder: Any, case: Any) -> list[Document]
         documents += [documents_in(encoder.encode([window[place]])) for place in places.tolist()]
     capacity, joined = length + extra, itertools.chain.from_iterable
     if case["packing"] == "documents":
-        return [[*joined(row)][:capacity] for row in documents]
+        groups = [documents[n : n + count] for n in range(0, len(documents), count)]
+        return [[*joined(joined(group))][:capacity] for group in groups]
     if case["packing"] == "joined":
         tokens: Document = [*joined(joined(documents))]
         return [tokens[n : n + capacity] for n in range(0, max(len(tokens) - extra, 0), length)]
@@ -88,6 +89,7 @@ LAW = {
     "kind": st.sampled_from(["function", "state", "torchdata", "iterable"]),
     "packing": st.sampled_from(PACKINGS),
     "buffer": st.integers(0, 9),
+    "per_sample": st.integers(1, 3),
     "length": st.integers(1, 12),
     "extra": st.booleans(),
     "seed": st.integers(0, 99),
@@ -107,8 +109,8 @@ def law(case: dict[str, Any]) -> None:
     encoder: Any = Marked() if again else BYTES
 
     def loader(rank: int, size: int, micro: int) -> Loader:
-        options = {name: case[name] for name in ("packing", "seed")}
-        options["shuffle_buffer"] = case["buffer"]
+        options = {"packing": case["packing"], "rows_per_sample": case["per_sample"]}
+        options |= {"shuffle_buffer": case["buffer"], "seed": case["seed"]}
         options |= {"sequence_length": case["length"], "add_extra_token": case["extra"]}
         options |= {"data_parallel_rank": rank, "data_parallel_size": size}
         return loader_of(source_of(case["kind"], rows), encoder, micro, **options)
@@ -256,6 +258,7 @@ def test_bad_rows_stop_at_their_sample(packing: str) -> None:
         ({"source": 5}, "source is a int; give"),
         ({"encoder": BYTES.tokenizer}, "encoder is a Tokenizer"),
         ({"packing": "gpt"}, "packing must be one of"),
+        ({"rows_per_sample": 0}, "rows_per_sample"),
         ({"shuffle_buffer": -1}, "shuffle_buffer"),
         ({"seed": -1}, "seed"),
         ({"sequence_length": 0}, "sequence_length"),

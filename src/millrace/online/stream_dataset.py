@@ -94,8 +94,9 @@ class RowStream(Renewed):
         self._capacity = samples.sequence_length + samples.add_extra_token
         self._extra = int(samples.add_extra_token)
         check_choice("packing", options["packing"], _PACKINGS)
-        for name, limit in (("seed", None), ("shuffle_buffer", MAX_INT32)):
-            options[name] = check_int(name, options[name], 0, limit)
+        for name, least in (("rows_per_sample", 1), ("seed", 0), ("shuffle_buffer", 0)):
+            limit = None if name == "seed" else MAX_INT32
+            options[name] = check_int(name, options[name], least, limit)
         self._options = options
         is_spent = isinstance(source, Iterator) and not self._has_state
         self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
@@ -117,13 +118,14 @@ class RowStream(Renewed):
         state, is_packed = state or self._first, self._options["packing"] != "documents"
         for name in ("window", "row", "token"):
             check_int(f"{name}, of the stream's state,", state[name], 0)
+        size = 1 if is_packed else self._options["rows_per_sample"]
         with self._lock:
             if state != self._after:
                 self._reading = self._packed(state) if is_packed else self._entries(state)
             self._after = None  # after an error, the place is read again
-            entries: list[Any] = list(itertools.islice(self._reading, count))
+            entries: list[Any] = list(itertools.islice(self._reading, count * size))
             self._after = after = entries[-1][-1] if entries else state
-        samples = [one for one, _ in entries] if is_packed else self._samples_of(entries, own)
+        samples = [one for one, _ in entries] if is_packed else self._samples_of(entries, size, own)
         return token_batch(samples), after
 
     def _entries(self, state: Any) -> Iterator[_Entry]:
@@ -203,18 +205,19 @@ class RowStream(Renewed):
                 stop = end
             yield [piece for piece in pieces if piece.size > 0]
 
-    def _samples_of(self, entries: list[_Entry], own: Any) -> list[list[Piece]]:
-        """Samples of a row each; those at other places than `own` (None: all) are empty."""
-        samples: list[list[Piece]] = [[] for _ in entries]
-        places = [place for place in range(len(entries)) if own is None or place in own]
-        documents = self._encoded([entries[place] for place in places])
-        for place, pieces in zip(places, documents, strict=True):
-            room = self._capacity
+    def _samples_of(self, entries: list[_Entry], size: int, own: Any) -> list[list[Piece]]:
+        """Samples of `size` rows each; those at other places than `own` (None: all) are empty."""
+        groups = [entries[start : start + size] for start in range(0, len(entries), size)]
+        samples: list[list[Piece]] = [[] for _ in groups]
+        places = [n for n in range(len(groups)) if own is None or n in own]
+        homes = [place for place in places for _ in groups[place]]
+        documents = self._encoded([entry for place in places for entry in groups[place]])
+        for home, pieces in zip(homes, documents, strict=True):
             for piece in pieces:
+                room = self._capacity - sum(one.size for one in samples[home])
                 self.report["cut documents"] += piece.size > room
                 self.report["tokens behind the cut"] += max(piece.size - room, 0)
-                samples[place] += [piece.cut(0, room)] if room > 0 else []
-                room = max(room - piece.size, 0)
+                samples[home] += [piece.cut(0, room)] if room > 0 else []
         return samples
 
     def _documents(self, state: Any) -> Iterator[tuple[Piece, dict[str, Any]]]:
@@ -275,9 +278,10 @@ class StreamDataset(TokenStreamDataset):
             dictionaries. An iterator cannot resume, nor a Hugging Face dataset with a shuffle of
             its own: a loader's `state_dict` says so.
         encoder: What makes documents of rows: `TextRows`, or another `RowEncoder`.
-        packing: "documents": a row a sample, cut or padded; "joined": documents one after the
-            other, cut into samples; "packs": whole documents, until the next one does not fit; one
-            that is longer than a sample goes on in the next.
+        packing: "documents": `rows_per_sample` rows a sample, cut or padded; "joined": documents
+            one after the other, cut into samples; "packs": whole documents, until the next one
+            does not fit; one that is longer than a sample goes on in the next.
+        rows_per_sample: Number of rows of a sample, with "documents".
         shuffle_buffer: Number of rows that are shuffled at a time; 0: none.
         seed: Seed of the shuffles.
         fingerprint: Plain values that tell these rows from others, for the loader's state.
@@ -307,6 +311,7 @@ class StreamDataset(TokenStreamDataset):
         encoder: RowEncoder,
         *,
         packing: str = "documents",
+        rows_per_sample: int = 1,
         shuffle_buffer: int = 0,
         seed: int = 0,
         fingerprint: Mapping[str, Any] | None = None,
@@ -315,8 +320,8 @@ class StreamDataset(TokenStreamDataset):
         options = SampleOptions(**sample_options)
         if not isinstance(fingerprint, Mapping | None):
             raise ConfigError(f"fingerprint is {shown(fingerprint)}; give a dict of plain values")
-        packer = {"packing": packing, "shuffle_buffer": shuffle_buffer, "seed": seed}
-        packer["rows"] = dict(fingerprint or {})
+        packer = {"packing": packing, "rows_per_sample": rows_per_sample}
+        packer |= {"shuffle_buffer": shuffle_buffer, "seed": seed, "rows": dict(fingerprint or {})}
         super().__init__(RowStream(source, encoder, options, packer), options)
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
