@@ -26,7 +26,7 @@ from millrace.tokenizing.output import Output, quarantine_path
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 _FIRST_FILES = 8  # files that are searched for the first documents
-_FIRST_TEXTS, _FIRST_SIZE = 500, 400  # texts, and characters of each: the reference takes 50 ms
+_FIRST_SIZE = 200_000  # characters, which the reference encodes in 50 ms
 _MOST_BATCHES = 8  # of 256 KB each, which may be lines without documents
 _LISTED_INPUTS = 1_000  # in the sidecar
 _SHOWN_OTHERS = 3
@@ -111,8 +111,7 @@ def tokenize(
     _check_outputs(checked, files)
     tokenizer, notice = checked.tokenizer, ""
     if checked.row_encoder is None:
-        texts = itertools.islice(_first_texts(files, checked), _FIRST_TEXTS)
-        tokenizer, notice = checked_tokenizer(tokenizer, texts)
+        tokenizer, notice = checked_tokenizer(tokenizer, _first_texts(files, checked))
         checked = replace(checked, tokenizer=tokenizer)
     workers = input_tasks.choose_workers(checked, files)
     endings = (IDX,) if checked.row_encoder is None else (IDX, LOSS)
@@ -326,7 +325,8 @@ def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None
 
 
 def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterator[str]:
-    """Texts of the first documents; none of a pipe, which is read once."""
+    """Texts of the first documents, about 200 kB; none of a pipe, which is read once."""
+    size = 0
     query = Query(
         keys=tuple(options.json_keys),
         reject=lambda *line: None,  # the job itself meets the line again
@@ -339,3 +339,6 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
             for documents in itertools.islice(part.file.format.read(part, query), _MOST_BATCHES):
                 for text in texts_of(itertools.chain(*documents.texts)):
                     yield text[:_FIRST_SIZE]
+                    size += len(text)
+                    if size >= _FIRST_SIZE:
+                        return
