@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,21 @@ def test_waiting_warns_once(
         messages = [record.getMessage() for record in caplog.records]
         assert len(messages) == 1
         assert f"waiting for {path}, held by process {other.pid} on " in messages[0]
+
+
+def test_waiting_ends_with_ctrl_c(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    with holder(path):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        waiting = start("print(flush=True)\n" + HOLD, path, stdin=subprocess.DEVNULL, **pipes)
+        with ended([waiting]):
+            assert waiting.stdout is not None
+            waiting.stdout.readline()
+            time.sleep(0.5)  # so that it waits by then
+            waiting.send_signal(signal.SIGINT)
+            _, errors = waiting.communicate(timeout=HANG)
+            assert "KeyboardInterrupt" in errors
+        assert not is_free(path)
 
 
 def test_a_lock_taken_after_waiting_excludes_others(tmp_path: Path) -> None:

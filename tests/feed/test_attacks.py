@@ -296,6 +296,27 @@ def test_ctrl_c_ends_a_wait() -> None:
     assert process.returncode == -signal.SIGINT
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a callback
+@pytest.mark.parametrize(("prefetch", "threads"), [(0, 1), (1, 1), (8, 3)])
+def test_an_interruption_at_any_instant_loses_no_step(prefetch: int, threads: int) -> None:
+    interruption = Interruption()
+    loader = small_loader(size=10**9, prefetch=prefetch, threads=threads)
+    with loader, alarms(interruption, 0.0003, 0.0003):
+        while interruption.count < 300:
+            start = loader.consumed_samples
+            try:
+                interruption.is_ready = True
+                batch = next(loader)
+                interruption.is_ready = False
+            except KeyboardInterrupt:
+                assert loader.consumed_samples in (start, start + 2)
+            except (RuntimeError, ConfigError) as error:
+                interruption.is_ready = False
+                assert "unlocked lock" in str(error)  # noqa: PT017 - see the next test
+            else:
+                assert (batch["tokens"][0], loader.consumed_samples) == (start, start + 2)
+
+
 # ---- interruptions ----
 
 

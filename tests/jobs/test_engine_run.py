@@ -4,7 +4,9 @@ import errno
 import functools
 import os
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.files import checksum
 from tests.jobs.engine_job import command, content_of, expected_output, run_job
 from tests.jobs.kills import KILLED, deaths_of, finished_tasks
+from tests.no_flock import no_flock
 
 HANG = 60.0  # seconds
 LEFT = ["out.job.info.json", "out.log", "out.out"]
@@ -460,6 +463,42 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> Non
     assert num_before > 0
     assert num_now + num_before == 100
     assert (tmp_path / "out.out").read_bytes() == expected_output(100)
+    assert names_in(tmp_path) == LEFT
+
+
+def test_a_file_system_without_locks(tmp_path: Path) -> None:
+    """A killed job continues; two jobs at once end with the right output, or an error."""
+    environment, folder = no_flock(tmp_path), tmp_path / "files"
+    folder.mkdir()
+    first = started(folder / "out", environment)
+    first.kill()
+    first.wait()
+    options: Any = {"env": environment, "stderr": subprocess.PIPE, "text": True}
+    arguments = command(folder / "out", workers=1)
+    for process in [subprocess.Popen(arguments, **options) for _ in range(2)]:
+        _, stderr = process.communicate(timeout=HANG)
+        assert process.returncode == 0 or "Error" in stderr
+    last = subprocess.run(arguments, **options)
+    assert last.returncode == 0, last.stderr
+    assert (folder / "out.out").read_bytes() == expected_output(40)
+    run_job(str(folder / "out"), 40, workers=1)  # with locks: this one can tell what is left over
+    assert names_in(folder) == LEFT
+
+
+def test_a_full_disk_is_one_error_and_the_next_run_continues(tmp_path: Path) -> None:
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (70, 70))
+
+    prefix = tmp_path / "out"
+    for _ in range(2):
+        run = subprocess.run(
+            command(prefix, workers=1), capture_output=True, text=True, preexec_fn=limit
+        )
+        assert run.returncode == 1
+        assert os.strerror(errno.EFBIG) in run.stderr.splitlines()[-1]
+    assert run_job(str(prefix), 40, workers=1) == (40, 0)
+    assert prefix.with_name("out.out").read_bytes() == expected_output(40)
     assert names_in(tmp_path) == LEFT
 
 

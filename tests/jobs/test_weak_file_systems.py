@@ -43,3 +43,14 @@ def test_all_verbs_leave_the_same_files(tmp_path: Path) -> None:
     same = [name for name in usual if name.endswith((".bin", ".idx", ".npy"))]
     assert len(same) >= 12
     assert {name: weak[name] for name in same} == {name: usual[name] for name in same}
+
+
+def test_a_job_that_fails_at_its_start_leaves_no_journal(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    command = "tokenize --json-keys nothing --input a.jsonl --output-prefix new --tokenizer bytes"
+    arguments, environment = (
+        [sys.executable, "-m", "millrace", *command.split()],
+        no_flock(tmp_path),
+    )
+    assert subprocess.run(arguments, cwd=tmp_path, env=environment, timeout=300).returncode == 1
+    assert not list(tmp_path.glob("new*"))

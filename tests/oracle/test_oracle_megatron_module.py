@@ -505,6 +505,45 @@ def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> Non
             oracle.assert_alike(sample[name], plain[number][name])
 
 
+def test_a_damaged_cache_is_built_again(
+    prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every kind of damage: tests/cache/test_megatron.py."""
+    cache = tmp_path / "cache"
+    first = gpt(SIDES[0], prefix, cache)
+    whole = {path: path.read_bytes() for path in sorted(cache.iterdir())}
+    assert len(whole) == 4
+    logging.getLogger("millrace.megatron").setLevel(logging.INFO)
+    for path in whole:
+        path.write_bytes(whole[path][:-3])
+        caplog.clear()
+        again = gpt(SIDES[0], prefix, cache)
+        oracle.assert_alike(again.shuffle_index, np.asarray(first.shuffle_index))
+        assert {path: path.read_bytes() for path in sorted(cache.iterdir())} == whole
+        assert "do not fit" in caplog.text
+        assert "Build and save the GPTDataset train indices" in caplog.text
+    caplog.clear()
+    gpt(SIDES[0], prefix, cache)
+    assert "Load the GPTDataset train indices" in caplog.text
+    assert "> total number of samples: " in caplog.text
+
+
+def test_a_cache_of_other_options_under_the_same_name_is_built_again(
+    prefix: Path, tmp_path: Path
+) -> None:
+    """The hash in Megatron-LM's names does not cover the extra token and the partial sample."""
+    options: dict[str, Any] = {"index_split": "valid", "num_samples": None, "sequence_length": 7}
+    for kind in (
+        {"add_extra_token_to_sequence": False},
+        {"drop_last_partial_validation_sequence": False},
+        {"sequence_length": 8},
+        {},
+    ):
+        shared = gpt(SIDES[0], prefix, tmp_path / "shared", **(options | kind))
+        alone = gpt(SIDES[1], prefix, tmp_path / str(kind), **(options | kind))
+        oracle.assert_alike(samples_of(shared), samples_of(alone))
+
+
 # ---- caches ----
 
 

@@ -1,6 +1,7 @@
 """The sidecar of origins: rows, copies of them, damage, and its publication."""
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -319,6 +320,25 @@ def test_without_pyarrow_origins_are_a_clear_error(tmp_path: Path) -> None:
     write(tmp_path / "data", some_rows(3), checksums=True)
     output = output_of(_WITHOUT_PYARROW, tmp_path / "data", tmp_path / "out")
     assert output.count("need the pyarrow package: pip install 'millrace[tokenizers]'") == 3
+
+
+def test_errors_and_a_full_disk_leave_no_sidecar(
+    tmp_path: Path, small_groups: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_pair(tmp_path / "data", 50, checksums=True)
+    files = names(tmp_path)
+    with contextlib.suppress(ZeroDivisionError), OriginsWriter(tmp_path / "data") as writer:
+        add(writer, some_rows(50))
+        raise ZeroDivisionError
+
+    def fail(file: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("millrace.files.flush_to_disk", fail)
+    with pytest.raises(OSError, match="No space left"), OriginsWriter(tmp_path / "data") as writer:
+        add(writer, some_rows(50))
+    assert names(tmp_path) == files
+    assert verify([tmp_path / "data"])[0].problems == []
 
 
 # ---- files: publication, faults, forks ----

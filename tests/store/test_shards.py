@@ -216,3 +216,11 @@ def test_changed_bytes_are_refused_or_change_nothing(whole: Path, data: Any) -> 
         else:
             text[place:place] = text[place : place + data.draw(st.integers(1, 40))]
     assert_refused_or_equal(whole, bytes(text))
+
+
+def test_metadata_of_the_common_script_are_read(tmp_path: Path) -> None:
+    write_like_the_script(tmp_path / "out", make_sequences(10, 8))
+    metadata = read_metadata(tmp_path / "out")
+    assert metadata.dtype == "uint32"
+    assert metadata.domain_stats == {"domain_A": 5, "domain_B": 5}
+    assert (metadata.seed, metadata.permutation, metadata.checksums) == (None, None, {})

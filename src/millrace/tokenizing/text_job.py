@@ -314,8 +314,10 @@ def _notices(tokenizer: Tokenizer, others: Sequence[str]) -> Iterator[str]:
 
 
 def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None:
-    pairs = map(files_of, options.prefixes.values())
-    outputs = itertools.chain([quarantine_path(options)], *pairs)
+    quarantine = quarantine_path(options)
+    if os.path.isdir(quarantine):
+        raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")
+    outputs = itertools.chain([quarantine], *map(files_of, options.prefixes.values()))
     real_paths = set(map(os.path.realpath, outputs))
     for file in files:
         if os.path.realpath(file.path) in real_paths:
