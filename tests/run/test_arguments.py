@@ -19,16 +19,27 @@ ARGUMENTS: dict[str, Any] = {**REST, "data_path": ["a"]}
 def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "data:\n  data-path: [0.3, a, 0.7, b]\n  split: 9,1,0\nseq-length: 8\ntrain_samples: 100\n"
-        "global-batch-size: 4\nreset-position-ids: true\n"
+        "global-batch-size: 4\nreset-position-ids: true\neod-token: 7\n"
         "layers: [[&a {<<: {depth: 1}, depth: 2}], {<<: *a}]\n"  # nothing is given twice
     )
     (tmp_path / "run.toml").write_text(
         'seq-length = 8\ntrain_samples = 100\n"global-batch-size" = 4\nreset-position-ids = true\n'
+        "eod-token = 7\n"
         '[data]\ndata-path = ["0.3", "a", "0.7", "b"]\nsplit = "9,1,0"\n'
     )
     configs = [config_from(read_arguments(tmp_path / name)) for name in ("run.yaml", "run.toml")]
     assert configs[0] == configs[1]
     assert configs[0].blend == (["a", "b"], [0.3, 0.7])
+    assert (configs[0].reset_position_ids, configs[0].eod_token) == (True, 7)
+
+
+@pytest.mark.parametrize("order", ["gpt", "instant"])
+def test_masks_are_those_of_the_file_in_both_orders(order: str) -> None:
+    arguments = {**ARGUMENTS, "order": order, "eod_mask_loss": True}
+    config = config_from({**arguments, "eod_token": 3, "pad_token": 4})
+    assert (config.eod_mask_loss, config.eod_token, config.pad_token) == (True, 3, 4)
+    with pytest.raises(ConfigError, match="give eod_token"):
+        config_from(arguments)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ _PATHS = ("train_data_path", "valid_data_path", "test_data_path")
 _DATA = ("data_path", "data_args_path", "per_split_data_args_path", *_PATHS)
 _OF_BUILT_ORDERS = ("full_validation", "multiple_validation_sets", "order_options")
 _OF_THE_INSTANT_ORDER = ("sources", "phases", "skips", "trial", "alpha", "mix_window")
+ROW_ARGUMENTS = ("reset_position_ids", "eod_mask_loss", "eod_token", "pad_token")
+"""The arguments on which rows alone depend, and no index."""
 _UNKNOWN_COUNTS = ("step_batch_size_schedule", "phase_transition_iterations")
 
 
@@ -137,7 +139,8 @@ _READERS: dict[str, Reader | None] = {
     "split": _shares,
     **dict.fromkeys(("num_samples", "rampup_batch_size"), _three),
     "mid_level_dataset_surplus": functools.partial(_number, kind=float),
-    "add_extra_token": check_bool,
+    **dict.fromkeys(("add_extra_token", "reset_position_ids", "eod_mask_loss"), check_bool),
+    **dict.fromkeys(("eod_token", "pad_token"), _number),
     "order": lambda _, value: None if value == "gpt" else value,
     **dict.fromkeys(("order_options", "sampler", "sampler_options", "boundaries")),
     **dict.fromkeys(("loss_ranges", *_UNKNOWN_COUNTS)),  # taken as they are, like the line before
@@ -158,8 +161,8 @@ _FIELDS = {
 NAMES = tuple(_READERS)
 """The arguments that concern data. Millrace's own are `num_samples` (train, valid, test),
 `any_tokenizer`, `loss_ranges`, `order`, `sampler` and their options, `add_extra_token`,
-`boundaries`, `mirror` and `mirror_limit`, and what the instant order has of its own: `sources`,
-`phases`, `skips`, `alpha`, `dtype`, `mix_window` and `trial`."""
+`eod_token`, `pad_token`, `boundaries`, `mirror` and `mirror_limit`, and what the instant order has
+of its own: `sources`, `phases`, `skips`, `alpha`, `dtype`, `mix_window` and `trial`."""
 
 
 def _read(name: str, value: Any) -> Any:

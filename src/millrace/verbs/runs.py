@@ -32,7 +32,9 @@ def _index(
 ) -> str:
     values = run_arguments.read_arguments(config) if config else {}
     tokenizer = values.pop("tokenizer_identifiers", None)
-    unknown = [name for name in values if name not in run_arguments.NAMES]
+    needed = {*run_arguments.NAMES}.difference(run_arguments.ROW_ARGUMENTS)
+    unknown = [name for name in values if name not in needed]
+    values = {name: value for name, value in values.items() if name in needed}
     values.update({name: options.pop(name) for name in run_arguments.NAMES if name in options})
     tokenizer = tokenizer_identifiers or tokenizer
     if isinstance(tokenizer, str):
@@ -43,7 +45,7 @@ def _index(
         return json_text(result)
     text = indexing.format_result(result)
     if unknown:
-        text += f"\narguments that do not concern the data were left out: {', '.join(unknown)}"
+        text += f"\narguments that do not concern the indices were left out: {', '.join(unknown)}"
     return text
 
 
