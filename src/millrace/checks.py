@@ -217,13 +217,18 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
     `LINK/..` is the folder above the one that LINK leads to, as for the system; `os.path.abspath`
     takes it for the folder that holds LINK. The path of an object in a bucket is absolute.
     """
+    place = os.sep
     path = os.fspath(path)
     if SCHEME.match(path):
         return path
-    parts = os.path.join(os.getcwd(), path).split(os.sep)
-    if os.pardir in parts:
-        return os.path.realpath(path)
-    return os.path.join(os.sep, *(part for part in parts if part not in ("", os.curdir)))
+    if not os.path.isabs(path):
+        path = os.path.join(os.getcwd(), path)
+    for part in path.split(os.sep):
+        if part == os.pardir:
+            place = os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place)
+        elif part not in ("", os.curdir):
+            place = os.path.join(place, part)
+    return place
 
 
 def check_local(path: str) -> str:

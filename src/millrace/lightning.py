@@ -22,6 +22,10 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     position after the last batch that was trained on: a batch that was fetched but not finished, as
     in a checkpoint that is saved on an exception, comes again.
 
+    Lightning also saves the position as the state of the training dataloader, but restores that
+    only in the middle of an epoch. So the dataloader's state counts only in a checkpoint without
+    the data module's: that of a class of another name, by which Lightning keeps its states.
+
     Args:
         train: Function of the data-parallel rank and the number of ranks that makes the loader of
             the training samples, with `transform=millrace.torch.to_tensors`, once Lightning has
@@ -52,6 +56,9 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
         state, self._state = self._state, None
         if state is None and self._batches is not None:
             state = self._batches.state_dict()
+        elif state is None:
+            states: Any = getattr(self.trainer.fit_loop, "_combined_loader_states_to_load", ())
+            state = states[0] if len(states) == 1 else None
         if self.train_loader is None:
             self.train_loader = self._train(*self._rank_and_size())
         if state is not None:
@@ -85,7 +92,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
 class TrainerBatches:
     """The batches of a loader, with the state after the last batch that the trainer has finished.
 
-    Lightning saves that as the state of the dataloader, too, and may load it here once more.
+    Lightning may load a checkpoint's state here once more: it is that of the data module.
     """
 
     def __init__(self, loader: Loader, trainer: Trainer) -> None:

@@ -101,7 +101,7 @@ def test_a_loader_says_why_it_refuses_another_cyclic_order() -> None:
         other = loader(micro, size)
         other.load_state_dict(state)
         assert next(other)["tokens"][0] == loader(2, 3).batch(12)["tokens"][0]
-    reason = r"(?s)sampler\.\w+: saved .*\nThe order of a sampler may depend on .* ranks"
+    reason = r"(?s)sampler\.\w+: saved .*\nThe order may depend on .* ranks and"
     for micro, size, data_sharding in ((2, 5, False), (3, 2, False), (2, 3, True)):
         with pytest.raises(ResumeError, match=reason):
             loader(micro, size, data_sharding).load_state_dict(state)
@@ -354,6 +354,7 @@ def test_ramp_ups_that_miss_their_end_are_refused() -> None:
     for numbers, message in (
         ((16, 8, 1000, 30), r"global_batch_size is 30; .* increments of 8"),
         ((16, 8, 1000, 8), "global_batch_size is 8; "),
+        ((1, 1, 1000, 10**7), "would grow 9999999 times; at most 1000000"),
         ((16, 8, 2**53 + 1, 32), r"samples must be between 1 and 2\*\*53, not \d+"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -38,8 +38,14 @@ def test_masks_are_those_of_the_file_in_both_orders(order: str) -> None:
     arguments = {**ARGUMENTS, "order": order, "eod_mask_loss": True}
     config = config_from({**arguments, "eod_token": 3, "pad_token": 4})
     assert (config.eod_mask_loss, config.eod_token, config.pad_token) == (True, 3, 4)
-    with pytest.raises(ConfigError, match="give eod_token"):
-        config_from(arguments)
+    for more, message in (
+        ({}, "give eod_token"),
+        ({"eod_token": "x"}, "eod_token must be a whole number"),
+        ({"eod_token": 3, "pad_token": "3"}, "pad_token is eod_token"),
+        ({"eod_token": 3, "reset_position_ids": 1}, "reset_position_ids"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            config_from({**arguments, **more})
 
 
 @pytest.mark.parametrize(

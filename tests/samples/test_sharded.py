@@ -28,6 +28,7 @@ from millrace import (
 from millrace.feed import BatchForm
 from millrace.samples.fields import ALL_FIELDS, FIELDS, SampleOptions
 from tests.conftest import write_documents as write_pair
+from tests.feed.helpers import FORKS, is_true_in_child
 from tests.kernels import reference
 from tests.shard_folders import (
     make_sequences,
@@ -298,3 +299,24 @@ def test_a_blend_reads_it_in_one_call_of_the_core(
         dataset.batch(np.arange(20))
         dataset.tokens(np.arange(20))
         assert calls == ["gather_samples", "gather_tokens"]
+
+
+@FORKS
+@pytest.mark.parametrize("access", ACCESS)
+def test_a_forked_process_reads_it(folder: Path, sequences: NDArray[Any], access: Any) -> None:
+    dataset, expected = ShardedDataset(folder, access=access), sequences[[0, 22]]
+    dataset.batch([3])
+    assert is_true_in_child(lambda: np.array_equal(dataset.batch([0, 22])["tokens"], expected))
+
+
+def test_it_blends_with_datasets_of_other_options(
+    folder: Path, sequences: NDArray[Any], tmp_path: Path
+) -> None:
+    write_pair(tmp_path / "text", [np.arange(100, 181)])
+    gpt = GPTDataset(IndexedDataset(tmp_path / "text"), seed=1, sequence_length=8)
+    blend = BlendedDataset([ShardedDataset(folder), gpt], [0.5, 0.5], 20)
+    batch = blend.batch(np.arange(20))
+    rows = np.flatnonzero(blend.dataset_index == 0)
+    assert batch["tokens"][rows].tolist() == sequences[: len(rows)].tolist()
+    assert np.all(batch["loss_mask"][rows, -1] == 0)
+    assert np.all(batch["loss_mask"][blend.dataset_index == 1] == 1)

@@ -117,6 +117,11 @@ def epochs(folder: Path) -> None:
             assert state["consumed_samples"] == 4 * len(before), saved
         assert len(list(path.glob("*.ckpt"))) == (2 if name == "fails" else 3)
 
+    saved = torch.load(folder / "end" / "last.ckpt", weights_only=True)
+    del saved["DataModule"]  # of a class of another name, by which Lightning keeps states
+    torch.save(saved, folder / "old.ckpt")
+    assert batches(sequential, **rest, resume=folder / "old.ckpt")[:1] == steps(6, 7)
+
     # One data module in several runs.
     data = DataModule(sequential, validation=sequential)
     assert trained(batches(sequential, 4, fails_at=1, data=data)) == steps(0, 1)

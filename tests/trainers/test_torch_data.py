@@ -340,7 +340,7 @@ def test_a_batch_sampler_refuses_positions_and_orders_of_others(dataset: Any) ->
     second.load_state_dict(state)
     assert next(iter(second)) == first.sampler.sample_numbers(72).tolist()
     assert batches(2).state_after(12) == state
-    with pytest.raises(ResumeError, match="may depend on its options, micro batch and ranks"):
+    with pytest.raises(ResumeError, match="may depend on a sampler's micro batch, ranks"):
         batches(4).load_state_dict(state)
     with pytest.raises(ConfigError, match="3 samples into epoch 0"):
         second.load_state_dict({**state, "consumed_samples": 3})

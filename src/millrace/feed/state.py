@@ -13,7 +13,7 @@ from millrace.samples.tokens import fingerprint_of
 STATE_VERSION = 3
 """It rises when earlier states cannot be compared with fingerprints of today."""
 
-SAMPLER_REMEDY = "The order of a sampler may depend on its options, micro batch and ranks"
+SAMPLER_REMEDY = "The order may depend on a sampler's micro batch, ranks and data_sharding"
 
 _LEAVES = (str, int, float, np.generic, type(None))  # of a fingerprint
 _MOST_LINES = 10  # differences in a message

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.cache import arrays
 from millrace.cores import available_cores
 from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
@@ -28,6 +28,7 @@ from millrace.option_class import check_options, option
 from millrace.run import DatasetConfig, InstantConfig, arguments, build_datasets
 from millrace.run.config import source_of
 from millrace.run.instant_config import AnyConfig, length_changes
+from millrace.run.plan import Manifest
 from millrace.run.skips import Skips
 from millrace.samples.fields import FIELDS, TOKEN_DTYPES
 
@@ -182,9 +183,13 @@ def prefixes_of(config: DatasetConfig | InstantConfig) -> list[str]:
 def _files(config: AnyConfig, prefixes: Sequence[str]) -> list[str]:
     """The files that a start reads: token files, and index arrays in the cache folder."""
     files = [prefix + end for prefix in dict.fromkeys(prefixes) for end in (BIN, IDX)]
-    if isinstance(config, InstantConfig) or config.cache is None:
+    if isinstance(config, InstantConfig):
         return files
-    return files + [str(path) for path in Path(config.cache).glob("*.npy")]
+    manifest = Manifest.find(config)
+    for name in [] if manifest is None else filter(None, manifest.sets):
+        if (array_set := arrays.load(str(config.cache), name)) is not None:
+            files += [array_set.path(array) for array in array_set.layout]
+    return files
 
 
 def _merge(name: str, own: BenchOptions, passes: Sequence[Pass]) -> Measurement:

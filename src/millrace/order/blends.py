@@ -8,7 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import check_float, check_floats, check_int, check_ints, check_within, shown
+from millrace.checks import (
+    check_float,
+    check_floats,
+    check_int,
+    check_ints,
+    check_list,
+    check_within,
+    shown,
+)
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError
 from millrace.order.order_plans import Arrays
@@ -193,7 +201,8 @@ def blend_exhaustively(sizes: Sequence[int]) -> BlendIndices:
     Raises:
         ConfigError: If a size is negative, or there are too many datasets.
     """
-    return BlendIndices(*_native.blend_by_sizes(check_ints("the datasets' sizes", sizes)))
+    numbers = check_list("the datasets' sizes", sizes, "whole numbers", check_int)
+    return BlendIndices(*_native.blend_by_sizes(check_ints("the datasets' sizes", numbers)))
 
 
 def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[np.int64]:
@@ -202,7 +211,7 @@ def count_draws(dataset_index: NDArray[np.int16], num_datasets: int) -> NDArray[
     Raises:
         ConfigError: If an entry is not the number of a dataset.
     """
-    counts = np.zeros(num_datasets, np.int64)
+    counts = np.zeros(check_int("num_datasets", num_datasets, 0), np.int64)
     for start in range(0, len(dataset_index), _CHUNK_SIZE):
         chunk = check_ints("the dataset numbers", dataset_index[start : start + _CHUNK_SIZE])
         for number in (chunk.min(), chunk.max()):

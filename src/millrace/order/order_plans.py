@@ -180,7 +180,10 @@ def build_order(
 
 
 def _check_plan(plan: OrderPlan, inputs: OrderInputs) -> None:
-    kind, entries = type(plan).__name__, entries_of(plan)
+    kind = type(plan).__name__
+    if not dataclasses.is_dataclass(plan):
+        raise ConfigError(f"the plan of the order must be a dataclass, not a {kind}")
+    entries = entries_of(plan)
     try:
         is_plain = json.loads(json.dumps(entries)) == entries
     except (TypeError, ValueError):

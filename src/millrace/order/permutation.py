@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
 from millrace.checks import check_int, check_ints
+from millrace.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -20,10 +21,6 @@ class KeyedPermutation:
     Args:
         size: Number of items, 0 to 2**63 - 1.
         seed: Seed of the permutation, at least 0.
-
-    Raises:
-        ConfigError: A size or seed outside its limits.
-        ValueError: In both methods, a number outside [0, size).
 
     Example:
         >>> permutation = KeyedPermutation(10, seed=42)
@@ -44,10 +41,36 @@ class KeyedPermutation:
         vars(self).update(size=size, seed=seed, _key=int(key[0]))
 
     def places(self, numbers: ArrayLike) -> NDArray[np.int64]:
-        """The place that each item goes to: int64 [n]."""
-        numbers = check_ints("numbers", numbers)
-        return _native.swap_or_not(numbers, self.size, self._key, False)
+        """The place that each item goes to.
+
+        Args:
+            numbers: Numbers of items, [n], each in [0, size).
+
+        Returns:
+            int64 [n].
+
+        Raises:
+            ConfigError: A number outside [0, size).
+        """
+        return self._permuted("numbers", numbers, False)
 
     def sources(self, places: ArrayLike) -> NDArray[np.int64]:
-        """The item that goes to each place: the inverse of `places`."""
-        return _native.swap_or_not(check_ints("places", places), self.size, self._key, True)
+        """The item that goes to each place: the inverse of `places`.
+
+        Args:
+            places: Places, [n], each in [0, size).
+
+        Returns:
+            int64 [n].
+
+        Raises:
+            ConfigError: A place outside [0, size).
+        """
+        return self._permuted("places", places, True)
+
+    def _permuted(self, name: str, values: ArrayLike, is_inverse: bool) -> NDArray[np.int64]:
+        numbers = check_ints(name, values)
+        try:
+            return _native.swap_or_not(numbers, self.size, self._key, is_inverse)
+        except ValueError as error:
+            raise ConfigError(f"one of {name} is out of range: {error}") from None

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace import _native
-from millrace.checks import check_bool, check_int, check_ints
+from millrace.checks import MAX_INT64, check_bool, check_int, check_ints
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
 from millrace.ragged import spread
@@ -99,8 +99,8 @@ class SequenceOrder(CoreOrder):
     def __init__(
         self, num_samples: int, *, sequence_length: int, add_extra_token: bool = False
     ) -> None:
-        self.num_samples = check_int("num_samples", num_samples, 0)
-        self.sequence_length = check_int("sequence_length", sequence_length, 1)
+        self.num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
+        self.sequence_length = check_int("sequence_length", sequence_length, 1, MAX_INT64 - 1)
         self.add_extra_token = check_bool("add_extra_token", add_extra_token)
 
     def __len__(self) -> int:

@@ -190,6 +190,12 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
     arguments = {name: value for name, value in values.items() if value is not None}
     if "seq_length" not in arguments:
         raise ConfigError("seq_length is missing")
+    if arguments.get("pad_token") is not None and arguments["pad_token"] == arguments.get(
+        "eod_token"
+    ):
+        raise ConfigError(
+            "pad_token is eod_token, which Megatron-LM takes for no padding: leave pad_token out"
+        )
     is_instant = arguments.get("order") == "instant"
     for name in _OF_BUILT_ORDERS if is_instant else _OF_THE_INSTANT_ORDER:
         if arguments.get(name, False) is not False:
@@ -201,7 +207,10 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
 def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], AnyConfig]:
     """The arguments in a run's file, and the configuration that they make."""
     values = read_arguments(path)
-    return values, config_from(values)
+    try:
+        return values, config_from(values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def built_config_from(arguments: Mapping[str, Any]) -> DatasetConfig:

@@ -119,13 +119,15 @@ class RunConfig(SampleFields):
         `of`, or `sampler(dataset, ...)` of a function, with `share` and `sampler_options`.
 
         Args:
-            share: `micro_batch_size`, `data_parallel_rank` and `data_parallel_size`.
+            share: `micro_batch_size`, `data_parallel_rank` and `data_parallel_size`; by default
+                rank 0 of 1.
 
         Raises:
             ConfigError: Arguments that the sampler does not take, or refuses.
         """
         make: Any = self.sampler or SequentialSampler
         first = dataset if hasattr(make, "of") or not isinstance(make, type) else len(dataset)
+        share = {"data_parallel_rank": 0, "data_parallel_size": 1, **share}
         options = self.sampler_options or {}
         try:
             sampler: Sampler = getattr(make, "of", make)(first, **share, **options)

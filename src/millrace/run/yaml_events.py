@@ -52,7 +52,7 @@ class _Values:
     def _scalar(self, event: Any) -> Any:
         tag = event.tag if event.tag not in (None, "!") else None
         tag = tag or self._loader.resolve(self._yaml.ScalarNode, event.value, event.implicit)
-        if tag in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+        if tag == "tag:yaml.org,2002:str":
             return sys.intern(event.value)  # names come again in each phase
         makers = self._loader.yaml_constructors
         node = self._yaml.ScalarNode(tag, event.value, event.start_mark, event.end_mark)
@@ -60,13 +60,16 @@ class _Values:
 
     def _mapping(self) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
+        merged: list[Any] = []
         while not isinstance(event := next(self._events), self._yaml.MappingEndEvent):
-            key = self._value(event)
+            is_merge = getattr(event, "value", "") == "<<" and event.implicit[0]
+            key = "<<" if is_merge else self._value(event)
             if key in values:
                 raise ConfigError(f"it gives {key} twice: leave one out")
-            values[key] = self._value(next(self._events))
-        if "<<" not in values:
+            value = values[key] = self._value(next(self._events))
+            if is_merge:
+                merged += value if isinstance(value, list) else [value]
+        if not merged:
             return values
-        merged = values.pop("<<")
-        others = merged if isinstance(merged, list) else [merged]
-        return {key: one[key] for one in [*others[::-1], values] for key in one}
+        del values["<<"]
+        return {key: one[key] for one in [*merged[::-1], values] for key in one}

@@ -87,8 +87,10 @@ class SampleOptions(SampleFields):
 
 def choose_options(options: SampleOptions | None, single: dict[str, Any]) -> SampleOptions:
     """The options of samples, as one object or made of single ones."""
+    if unknown := single.keys() - SampleOptions.__dataclass_fields__.keys():
+        raise TypeError(f"{min(unknown)!r} is neither an argument nor a field of SampleOptions")
     if options is None:
-        return SampleOptions(**single)
+        return SampleOptions(**{"sequence_length": None, **single})
     if not isinstance(options, SampleOptions):
         raise ConfigError(f"options must be SampleOptions, not {shown(options)}")
     if single:

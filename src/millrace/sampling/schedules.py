@@ -9,6 +9,7 @@ from millrace.checks import MAX_INT64, check_int, shown
 from millrace.errors import ConfigError
 
 _MAX_RAMP_SAMPLES = 2**53  # larger counts are not exact in float64, in which Megatron-LM divides
+_MAX_INCREMENTS = 1_000_000
 
 
 class BatchSizeSchedule:
@@ -156,6 +157,11 @@ class RampUp(BatchSizeSchedule):
             raise ConfigError(
                 f"global_batch_size is {self.global_batch_size}; from start = {self.start} on, "
                 f"increments of {self.increment} do not reach it: add a multiple of them"
+            )
+        if num_increments > _MAX_INCREMENTS:
+            raise ConfigError(
+                f"with increments of {self.increment}, the batch size would grow {num_increments} "
+                f"times; at most {_MAX_INCREMENTS} is possible"
             )
         # Up to `samples`, Megatron-LM's size is start + int(consumed / (samples / increments)) *
         # increment, in float64; after that, the final size. Sizes of no number of samples fall out.

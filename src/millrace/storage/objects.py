@@ -284,7 +284,8 @@ def _problem_of(path: str, error: BaseException) -> str:
         raise error
     if isinstance(error, ValueError):  # of obstore, before a request
         raise ConfigError(f"{path} cannot be the path of an object: {error}") from None
-    if "Timeout" in str(error) or "timed out" in str(error):
+    is_local = path.startswith("file:")  # whose errors stay
+    if not is_local and ("Timeout" in str(error) or "timed out" in str(error)):
         return f"{path} is too slow: {text}"
     if _EXPIRED.search(text):
         return f"{path} was refused, because the credentials or the signature expired: {text}"
@@ -296,7 +297,7 @@ def _problem_of(path: str, error: BaseException) -> str:
     # S3 answers 400 if credentials expired, and to a HEAD it does so without a code.
     may_expire = status == 400 and "<Code>" not in text
     is_final = 400 <= status < 500 and status not in (408, 409, 429) and not may_expire
-    if is_final or path.startswith("file:"):  # the errors of a file system stay
+    if is_final or is_local:
         raise StorageError(f"{path} cannot be read: {text}") from None
     return f"{path} cannot be read: {text}"
 
