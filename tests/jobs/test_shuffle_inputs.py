@@ -132,6 +132,16 @@ def test_domains_without_sequences_count_nothing_and_are_noticed(tmp_path: Path)
     assert "gives no sequence of 2 tokens" in notices["short"]
 
 
+def test_raw_tokens_beside_indexed_ones_are_noticed(tmp_path: Path) -> None:
+    write_raw(tmp_path / "a" / "raw" / "z.bin", [5, 6])
+    for name in "xy":
+        write_documents(tmp_path / "a" / name, [[1, 2]], np.int32)
+    assert sequence_items(tmp_path, seq_len=2, dtype="int32").notices == []
+    (tmp_path / "a" / "y.idx").unlink()
+    (notice,) = sequence_items(tmp_path, seq_len=2, dtype="int32").notices
+    assert notice.startswith(f"{tmp_path}/a/y.bin is read as raw int32")
+
+
 def test_thousands_of_files_need_few_descriptors(tmp_path: Path) -> None:
     for number in range(300):
         write_raw(tmp_path / "web" / f"{number:04}.bin", [number, number + 1, number + 2])
@@ -218,7 +228,7 @@ BAD_FILES: list[tuple[str, Any, str]] = [
     ("text.npy", b"no array", NOT_READ),
     ("empty.npy", b"", NOT_READ),
     ("odd.bin", b"1234567", "7 bytes, which is not a multiple of 4, the size of uint32.*--dtype"),
-    ("lonely.idx", b"", "No such file .*lonely.bin"),
+    ("lonely.idx", b"", "no lonely.bin beside it"),
     ("dangling.bin", lambda path: path.symlink_to("missing"), "No such file"),
     ("pipe.bin", os.mkfifo, "not a regular file"),
     (

@@ -9,7 +9,7 @@ import math
 import os
 import stat
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from millrace import _native
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below, naming
-from millrace.names import BIN, IDX, INFO, JOURNAL, LOSS_ARRAY
+from millrace.names import BIN, INFO, JOURNAL, LOSS_ARRAY
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
@@ -64,9 +64,10 @@ class Domain(NamedTuple):
 
 @dataclass(frozen=True)
 class Input:
-    """The domains, sorted by name."""
+    """The domains, sorted by name, and sentences that the user should read."""
 
     domains: Sequence[Domain]
+    notices: Sequence[str]
 
     @property
     def files(self) -> list[TokenFile]:
@@ -126,12 +127,14 @@ def find_domains(inputs: Inputs, *, dtype: str, has_documents: bool = False) -> 
     ConfigError is about the folders and the list, a DataError about a file's content.
     """
     raw_dtype = np.dtype(dtype)
+    domains: list[Domain] = []
+    notices: list[str] = []
     entries = _domains_in(inputs) if isinstance(inputs, str) else _domains_of(inputs)
-    domains = [
-        Domain(name, weight, [open_token_file(p, raw_dtype, has_documents) for p in paths])
-        for name, weight, paths in entries
-    ]
-    return Input(sorted(domains, key=lambda domain: domain.name))
+    for name, weight, paths in entries:
+        files = [open_token_file(p, raw_dtype, has_documents) for p in _token_paths(paths)]
+        notices += _notices_of(files, raw_dtype)
+        domains.append(Domain(name, weight, files))
+    return Input(sorted(domains, key=lambda domain: domain.name), notices)
 
 
 def read_input_list(path: str | os.PathLike[str]) -> list[tuple[float, str]]:
@@ -168,10 +171,10 @@ def _domains_in(folder: str) -> Iterator[tuple[str, Fraction, list[str]]]:
     for name in names:
         path = os.path.join(folder, name)
         if os.path.isdir(path):
-            yield name, Fraction(1), _token_paths_below(path)
+            yield name, Fraction(1), _walk(path)
         else:
             files.append(path)
-    if files := _token_paths(files):
+    if any(path.endswith((".bin", ".npy", ".idx")) for path in files):
         yield ".", Fraction(1), files
 
 
@@ -188,8 +191,7 @@ def _domains_of(entries: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
                 "is the domain's name. Rename one, or list a folder that holds both"
             )
         paths[name] = path
-        is_folder = os.path.isdir(absolute)
-        files = _token_paths_below(absolute) if is_folder else [_token_path(path, absolute)]
+        files = _walk(absolute) if os.path.isdir(absolute) else [_token_path(path, absolute)]
         yield name, weight, files
 
 
@@ -228,15 +230,31 @@ def _is_skipped(name: str) -> bool:
     return name.startswith(".") or name.endswith(JOURNAL)
 
 
-def _token_paths_below(folder: str) -> list[str]:
-    return _token_paths(file.path for file in files_below(folder, _is_skipped))
+def _walk(folder: str) -> list[str]:
+    return sorted(file.path for file in files_below(folder, _is_skipped))
 
 
-def _token_paths(paths: Iterable[str]) -> list[str]:
-    """The token files among some files; also one that is missing beside its `.idx`."""
-    found = {path.removesuffix(IDX) + BIN if path.endswith(IDX) else path for path in paths}
-    endings = BIN, ".npy"
-    return sorted(p for p in found if p.endswith(endings) and not p.endswith(LOSS_ARRAY))
+def _token_paths(paths: Sequence[str]) -> list[str]:
+    existing = set(paths)
+    for path in paths:
+        if path.endswith(".idx") and path[:-4] + BIN not in existing:
+            raise DataError(
+                f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
+                "remove the .idx"
+            )
+    paths = [path for path in paths if not path.endswith(LOSS_ARRAY)]
+    return [path for path in paths if path.endswith((".bin", ".npy"))]
+
+
+def _notices_of(files: Sequence[TokenFile], raw_dtype: np.dtype[Any]) -> Iterator[str]:
+    folders = {os.path.dirname(file.path) for file in files if file.prefix is not None}
+    raw = [f.path for f in files if f.prefix is None and f.path.endswith(".bin")]
+    if alone := [path for path in raw if os.path.dirname(path) in folders]:
+        yield (
+            f"{alone[0]} is read as raw {raw_dtype} ({len(alone):,} such files): it has no .idx, "
+            "and other files of its folder have one. If its writer was killed, remove it and "
+            "shuffle again"
+        )
 
 
 # ---- token files ----

@@ -120,7 +120,7 @@ class Items(ABC):
             for domain in found.domains
             for file in domain.files
         ]
-        self.notices: list[str] = []
+        self.notices = list(found.notices)
         self.first_units = starts_of(num_units)
         rows = zip(found.domains, self.units.num_items, of_domains, strict=True)
         for domain, num_items, (count, *tokens) in rows:
