@@ -229,7 +229,7 @@ BAD_FILES: list[tuple[str, Any, str]] = [
     ("empty.npy", b"", NOT_READ),
     ("odd.bin", b"1234567", "7 bytes, which is not a multiple of 4, the size of uint32.*--dtype"),
     ("lonely.idx", b"", "no lonely.bin beside it"),
-    ("dangling.bin", lambda path: path.symlink_to("missing"), "No such file"),
+    ("dangling.bin", lambda path: path.symlink_to("missing"), "cannot be read: No such file"),
     ("pipe.bin", os.mkfifo, "not a regular file"),
     (
         "damaged.bin",
@@ -259,7 +259,7 @@ def test_bad_files_are_named_with_a_remedy(
         is_size = isinstance(content, int)
         np.save(path, np.zeros(100, np.int32) if is_size else content, allow_pickle=True)
         os.truncate(path, content if is_size else path.stat().st_size)
-    with pytest.raises((DataError, FileNotFoundError), match=message) as error:
+    with pytest.raises(DataError, match=message) as error:
         sequence_items(tmp_path, seq_len=1)
     assert path.stem in str(error.value)
 
@@ -329,7 +329,7 @@ def test_a_file_that_changes_is_an_error(
             path.mkdir()
         elif change == "pipe":  # without a writer: to open it would take forever
             os.mkfifo(path)
-    with pytest.raises((DataError, OSError), match=r"x\.bin changed while|No such .*x\.bin"):
+    with pytest.raises(DataError, match=r"x\.bin (changed while|cannot be read: No such)"):
         read_all(items)
 
 

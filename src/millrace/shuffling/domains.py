@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
-from millrace.files import files_below, naming
+from millrace.files import files_below, is_of_the_process
 from millrace.names import BIN, INFO, JOURNAL, LOSS_ARRAY
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of
@@ -124,7 +124,7 @@ def find_domains(inputs: Inputs, *, dtype: str, has_documents: bool = False) -> 
     and raw `.bin` files without an `.idx`. Hidden files and other endings are ignored.
 
     `dtype` is that of raw files. With `has_documents`, all files must be indexed datasets. A
-    ConfigError is about the folders and the list, a DataError about a file's content.
+    ConfigError is about the folders and the list, a DataError about a file.
     """
     raw_dtype = np.dtype(dtype)
     domains: list[Domain] = []
@@ -166,7 +166,8 @@ def _domains_in(folder: str) -> Iterator[tuple[str, Fraction, list[str]]]:
             f"{shown(folder)} is not a folder; give one with a folder for each domain"
         )
     folder = absolute_path(folder)
-    names = sorted(name for name in os.listdir(folder) if not _is_skipped(name))
+    with read_errors_of(folder):
+        names = sorted(name for name in os.listdir(folder) if not _is_skipped(name))
     files = []
     for name in names:
         path = os.path.join(folder, name)
@@ -231,7 +232,8 @@ def _is_skipped(name: str) -> bool:
 
 
 def _walk(folder: str) -> list[str]:
-    return sorted(file.path for file in files_below(folder, _is_skipped))
+    with read_errors_of(folder):
+        return sorted(file.path for file in files_below(folder, _is_skipped))
 
 
 def _token_paths(paths: Sequence[str]) -> list[str]:
@@ -262,7 +264,8 @@ def _notices_of(files: Sequence[TokenFile], raw_dtype: np.dtype[Any]) -> Iterato
 
 def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) -> TokenFile:
     """Opens and checks a `.bin` or `.npy` file; see `find_domains`."""
-    status = os.stat(path)
+    with read_errors_of(path):
+        status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file; write it to one, or remove it")
     if path.endswith(".bin") and os.path.exists(paths_to_read(path[:-4]).idx):
@@ -273,9 +276,22 @@ def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) ->
             "needs that: give indexed datasets (.bin and .idx), or leave --documents out"
         )
     # It is opened so that an error comes now, not in the middle of the job.
-    with open(path, "rb"):
+    with read_errors_of(path), open(path, "rb"):
         place = _place(path, status.st_size, raw_dtype)
     return TokenFile(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns, **place)
+
+
+@contextlib.contextmanager
+def read_errors_of(path: str) -> Iterator[None]:
+    """Makes an OSError about a file a DataError that names it."""
+    try:
+        yield
+    except OSError as error:
+        if is_of_the_process(error):
+            raise
+        raise DataError(
+            f"{error.filename or path} cannot be read: {error.strerror or error}"
+        ) from None
 
 
 def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -313,7 +329,7 @@ def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
 
 def _open_indexed(prefix: str) -> TokenFile:
     paths, sidecars = paths_to_read(prefix), {}
-    with IndexedDataset(prefix) as dataset:
+    with read_errors_of(prefix), IndexedDataset(prefix) as dataset:
         for name, path in zip(("info", "origins"), paths[2:], strict=True):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)
@@ -357,12 +373,12 @@ def read_files(
 ) -> int:
     """Reads pieces of files, whose numbers ascend, by `_native.read_pieces`.
 
-    A DataError is about a file that has changed.
+    A DataError is about a file that is gone, has changed, or cannot be read.
     """
     bits = 0
     for run in equal_runs(file_numbers):
         file = files[file_numbers[run.start]]
-        with naming(file.path), contextlib.ExitStack() as stack:
+        with read_errors_of(file.path), contextlib.ExitStack() as stack:
             # A named pipe in place of the file would wait for a writer.
             descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
             stack.callback(os.close, descriptor)

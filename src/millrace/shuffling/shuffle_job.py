@@ -199,7 +199,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
         DataError: An input file that is damaged, or changes meanwhile.
         MillraceError: Another process at work on the folder, too little room on the disk, a worker
             process that died repeatedly, or a shuffle that is not uniform.
-        OSError: An input that cannot be read, or a journal or shard that cannot be written.
+        OSError: A journal or shard that cannot be written.
     """
     start = time.monotonic()
     checked = ShuffleOptions(input_dir=input_dir, output_dir=output_dir, **options)
