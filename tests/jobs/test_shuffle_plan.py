@@ -1,5 +1,7 @@
 """The plan of a shuffle: groups that fit their buffers, and the choice between plans."""
 
+import os
+import pickle
 import tracemalloc
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.ragged import even_sizes, starts_of
 from millrace.shuffling import plans
-from millrace.shuffling.permutations import Permutation, choose_permutation
+from millrace.shuffling.permutations import Permutation, choose_permutation, make_permutation
 from millrace.shuffling.plans import (
     ITEM_OVERHEAD,
     MB,
@@ -168,6 +170,18 @@ def test_a_smaller_memory_continues_with_fewer_workers() -> None:
 
 
 # ---- the permutation ----
+
+
+def test_files_that_are_lost_while_the_job_runs_are_an_error(tmp_path: Path) -> None:
+    permutation = make_permutation("numpy", 1000, 1, str(tmp_path))
+    assert len(pickle.dumps(permutation)) < 1000  # every task carries it
+    os.truncate(tmp_path / "places", 5000)
+    assert len(permutation.places(0, 500)) == 500
+    with pytest.raises(DataError, match=r"places is missing or has become shorter"):
+        permutation.places(500, 1000)
+    (tmp_path / "sources").unlink()
+    with pytest.raises(DataError, match=r"sources is missing"):
+        permutation.sources(0, 1)
 
 
 def test_the_choice_depends_on_the_memory() -> None:

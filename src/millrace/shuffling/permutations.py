@@ -11,6 +11,7 @@ degrees of freedom; it is far larger if items stay together, and far smaller if 
 turn.
 """
 
+import contextlib
 import itertools
 import os
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.checks import printable
-from millrace.errors import ConfigError, MillraceError
+from millrace.errors import ConfigError, DataError, MillraceError
 from millrace.order import KeyedPermutation
 from millrace.ragged import Numbers, even_sizes
 from millrace.shuffling.shuffle_items import in_units
@@ -64,8 +65,15 @@ class Permutation:
         if self.name == "keyed":
             permuted = getattr(KeyedPermutation(self.size, self.seed), name)
             return np.asarray(permuted(np.arange(start, stop)))
-        path = os.path.join(self.folder, name)
-        return np.fromfile(path, np.int64, stop - start, offset=8 * start)
+        path, values = os.path.join(self.folder, name), np.empty(0, np.int64)
+        with contextlib.suppress(FileNotFoundError):
+            values = np.fromfile(path, np.int64, stop - start, offset=8 * start)
+        if len(values) < stop - start:
+            raise DataError(
+                f"{path} is missing or has become shorter: places {start} to {stop} cannot be "
+                "read. Run the same command again, which makes the file again"
+            )
+        return values
 
 
 def choose_permutation(name: str, size: int, memory: int, unit: str) -> str:

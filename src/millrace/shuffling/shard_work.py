@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.engine import Done, Run, Task
 from millrace.engine.uploading import put_file
+from millrace.errors import DataError
 from millrace.files import atomic_file, naming, sum_of, xxh3
 from millrace.ragged import Numbers, equal_runs
 from millrace.shards.metadata import shard_prefix
@@ -162,9 +163,18 @@ class Work:
     ) -> None:
         """Reads a bucket's section of a run, whose items are in the order of places."""
         sections, path = (os.path.join(self.run_folders[run], name) for name in (_SECTIONS, _RUN))
-        ends = np.fromfile(sections, np.int64, 1, offset=8 * bucket) + np.cumsum(sizes)
+        start, stop = np.fromfile(sections, np.int64, 2, offset=8 * bucket).tolist()
+        ends = start + np.cumsum(sizes)
         with naming(path), open(path, "rb", buffering=0) as file:
-            _native.read_pieces(file.fileno(), ends - sizes, sizes, buffer, targets)
+            try:
+                if ends[-1] != stop:
+                    raise ValueError
+                _native.read_pieces(file.fileno(), ends - sizes, sizes, buffer, targets)
+            except ValueError:
+                raise DataError(
+                    f"{path} was cut short or changed while the job ran: run the same command "
+                    "again, and it is written again"
+                ) from None
 
 
 def _tasks(unit: str, count: int) -> list[Task]:
