@@ -280,10 +280,10 @@ def interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, **optio
             run(folder, **options)
 
 
-def interrupt_end(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+def interrupt_flush(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Runs a job that is killed when all shards are written, and none is published."""
     with monkeypatch.context() as context:
-        context.setattr("millrace.shuffling.shard_publication.publication", None)
+        context.setattr("millrace.shuffling.shard_publication.flush_shards", None)
         with pytest.raises(TypeError):
             run(folder, **options)
 
@@ -308,14 +308,24 @@ def test_an_interrupted_publication_continues(
     assert VERB.read_files(output) == VERB.read_files(folder / "other")
 
 
-def test_a_shard_that_is_cut_after_the_interruption_is_an_error(
+def test_a_publication_goes_on_with_the_same_bytes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A file of the right size may be damaged, in the output folder or still in the journal."""
     interrupt(folder, monkeypatch, 9)
-    os.truncate(folder / "output" / "shard_0001.bin", 40)
-    with pytest.raises(DataError, match=r"output/shard_0001.bin .* its 1376 bytes.*--restart"):
-        run(folder)
-    assert not (folder / "output" / "metadata.json").exists()
+    output = folder / "output"
+    attempt = finished_tasks(output)["000001-000006"]
+    in_journal = next(output.glob(f"shuffle.journal/*/files/{attempt}/shard.idx"))
+    for path in (output / "shard_0001.bin", in_journal):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        name = "shard_0001.bin" if path != in_journal else "shard_0006.idx"
+        with pytest.raises(DataError, match=rf"output/{name} .* its {len(data)} bytes .*--restart"):
+            run(folder)
+        assert not (output / "metadata.json").exists()
+        (output / name).write_bytes(data)
+    assert run(folder).num_tasks_kept == 7
+    assert not verify_shards(output).problems
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -368,7 +378,7 @@ def test_a_restart_may_be_killed_at_any_step(
 
 def test_an_interrupted_job_keeps_its_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where other workers, memory and plan are given, which change nothing in the output."""
-    interrupt_end(folder, monkeypatch, plan="scatter")
+    interrupt_flush(folder, monkeypatch, plan="scatter")
     assert len(finished_tasks(folder / "output")) == 8
     with pytest.raises(ConfigError, match="seq_len was 8, and is 4 now"):
         run(folder, seq_len=4)
@@ -397,7 +407,7 @@ def test_sidecars_that_changed_since_the_interruption(
         builder.add_documents(np.arange(300), np.full(30, 10))
     with OriginsWriter(prefix) as origins:
         origins.add(["web.jsonl"], [0] * 30, range(1, 31), [-1] * 30)
-    interrupt_end(tmp_path, monkeypatch, documents=True)
+    interrupt_flush(tmp_path, monkeypatch, documents=True)
     assert finished_tasks(tmp_path / "output")
     path = Path(f"{prefix}.{ending}")
     if is_removed:
@@ -430,7 +440,7 @@ def test_the_error_of_a_full_disk_names_the_journal_that_remains(
     def fail(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "full", "shard.bin")
 
-    monkeypatch.setattr("millrace.shuffling.shard_publication.publication", fail)
+    monkeypatch.setattr("millrace.shuffling.shard_publication.flush_shards", fail)
     folders = ["--input-dir", str(folder / "input"), "--output-dir", str(folder / "output")]
     assert main(["shuffle", *folders, "--seq-len", "8", "--num-shards", "3"]) == 1
     message = capsys.readouterr().err.splitlines()[-1]

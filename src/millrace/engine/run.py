@@ -211,7 +211,6 @@ class Run:
         total: int | None = None,
         report: Callable[[Done], tuple[int, str]] | None = None,
         keep: Callable[[Task, Any], bool] = lambda task, record: True,
-        durable: bool = False,
     ) -> Iterator[Done]:
         """Runs a function on the tasks that are not done yet; yields all in the order of `tasks`.
 
@@ -232,8 +231,6 @@ class Run:
             report: Function of a finished task that the job has used: its amount of `total`, and a
                 text beside the bar. None: each counts as one.
             keep: Function of a finished task and its record: whether it need not run again.
-            durable: Whether the files of a task are on the disk before it counts as done. On an
-                engine of several machines they always are.
         """
         if total is None and isinstance(tasks, Sized):
             total = len(tasks)
@@ -246,7 +243,7 @@ class Run:
                 executor = self._engine if callable(self._engine) else engines[self._engine]
                 line: _Line = OrderedDict()
                 new = self._new_tasks(tasks, keep, line)
-                is_durable = durable or self._engine != "local"
+                is_durable = self._engine != "local"
                 arguments = function, context, self._journal.folder_of(""), is_durable
                 results = executor(run_attempt, arguments, new, workers=workers)
                 # Closed at an error, too: the generators hold the input open.

@@ -186,7 +186,7 @@ def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
     """Runs a task in a folder of its own, in a worker.
 
     `work` is the function, its context, the folder of all attempts, and whether files must be on
-    the disk before the task is done. Returns the name of the
+    the disk before the task is done, because the job survives this machine. Returns the name of the
     attempt's folder, the record, and size and checksum of each file; or the function's
     MillraceError.
     """
@@ -219,7 +219,6 @@ def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
         return error
     if is_durable:
         fsync_folder(os.path.join(path, ""))
-        fsync_folder(path)
     return attempt, record, sums
 
 

@@ -1,11 +1,13 @@
 """Moves the shards of a shuffle into the output folder, and checks that folder.
 
-    1. the journal stores what the next steps need: names, metadata and result
-    2. each file is renamed into the output folder, the .bin of a shard before its .idx
-    3. metadata.json is written: the output is whole
-    4. the result is kept beside it, and the journal is removed
+    1. the shards in the journal are flushed to the disk
+    2. the journal stores what the next steps need: names, metadata and result
+    3. each file is renamed into the output folder, the .bin of a shard before its .idx
+    4. metadata.json is written: the output is whole
+    5. the result is kept beside it, and the journal is removed
 
-The files are on the disk before step 1, so a job that is killed later continues with step 2.
+A job that is killed after step 2 is continued by steps 3 to 5, which then compare each file with
+its checksum.
 
 `--restart` removes the shards, metadata.json, and then the journal. One of the last two is there at
 each instant, so the next job in this folder knows that the shards may go.
@@ -14,13 +16,15 @@ each instant, so the next job in this folder knows that the shards may go.
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from millrace.checks import absolute_path
 from millrace.engine import Done
 from millrace.errors import ConfigError, DataError
-from millrace.files import fsync_folder, temporaries_of
+from millrace.files import fsync_folder, naming, sum_of, temporaries_of
+from millrace.interrupts import interruptible
 from millrace.names import JOURNAL, SHUFFLE_JOURNAL
 from millrace.shards.metadata import (
     METADATA,
@@ -31,8 +35,10 @@ from millrace.shards.metadata import (
 )
 from millrace.shuffling.shard_work import SHARD
 
+Report = Callable[[int, int], None]  # of the number of files done, and of all
 LAST = [f"/{METADATA}"]  # of an upload
 JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)  # first part of the job's file names
+_FLUSHES = 8  # files that are flushed at a time
 _OUTPUT = re.compile(
     r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)|metadata\.json(\.(.*\.)?tmp)?"
 )
@@ -44,8 +50,9 @@ def output_folder(folder: str) -> Iterator[None]:
 
     A new folder that the job leaves empty is removed.
     """
-    is_new = not os.path.isdir(folder)
-    if is_new:
+    try:
+        entries = sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
         try:
             os.makedirs(folder, exist_ok=True)  # another process may do the same
             fsync_folder(absolute_path(folder))
@@ -53,7 +60,12 @@ def output_folder(folder: str) -> Iterator[None]:
             raise ConfigError(
                 f"the output folder {folder} cannot be made: {error.strerror}; give another one"
             ) from None
-    entries = sorted(os.listdir(folder))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+        return
     may_have_shards = SHUFFLE_JOURNAL in entries or METADATA in entries  # of this job
     for entry in entries:
         if not (entry.startswith(f"{JOB}.") or (_OUTPUT.fullmatch(entry) and may_have_shards)):
@@ -61,12 +73,7 @@ def output_folder(folder: str) -> Iterator[None]:
                 f"{folder} is not empty: it holds {entry}. Give an empty folder, or remove what is "
                 "in it"
             )
-    try:
-        yield
-    finally:
-        if is_new:
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
+    yield
 
 
 def output_files(folder: str, num_shards: int) -> list[str]:
@@ -93,19 +100,44 @@ def publication(done: Sequence[Done], metadata: dict[str, Any]) -> dict[str, Any
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}
 
 
-def publish(source: str, folder: str, content: dict[str, Any]) -> None:
+def flush_shards(done: Sequence[Done], report: Report) -> None:
+    """Flushes the files of all shards, and the folders on the way to them."""
+
+    def flush(path: str) -> None:
+        with naming(path), open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+    paths = [os.path.join(task.folder, name) for task in done for name in task.record["files"]]
+    with ThreadPoolExecutor(_FLUSHES) as pool:
+        for count, _ in enumerate(pool.map(flush, paths), 1):
+            report(count, len(paths))
+        list(pool.map(fsync_folder, [os.path.join(task.folder, "") for task in done]))
+    path = done[0].folder
+    for _ in range(4):  # the folders of files, run, journal and output
+        fsync_folder(path)
+        path = os.path.dirname(path)
+
+
+def publish(source: str, folder: str, content: dict[str, Any], report: Report | None) -> None:
     """Renames the shards and writes the metadata, of which an earlier run may have done a part.
 
-    `source` is the journal's folder of the run, and `content` the result of `publication`.
+    `source` is the journal's folder of the run, and `content` the result of `publication`. With
+    `report`, files are compared with their checksums; else this process has written them.
     """
-    for attempt, name, target, size in content["files"]:
+    files, checksums = content["files"], content["metadata"]["checksums"]
+    for count, (attempt, name, target, size) in enumerate(files, 1):
         path = os.path.join(folder, target)
         with contextlib.suppress(FileNotFoundError):
             os.rename(os.path.join(source, "files", attempt, name), path)
-        if not os.path.exists(path) or os.path.getsize(path) != size:
+        is_whole = os.path.exists(path) and os.path.getsize(path) == size
+        if report is not None and is_whole:
+            with interruptible():
+                is_whole = sum_of(path) == (size, checksums[target])
+            report(count, len(files))
+        if not is_whole:
             raise DataError(
-                f"{path} is missing, or does not have its {size} bytes: another program has "
-                "changed it. Start over: --restart"
+                f"{path} is missing, or does not have its {size} bytes and the checksum "
+                f"{checksums[target]}: another program has changed it. Start over: --restart"
             )
     path = metadata_path(folder)
     for left in temporaries_of(path):  # of a run that was killed

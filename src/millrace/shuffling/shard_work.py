@@ -123,8 +123,8 @@ class Work:
             tasks = _tasks("run", len(self.runs) - 1)
             runs = run.map(write_run, tasks, self, phase="phase 3: sort runs", workers=workers)
             work = replace(self, run_folders=tuple(done.folder for done in runs))
-        tasks, phase = _tasks("shard", len(self.starts) - 1), "phase 4: write shards"
-        return [*run.map(write_shard, tasks, work, phase=phase, workers=workers, durable=True)]
+        tasks = _tasks("shard", len(self.starts) - 1)
+        return [*run.map(write_shard, tasks, work, phase="phase 4: write shards", workers=workers)]
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
         """The bytes of the items at places [start, stop), by bucket."""

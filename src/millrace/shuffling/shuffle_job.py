@@ -233,9 +233,11 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
         result = replace(result if is_new else _earlier(result), seconds=time.monotonic() - start)
 
         def make_public() -> None:
-            publication.publish(run.folder, folder, content)
-            if checked.upload_to is not None:
-                upload.send(folder, publication.LAST)
+            with run.phase("phase 5: publish") as progress:
+                report = None if is_new else progress.count
+                publication.publish(run.folder, folder, content, report)
+                if checked.upload_to is not None:
+                    upload.send(folder, publication.LAST)
 
         run.publish(make_public, asdict(result))
     return result
@@ -314,6 +316,9 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         work = plan.work(items, permutation, starts_of(shard_sizes), options.upload_to)
         progress.note(f"plan: {plan}")
     done = work.write(run, plan.workers)
+    if options.num_local_shards > 0:
+        with run.phase("phase 5: flush") as progress:
+            publication.flush_shards(done, progress.count)
     in_both = {
         "shard_sizes": shard_sizes.tolist(),
         "domain_stats": items.domain_stats,
