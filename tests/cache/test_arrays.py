@@ -1,6 +1,7 @@
 """Array sets in a folder: published atomically, loaded again, never used for other inputs."""
 
 import functools
+import json
 import multiprocessing
 import os
 import pickle
@@ -279,3 +280,11 @@ def test_files_are_flushed_before_they_are_renamed(
     publication = [step for step in steps if step[0] == "rename" or step == folder]
     renames = [("rename", path) for path in (*reversed(paths), record)]
     assert publication == [step for rename in renames for step in (rename, folder)]
+
+
+def test_different_keys_have_different_names() -> None:
+    keys = [{"a": [1, None]}, {"a": [1.0, None]}, {"a": ["1"]}, {"a": [2, None]}, {"b": [1, None]}]
+    keys += [[], [[]], None, {}, 0, ""]
+    assert len({arrays.fingerprint(key) for key in keys}) == len(keys)
+    read_again = json.loads(json.dumps(keys))
+    assert [*map(arrays.fingerprint, read_again)] == [*map(arrays.fingerprint, keys)]

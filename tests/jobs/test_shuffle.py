@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from millrace.shards import verify_shards
 from millrace.shards.metadata import read_metadata
 from millrace.shuffling.permutations import Permutation
 from tests.jobs import shuffle_cases as cases, shuffle_kills
-from tests.jobs.kills import KILLED, finished_tasks, run_and_die
+from tests.jobs.kills import DEADLINE, KILLED, finish, finished_tasks, run_and_die
 from tests.jobs.shuffle_kills import VERB
 
 SEQ_LEN = 8
@@ -493,3 +495,22 @@ def test_a_full_disk(disk: Path, folder: Path) -> None:
     shuffle(folder / "input", output, **options)
     shuffle(folder / "input", folder / "other", **options)
     assert VERB.read_files(output) == VERB.read_files(folder / "other")
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    (tmp_path / "input").mkdir()
+    with open(tmp_path / "input" / "x.bin", "wb") as file:
+        file.truncate(200 * 10**6)
+    options = ["--input-dir", str(tmp_path / "input"), "--memory", "10M", "--plan", "scatter"]
+    output = tmp_path / "output"
+    process = VERB.launch([*options, "--num-workers", "1", "--json"], output)
+    while len(finished_tasks(output)) < 2:
+        assert process.poll() is None, "the job has ended"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE)
+    assert process.returncode == 1
+    assert errors.splitlines()[-1].startswith("millrace: error: interrupted")
+    assert names_in(output) == ["shuffle.journal"]
+    summary = finish(VERB.launch([*options, "--num-workers", "2", "--json"], output))
+    assert summary["num_tasks_kept"] >= 2

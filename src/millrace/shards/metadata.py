@@ -151,7 +151,7 @@ def parse_metadata(
     """The metadata of a folder, not compared with its shards; see `read_metadata`."""
     storage = storage_of(folder, storage)
     if dtype is not None:
-        check_choice("dtype", dtype, TOKEN_DTYPES)
+        check_choice("dtype", str(dtype), TOKEN_DTYPES)
     path, document = metadata_path(folder), _read_document(folder, storage)
     if (version := document.get("version")) != VERSION:
         raise DataError(f"{path} has version {shown(version, 80)}; version {VERSION} can be read")

@@ -133,7 +133,10 @@ class Items(ABC):
                 )
         if self.num_items == 0:
             raise ConfigError(
-                f"the input has no items; {self.notices[0]}. Give {remedy}, or larger weights"
+                f"the input gives no {unit}: its {len(num_tokens):,} files have "
+                f"{num_tokens.sum():,} tokens, the longest {num_tokens.max():,}, and "
+                f"{num_units.sum():,} whole ones, of which the weights take none. Give {remedy}, "
+                "or larger weights"
             )
 
     @property
@@ -245,10 +248,10 @@ class SequenceItems(Items):
         self, buffer: NDArray[Any], file: int, place: int, size: int, target: int
     ) -> DataError | None:
         """The error for a token of 2**31 or more in a piece of a file."""
-        tokens = buffer[target : target + size]
-        column = int(tokens.argmax())
-        if tokens[column] <= MAX_INT32:
+        tokens = buffer[target : target + size]  # none of an empty file
+        if tokens.max(initial=0) <= MAX_INT32:
             return None
+        column = int(tokens.argmax())
         return DataError(
             f"{self.files[file].path} holds the token {tokens[column]} at position "
             f"{place + column}; ids must be below 2**31 (2147483648). The file is damaged, or its "
