@@ -48,7 +48,7 @@ FLOORS = [
 ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
     "text": (2050, "many formats"),
-    "shuffling": (2230, "two kinds of items, two plans, a check of the distribution"),
+    "shuffling": (2240, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2300, "the names of another library"),
     "order": (2010, "three orders, each with its mixture; windows of mixed documents"),
     "run": (2240, "two orders, each with a configuration and datasets; trials"),
