@@ -272,7 +272,7 @@ def shown(value: Any, most: int = 200) -> str:
     """A value for a message: its repr, cut after `most` characters."""
     try:
         text = repr(value)
-    except ValueError:  # an int of more digits than Python prints
+    except (ValueError, RecursionError):  # an int of too many digits, or lists in lists
         text = f"{value:#x}" if isinstance(value, int) else f"a {type(value).__name__}"
     return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 

@@ -38,6 +38,7 @@ BAD_LINES = {
     b'{"id": 4, "text": "\xff"}': "UTF-8",
     b'{"id": 5, "title": "a"}': "text",
     b"[1, 2]": "list",
+    b'{"id": 0, "text": ' + b"[" * 1_000 + b"]" * 1_000 + b"}": "not a string",
     b'{"id": 6, "text": "' + b"x" * 5_000 + b'"}': "4000 bytes",
 }
 
@@ -399,7 +400,7 @@ def test_the_job_says_at_its_start_that_it_uses_the_reference(jobs: Jobs) -> Non
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("mode", ["skip", "quarantine"])
 def test_bad_lines_are_skipped_counted_and_kept(jobs: Jobs, mode: str, workers: int) -> None:
-    texts = [text for text in make_texts(40) if text][:24]
+    texts = [text for text in make_texts(60) if text][:30]
     lines = [json.dumps({"id": number, "text": text}).encode() for number, text in enumerate(texts)]
     bad_lines = BAD_LINES | {b'{"id": 7, "text": ""}': "empty"}
     numbers = [4 * number + 4 for number in range(len(bad_lines))]

@@ -169,9 +169,9 @@ def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
 class Rejects:
     """What a task rejects: raised, or written to a file.
 
-    The file has for each a line of JSON (part, line within the part, byte offset, reason, size) and
-    its bytes, in the order in which the reader's thread and the encoder's come to them. The first
-    rejects `num_lines` lines, the second `num_documents`.
+    The file has for each a line of JSON (part, line within the part, byte offset, reason, whether
+    it is a line or a document, size) and its bytes. `num_lines` lines come in their order from the
+    reader's thread, `num_documents` documents in theirs from the encoder's.
     """
 
     def __init__(self, options: TokenizeOptions, parts: Sequence[Part], file: BinaryIO) -> None:
@@ -180,7 +180,7 @@ class Rejects:
 
     def add_line(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
         """Raises a TextError, or keeps a line that is not a document."""
-        self._add(part, line, byte_offset, reason, data)
+        self._add(True, part, line, byte_offset, reason, data)
         self.num_lines += 1
 
     def add_document(
@@ -188,10 +188,13 @@ class Rejects:
     ) -> None:
         """The same for a document of a batch, with its texts or its row."""
         line, byte_offset = int(documents.lines[place]), int(documents.byte_offsets[place])
-        self._add(part, line, byte_offset, reason, json.dumps(value, default=str).encode())
+        data = json.dumps(value, default=str).encode()
+        self._add(False, part, line, byte_offset, reason, data)
         self.num_documents += 1
 
-    def _add(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
+    def _add(
+        self, is_line: bool, part: int, line: int, byte_offset: int, reason: str, data: bytes
+    ) -> None:
         if self._on_error == "stop":
             place = self._parts[part]
             unit = place.file.format.unit
@@ -203,7 +206,8 @@ class Rejects:
         data = data if self._on_error == "quarantine" else b""
         row = {"part": part, "line": line, "byte_offset": byte_offset, "reason": reason}
         # One call, so that no other thread writes between the two.
-        self._file.write(json.dumps({**row, "size": len(data)}).encode() + b"\n" + data)
+        header = json.dumps({**row, "is_line": is_line, "size": len(data)})
+        self._file.write(header.encode() + b"\n" + data)
 
 
 # ---- encoding ----

@@ -206,7 +206,7 @@ class InputTasks:
         if plan is None:
             size = options.chunk_size or _task_size(files, workers)
             unpacked = _files_to_unpack(files, size, workers)
-            plan = {"task_size": size, "unpacked": unpacked, "begins": [], "files": identities}
+            plan = {"task_size": size, "unpacked": unpacked, "steps": [], "files": identities}
         pairs = zip(files, identities, plan["files"], strict=True)
         if changed := [file.path for file, new, old in pairs if new != old]:
             more = f" and {len(changed) - 1:,} more files" if len(changed) > 1 else ""
@@ -217,13 +217,15 @@ class InputTasks:
         self._piece_size = min(task_size, _LARGEST_PIECE)
         self._unpacked = {n for n in plan["unpacked"] if files[n].format.has_pieces(files[n])}
         self._unpacked |= {number for number, file in enumerate(files) if file.is_pipe}
-        with run.phase("plan"):
-            cuts = _cuts_of(files, self._unpacked, task_size, options.shard)
-            earlier = set(map(tuple, plan["begins"]))
-            self._steps = _steps_of(cuts, self._unpacked, task_size, earlier)
-        begins = [step[0][:2] for step in self._steps]
-        run.store("plan", {**plan, "begins": begins, "files": identities})
-        self.size = sum(cut.size for cut in cuts)
+        if changed or not plan["steps"]:
+            with run.phase("plan"):
+                cuts = _cuts_of(files, self._unpacked, task_size, options.shard)
+                begins = {tuple(step[0][:2]) for step in plan["steps"]}
+                steps = _steps_of(cuts, self._unpacked, task_size, begins)
+            plan = {**plan, "steps": steps, "files": identities}
+            run.store("plan", plan)
+        self._steps = [[_Cut(*cut) for cut in step] for step in plan["steps"]]
+        self.size = sum(cut.size for step in self._steps for cut in step)
 
     def draw(self) -> Generator[Task, None, None]:
         """The tasks, in the order of the output."""

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import heapq
 import io
 import itertools
 import json
@@ -131,8 +132,10 @@ class Output:
                     writer.add(*origins)
 
     def _append_rejects(self, task: _Task) -> None:
-        with task.open(REJECTS) as file:
-            for row in _read_rejects(file):
+        with task.open(REJECTS) as lines, task.open(REJECTS) as documents:
+            rejects = _read_rejects(lines, True), _read_rejects(documents, False)
+            in_order = heapq.merge(*rejects, key=lambda one: (one[0]["part"], one[0]["line"]))
+            for row, data in in_order:
                 self.num_rejects += 1
                 place = {
                     "file": task.sources[row["part"]],
@@ -143,8 +146,7 @@ class Output:
                 if len(self.rejects) < _SHOWN_REJECTS:
                     self.rejects.append(place)
                 if self._quarantine is not None:
-                    file.seek(row["start"])
-                    text = base64.b64encode(file.read(row["size"])).decode()
+                    text = base64.b64encode(data).decode()
                     self._quarantine.write(json.dumps({**place, "bytes": text}).encode() + b"\n")
 
 
@@ -152,13 +154,13 @@ def quarantine_path(options: TokenizeOptions) -> str:
     return f"{options.output_prefix}.quarantine.jsonl"
 
 
-def _read_rejects(file: BinaryIO) -> list[dict[str, Any]]:
-    """The rejects of a task in the order of its lines, each with the `start` of its bytes."""
-    rows = []
-    while line := file.readline():
-        rows.append({**json.loads(line), "start": file.tell()})
-        file.seek(rows[-1]["size"], os.SEEK_CUR)
-    return sorted(rows, key=lambda row: (row["part"], row["line"]))
+def _read_rejects(file: BinaryIO, is_line: bool) -> Iterator[tuple[dict[str, Any], bytes]]:
+    """The lines, or the documents, that a task has rejected, in order, with their bytes."""
+    while header := file.readline():
+        row = json.loads(header)
+        data = file.read(row["size"])
+        if row["is_line"] == is_line:
+            yield row, data
 
 
 def _read_origins(task: _Task, group: int) -> Iterator[tuple[Any, ...]]:
