@@ -505,6 +505,9 @@ def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> Non
             oracle.assert_alike(sample[name], plain[number][name])
 
 
+# ---- caches ----
+
+
 def test_a_damaged_cache_is_built_again(
     prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -542,40 +545,6 @@ def test_a_cache_of_other_options_under_the_same_name_is_built_again(
         shared = gpt(SIDES[0], prefix, tmp_path / "shared", **(options | kind))
         alone = gpt(SIDES[1], prefix, tmp_path / str(kind), **(options | kind))
         oracle.assert_alike(samples_of(shared), samples_of(alone))
-
-
-# ---- caches ----
-
-
-def test_a_cache_that_does_not_fit_is_built_again(
-    prefix: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of other options, as Megatron-LM's names do not cover the extra token and the partial sample;
-    or damaged, in a way of those in tests/cache/test_megatron.py."""
-    options: dict[str, Any] = {"index_split": "valid", "num_samples": None, "sequence_length": 7}
-    for kind in (
-        {"add_extra_token_to_sequence": False},
-        {"drop_last_partial_validation_sequence": False},
-        {"sequence_length": 8},
-        {},
-    ):
-        shared = gpt(SIDES[0], prefix, tmp_path / "shared", **(options | kind))
-        alone = gpt(SIDES[1], prefix, tmp_path / str(kind), **(options | kind))
-        oracle.assert_alike(samples_of(shared), samples_of(alone))
-    files = (tmp_path / "shared").glob(f"{shared.unique_description_hash}*")
-    whole = {path: path.read_bytes() for path in files}
-    for path, content in whole.items():
-        path.write_bytes(content[:-3])
-    logging.getLogger("millrace.megatron").setLevel(logging.INFO)
-    for lines in (
-        ("do not fit", "Build and save the GPTDataset valid indices"),
-        ("Load the GPTDataset valid indices", "> total number of samples: "),
-    ):
-        caplog.clear()
-        gpt(SIDES[0], prefix, tmp_path / "shared", **options)
-        assert all(line in caplog.text for line in lines)
-        assert len(whole) == 4
-        assert {path: path.read_bytes() for path in whole} == whole
 
 
 def test_options_that_trust_the_cache_name_missing_or_damaged_files(

@@ -322,6 +322,9 @@ def test_without_pyarrow_origins_are_a_clear_error(tmp_path: Path) -> None:
     assert output.count("need the pyarrow package: pip install 'millrace[tokenizers]'") == 3
 
 
+# ---- files: publication, faults, forks ----
+
+
 def test_errors_and_a_full_disk_leave_no_sidecar(
     tmp_path: Path, small_groups: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,17 +342,6 @@ def test_errors_and_a_full_disk_leave_no_sidecar(
         add(writer, some_rows(50))
     assert names(tmp_path) == files
     assert verify([tmp_path / "data"])[0].problems == []
-
-
-# ---- files: publication, faults, forks ----
-
-
-def test_an_error_leaves_no_sidecar(tmp_path: Path) -> None:
-    write_pair(tmp_path / "data", 50)
-    with contextlib.suppress(ZeroDivisionError), OriginsWriter(tmp_path / "data") as writer:
-        add(writer, some_rows(50))
-        raise ZeroDivisionError
-    assert names(tmp_path) == ["data.bin", "data.idx"]
 
 
 def test_a_pair_that_is_being_built_gets_no_sidecar(tmp_path: Path) -> None:

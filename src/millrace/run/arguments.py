@@ -190,9 +190,7 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
     arguments = {name: value for name, value in values.items() if value is not None}
     if "seq_length" not in arguments:
         raise ConfigError("seq_length is missing")
-    if arguments.get("pad_token") is not None and arguments["pad_token"] == arguments.get(
-        "eod_token"
-    ):
+    if "pad_token" in arguments and arguments["pad_token"] == arguments.get("eod_token"):
         raise ConfigError(
             "pad_token is eod_token, which Megatron-LM takes for no padding: leave pad_token out"
         )
