@@ -59,6 +59,8 @@ _PLAIN: dict[Any, str] = {
 
 def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
     """A value of a type, or a ValueError with its place."""
+    if kind in _PLAIN and type(value) is kind:
+        return value
     origin, arguments = _parts_of(kind)
     if origin in (Union, types.UnionType):
         (kind,) = (one for one in arguments if one is not type(None))

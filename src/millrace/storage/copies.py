@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from millrace.errors import ConfigError
 from millrace.files import atomic_file, blake2b, checksum, writers_lock, xxh3
 from millrace.storage import Bytes, Identity, MappedFile, StoredFile
@@ -33,9 +31,11 @@ def own_folder(folder: str | None) -> str:
         ConfigError: A folder in which other users could write.
     """
     place = folder or os.path.join(tempfile.gettempdir(), f"millrace-{os.getuid()}")
-    if not os.path.isdir(place):
+    try:
+        status = os.stat(place, follow_symlinks=folder is not None)
+    except FileNotFoundError:
         os.makedirs(place, 0o700, exist_ok=True)
-    status = os.stat(place, follow_symlinks=folder is not None)
+        status = os.stat(place, follow_symlinks=folder is not None)
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.getuid() or mode & 0o022:
         raise ConfigError(
@@ -45,20 +45,20 @@ def own_folder(folder: str | None) -> str:
     return place
 
 
-def fetch_index(folder: str | None, path: str, file: StoredFile, *, waits: bool = True) -> str:
-    """The path of an index and its checksum on the node, to which it is brought."""
-    name = blake2b(repr((path, file.identity)).encode()).hexdigest()
-    copy = os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
-    fetch(copy, file, with_sum=True, waits=waits)
-    return copy
+def index_copy(folder: str | None, path: str, identity: Identity) -> str:
+    """The path of an index and its checksum on the node."""
+    name = blake2b(repr((path, identity)).encode()).hexdigest()
+    return os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
 
 
 def copied_file(folder: str | None, path: str, file: StoredFile) -> CopiedFile:
     """A whole object, in memory where the folder cannot be written or has no room for it."""
     with contextlib.suppress(OSError):
+        copy = index_copy(folder, path, file.identity)
         for _ in range(2):
-            copy = fetch_index(folder, path, file)
-            data, expected = np.split(MappedFile(copy).bytes, [file.size])
+            fetch(copy, file, with_sum=True)
+            content = MappedFile(copy).bytes
+            data, expected = content[: file.size], content[file.size :]
             if checksum([data]) == expected.tobytes().hex():
                 return CopiedFile(data, file.identity)
             os.unlink(copy)  # the disk has damaged it

@@ -143,7 +143,8 @@ def _open_unchanged(
     now = (len(dataset), dataset.num_documents, dataset.num_tokens)
     then = (record.num_sequences, record.num_documents, record.num_tokens)
     has_content = is_same or dataset.fingerprint == record.content
-    if now != then or not has_content or dataset.lengths_checksum != record.lengths:
+    has_lengths = record.versions is not None or dataset.lengths_checksum == record.lengths
+    if now != then or not has_content or not has_lengths:
         raise DataError(
             f"{record.prefix} has {now} sequences, documents and tokens; its indices were built "
             f"for {then}{', but for other ones' if now == then else ''}. Build them again with "
