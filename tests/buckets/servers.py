@@ -65,8 +65,8 @@ address=[v2:127.0.0.1:$2,v1:127.0.0.1:$3]
 export CEPH_CONF=/dev/null CEPH_ARGS="--fsid=$id --mon-host=$address --keyring=$PWD/keyring \
   --public-network=127.0.0.0/8 --mon-data=$PWD/mon --osd-data=$PWD/osd --rgw-data=$PWD/rgw \
   --run-dir=$PWD --log-file=$PWD/log --osd-objectstore=memstore --osd-crush-chooseleaf-type=0 \
-  --mon-allow-pool-size-one=true --osd-pool-default-size=1 --osd-pool-default-pg-num=4 \
-  --osd-pool-default-pg-autoscale-mode=off"
+  --mon-data-avail-crit=0 --mon-allow-pool-size-one=true --osd-pool-default-size=1 \
+  --osd-pool-default-pg-num=4 --osd-pool-default-pg-autoscale-mode=off"
 monmaptool --create --addv a $address --fsid $id monmap
 ceph-mon --mkfs -i a --monmap monmap
 ceph-mon -f -i a &
