@@ -74,6 +74,19 @@ def build(**options: Any) -> Any:
     return build_datasets(config_of(**options))
 
 
+def test_an_extended_blend_goes_on(prefixes: Prefixes) -> None:
+    """A larger size of a blend by weight changes no sample before; earlier states have it."""
+    weights = [3.0, 2.0, 1.0]
+    short, long = (
+        build(blend=(prefixes, weights), num_samples=(size, 0, 0)).train for size in (20, 30)
+    )
+    state = millrace.Loader(short, micro_batch_size=1).state_dict(9)
+    for fingerprint in (state["fingerprint"], {**state["fingerprint"], "size": 20}):
+        loader = millrace.Loader(long, micro_batch_size=1)
+        loader.load_state_dict({**state, "fingerprint": fingerprint})
+        assert next(loader)["tokens"].tolist() == short.batch([9])["tokens"].tolist()
+
+
 # ---- the same data twice ----
 
 

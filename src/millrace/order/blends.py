@@ -76,10 +76,14 @@ class BlendOrder:
         weights: Normalised weights.
         size: Number of samples.
         arrays: The two indices by their names, loaded at the first sample.
+        is_exhaustive: Whether all samples of all datasets are drawn, so that the size decides how.
     """
 
-    def __init__(self, weights: Sequence[float], size: int, arrays: Deferred[Arrays]) -> None:
+    def __init__(
+        self, weights: Sequence[float], size: int, arrays: Deferred[Arrays], is_exhaustive: bool
+    ) -> None:
         self.weights, self._size, self._arrays = list(weights), size, arrays
+        self._is_exhaustive = is_exhaustive
 
     def __len__(self) -> int:
         return self._size
@@ -95,7 +99,8 @@ class BlendOrder:
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides all draws: each of them depends on all weights."""
-        return {"kind": "blend", "rules": RULES_VERSION, "size": len(self), "weights": self.weights}
+        size = {"size": len(self)} if self._is_exhaustive else {}  # else it only says where it ends
+        return {"kind": "blend", "rules": RULES_VERSION, **size, "weights": self.weights}
 
 
 def build_blend_indices(

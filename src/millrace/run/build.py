@@ -106,7 +106,8 @@ def _dataset(plan: RunPlan, split: SplitPlan, arrays: SplitArrays) -> SplitDatas
     if arrays.blend is None:
         return datasets if split.kind == "apart" else datasets[0]
     weights = normalize(split.weights or split.lengths)
-    return BlendedDataset(datasets, order=BlendOrder(weights, split.num_samples, arrays.blend))
+    order = BlendOrder(weights, split.num_samples, arrays.blend, split.size is None)
+    return BlendedDataset(datasets, order=order)
 
 
 def copies_in(plan: RunPlan) -> Iterator[str]:

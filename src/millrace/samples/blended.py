@@ -285,7 +285,8 @@ def _build_blend_order(
     lengths = [len(dataset) for dataset in datasets]
     indices = build_blend_indices([name_of(d) for d in datasets], lengths, weights, size)
     weights = normalize(lengths if weights is None else weights)
-    return BlendOrder(weights, len(indices.dataset_index), Deferred.of(indices._asdict()))
+    num_samples = len(indices.dataset_index)
+    return BlendOrder(weights, num_samples, Deferred.of(indices._asdict()), size is None)
 
 
 def _form(dataset: Any) -> dict[str, str]:
