@@ -380,8 +380,11 @@ def test_a_batch_has_one_length(tmp_path: Path) -> None:
         train.batch(np.arange(8, 16))
     Loader(train, micro_batch_size=7)
     for dataset in (train, TransformedDataset(train, [])):
+        loader = Loader(dataset, micro_batch_size=2, data_parallel_size=4)
         with pytest.raises(ConfigError, match=r"phase 1, from sample 20, .* at 8 and at 16"):
-            Loader(dataset, micro_batch_size=4, data_parallel_size=2)
+            next(loader)
+        loader.load_state_dict(loader.state_dict(16))  # the phase has begun
+        assert next(loader)["tokens"].shape == (2, 4)
     sampler = GlobalBatchSampler(14, global_batch_size=4, micro_batch_size=2)
     Loader(train_of(make_run(tmp_path, **same)), sampler=sampler)
     loader = Loader(train, micro_batch_size=7)

@@ -127,7 +127,13 @@ class Loader(Renewed):
         # `_next`: where the next step starts, ahead of what was handed out while one is made.
         self._next = self._position = Position(0)
         self.renew()
-        self._seek(Position(consumed_samples))
+        self._problem: ConfigError | None = None  # of the first step, unless a state is loaded
+        try:
+            self._seek(Position(consumed_samples))
+        except ConfigError as error:
+            if consumed_samples != 0:
+                raise
+            self._problem = error
 
     @property
     def dataset(self) -> Dataset | StreamDataset:
@@ -281,6 +287,7 @@ class Loader(Renewed):
         self._maker.check_thread()
         with self._lock:
             self._check_handler()
+            self._problem = None
             self._move(Position(start, position.stream))
 
     def _move(self, position: Position) -> None:
@@ -318,6 +325,8 @@ class Loader(Renewed):
     def _step(self, start: Position) -> Step:
         if self._is_closed:
             raise ConfigError("the loader is closed; make a new one, and load its state_dict")
+        if self._problem is not None:
+            raise self._problem
         queue = None if self._prefetch == 0 else self._open_queue(start)
         if queue is not None and queue.is_answered():
             return queue.take()

@@ -15,7 +15,7 @@ from millrace.inspect.shares import bands_picture
 from millrace.order import GPTPlan, normalize, plan_gpt
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
-from millrace.run.instant_config import AnyConfig, InstantConfig
+from millrace.run.instant_config import AnyConfig, InstantConfig, check_starts
 from millrace.run.phased_dataset import PhasedDataset, instant_datasets
 from millrace.run.plan import SplitPlan, plan_run
 from millrace.run.skips import Skips
@@ -80,6 +80,8 @@ def forecast(
         ConfigError: A run without training data, or without an end.
     """
     if isinstance(config, InstantConfig):
+        if batches is not None:
+            check_starts(config.whole_phases, Skips(config.skips), batches.step_at)
         fields = _of_instant(config, num_parts)
     else:
         fields = _of_built(config)

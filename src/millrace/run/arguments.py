@@ -18,8 +18,7 @@ from millrace.errors import ConfigError
 from millrace.option_class import parse_size
 from millrace.order import SPLITS
 from millrace.run.config import Blend, DatasetConfig, source_of
-from millrace.run.instant_config import AnyConfig, InstantConfig, check_starts
-from millrace.run.skips import Skips
+from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.trials import trial_of
 from millrace.run.yaml_events import load_yaml
 from millrace.sampling import BatchSizeSchedule, RampUp
@@ -228,11 +227,8 @@ def _instant_config(arguments: Mapping[str, Any]) -> InstantConfig:
     if arguments.keys() & {"num_samples", "train_samples", "train_iters"}:
         own["num_samples"] = _num_samples(arguments, None)
     config = InstantConfig(**_config_fields(InstantConfig, arguments) | own)
-    batches = schedule_from(arguments)
     if "trial" in arguments:
-        config = trial_of(config, arguments["trial"], batches)
-    if batches is not None:
-        check_starts(config.whole_phases, Skips(config.skips), batches.step_at)
+        config = trial_of(config, arguments["trial"], schedule_from(arguments))
     return config
 
 
