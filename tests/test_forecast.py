@@ -152,7 +152,7 @@ def test_a_change(
         ({"more": "sources:\n  a: b"}, "it gives sources twice: leave one out"),
         ({"length": "8, weights: {web: 0}"}, "phase 2: all of its sources have reached max_epochs"),
         ({"code": "1, code: 2"}, "it gives code twice: leave one out"),
-        ({"folder": "/nowhere"}, "source web: /nowhere/web.bin not found: give its path"),
+        ({"folder": "/nowhere"}, "source web: /nowhere/web.bin not found: give the pair's path"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], message: str, folder: Path, verb: Any) -> None:

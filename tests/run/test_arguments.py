@@ -234,5 +234,6 @@ def test_identifiers_are_json_a_file_or_a_description(tmp_path: Path) -> None:
     for number, content in enumerate((identifiers, dataset, {"datasets": [dataset, {}]})):
         (tmp_path / str(number)).write_text(json.dumps(content))
         assert run_arguments.read_identifiers(str(tmp_path / str(number))) == identifiers
-    with pytest.raises(ConfigError, match="neither a file nor JSON"):
-        run_arguments.read_identifiers("GPT2")
+    for text in ("GPT2", '{"model": 1, "added_tokens": []}'):
+        with pytest.raises(ConfigError, match=r"nor JSON|is a tokenizer"):
+            run_arguments.read_identifiers(text)

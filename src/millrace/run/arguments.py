@@ -188,7 +188,7 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
     values = {name: _read(name, arguments.get(name)) for name in NAMES}
     arguments = {name: value for name, value in values.items() if value is not None}
     if "seq_length" not in arguments:
-        raise ConfigError("seq_length is missing")
+        raise ConfigError("seq_length is missing: give it, also beside those of phases")
     if "pad_token" in arguments and arguments["pad_token"] == arguments.get("eod_token"):
         raise ConfigError(
             "pad_token is eod_token, which Megatron-LM takes for no padding: leave pad_token out"
@@ -275,6 +275,8 @@ def _files(arguments: Mapping[str, Any]) -> dict[str, Any]:
     names = {"mirror": "mirror", "mirror_limit": "limit"}
     mirror = {names[name]: arguments[name] for name in names if name in arguments}
     storage = None
+    if len(mirror) == 1:
+        raise ConfigError("give mirror and mirror-limit, or none of the two")
     if mirror:
         from millrace.storage.objects import ObjectStorage  # 10 ms that runs on disks do without
 
@@ -306,6 +308,11 @@ def read_identifiers(text: str) -> Any:
         identifiers = identifiers["datasets"][0]  # of a blend
     if isinstance(identifiers, dict) and {"index_split", "tokenizer"} <= identifiers.keys():
         return identifiers["tokenizer"]
+    if isinstance(identifiers, dict) and {"model", "added_tokens"} <= identifiers.keys():
+        raise ConfigError(
+            f"{text} is a tokenizer, not what Megatron-LM notes of one: give a *-description.txt "
+            "of its --data-cache-path"
+        )
     return identifiers
 
 

@@ -62,7 +62,9 @@ class SourceFile:
             if dtype is None:
                 dtype = read_header(storage.open(index, "file"), index).dtype
         except FileNotFoundError as error:
-            raise DataError(f"source {name}: {error.filename} not found: give its path") from None
+            raise DataError(
+                f"source {name}: {error.filename} not found: give the pair's path without .bin"
+            ) from None
         self.dtype: np.dtype[Any] = dtype
         self.num_tokens, rest = divmod(size, dtype.itemsize)
         if rest:
