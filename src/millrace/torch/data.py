@@ -213,7 +213,8 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     `state_after(num_batches)`. Without workers the loader itself advances: save its `state_dict()`.
     With and without workers, an iteration after the end starts where the loader stood before the
     first one, and has the same batches. After a resume that is the saved position: move the loader
-    to consumed_samples=0 before the next epoch, as a StatefulDataLoader does.
+    to consumed_samples=0 before the next epoch, as a StatefulDataLoader does. Persistent workers
+    keep their copies: after a move, make a new DataLoader.
 
     Args:
         loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
