@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,7 @@ def test_a_data_loader_has_the_order_of_the_loader(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", [0, 1, 4])
+@pytest.mark.parametrize("stop", [0, 1, 4, 13, 14])  # 13: the last batch; 14: the end after it
 def test_torchdata_resumes_at_the_next_batch(dataset: Any, workers: int, stop: int) -> None:
     expected = tokens(loader_of(dataset, prefetch=0))
     makers: list[Callable[[], Any]] = [
@@ -90,12 +91,13 @@ def test_torchdata_resumes_at_the_next_batch(dataset: Any, workers: int, stop: i
     for make in makers:
         first = make()
         iterator = iter(first)
-        before = tokens(next(iterator) for _ in range(stop))
+        assert tokens(islice(iterator, stop)) == expected[:stop]
         state = first.state_dict()
         del iterator
         second = make()
         second.load_state_dict(state)
-        assert before + tokens(second) == expected
+        assert tokens(second) == (expected[stop:] if stop < 14 else expected)
+        assert tokens(second) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,8 +146,9 @@ def test_an_iteration_after_the_end_starts_again(
         steps = by_step(loader, kind, **options)
         assert [tokens(steps) for _ in range(3)] == [expected] * 3
         loader.load_state_dict({**loader.state_dict(), "consumed_samples": 36})  # the caller's move
-        if not is_persistent:
-            assert [tokens(steps) for _ in range(2)] == [expected[4:]] * 2
+        if is_persistent:
+            steps = by_step(loader, kind, **options)
+        assert [tokens(steps) for _ in range(2)] == [expected[4:]] * 2
         loader.load_state_dict({**loader.state_dict(), "consumed_samples": 12})
     finished = by_step(loader, StatefulDataLoader, **options)
     assert tokens(finished) == expected
@@ -153,6 +156,27 @@ def test_an_iteration_after_the_end_starts_again(
     again = by_step(loader_of(dataset, consumed_samples=12), StatefulDataLoader, **options)
     again.load_state_dict(state)
     assert [tokens(again) for _ in range(2)] == [expected] * 2
+
+
+@pytest.mark.parametrize(("workers", "is_persistent"), [(0, False), (2, False), (2, True)])
+def test_a_batch_sampler_resumes_in_a_data_loader(
+    dataset: Any, workers: int, is_persistent: bool
+) -> None:
+    expected = tokens(loader_of(dataset, prefetch=0))
+    for stop in (4, len(expected)):
+        batches = by_number(dataset, **worker_options(workers, "fork", is_persistent))
+        sampler = batches.batch_sampler
+        sampler.load_state_dict(sampler.state_after(stop))
+        assert sampler.state_after(0) == {"consumed_samples": 6 * stop}
+        assert tokens(batches) == expected[stop:]
+        assert tokens(batches) == expected
+        assert sampler.state_after(1) == {"consumed_samples": 6}
+
+
+def test_iterators_of_a_batch_sampler_are_independent(dataset: Any) -> None:
+    batches = steps_of(dataset)
+    expected = list(batches)
+    assert [step for step, _ in zip(batches, batches, strict=True)] == expected
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -134,10 +134,10 @@ def collate(samples: Sequence[Tensors]) -> Tensors:
 class BatchSampler(data.Sampler):  # type: ignore[misc]
     """The steps of a sampler, for `DataLoader(MapDataset(dataset), batch_sampler=...)`.
 
-    An iteration starts at `consumed_samples`, the first after `load_state_dict` at the saved
-    position. A DataLoader with workers asks for batches ahead of the trainer, so `state_dict()` is
-    ahead as well: torchdata's StatefulDataLoader takes this into account. With torch's DataLoader,
-    save `state_after(num_batches)`.
+    An iteration, also `next(iter(data_loader))`, starts at `consumed_samples`, the first after
+    `load_state_dict` at the saved position. A DataLoader with workers asks for batches ahead of the
+    trainer, so `state_dict()` is ahead as well: torchdata's StatefulDataLoader takes this into
+    account. With torch's DataLoader, save `state_after(num_batches)`.
 
     Args:
         sampler: The sampler of this rank.
@@ -151,21 +151,23 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
         _check_kind("sampler", sampler, "has_step", "a sampler, as millrace.SequentialSampler,")
         self.sampler = sampler
         self.consumed_samples = checked_position(self.sampler, consumed_samples)
-        self._next_start = self._position = self.consumed_samples
+        self._start = self._next_start = self._position = self.consumed_samples
 
     def __iter__(self) -> Iterator[list[int]]:
-        self._position = self._next_start
-        self._next_start = self.consumed_samples
+        self._start = self._position = self._next_start
         return self._steps()
 
     def _steps(self) -> Iterator[list[int]]:
-        while self.sampler.has_step(self._position):
-            numbers = self.sampler.sample_numbers(self._position).tolist()
-            self._position = self.sampler.consumed_after(self._position)
+        # Not in __iter__: torch makes two iterators if it has workers, and draws from the second.
+        position, self._next_start = self._next_start, self.consumed_samples
+        while self.sampler.has_step(position):
+            numbers = self.sampler.sample_numbers(position).tolist()
+            self._position = position = self.sampler.consumed_after(position)
             yield numbers
+        self._position = self._next_start  # of the next epoch, where a StatefulDataLoader resumes
 
     def __len__(self) -> int:
-        """The number of steps from `consumed_samples` on; TypeError if not known."""
+        """Number of steps from `consumed_samples`, also after a resume; TypeError if not known."""
         return num_steps(self.sampler, self.consumed_samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,11 +190,11 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
                 f"the state was saved by a sampler with another order: {shown(saved)}, now "
                 f"{shown(now)}. {SAMPLER_REMEDY}: restore them"
             )
-        self._next_start = self._position = checked_position(self.sampler, position)
+        self._start = self._next_start = self._position = checked_position(self.sampler, position)
 
     def state_after(self, num_batches: int) -> dict[str, Any]:
-        """The state after so many batches of an iteration that starts at `consumed_samples`."""
-        return self._state(_position_after(self.sampler, self.consumed_samples, num_batches))
+        """The state after so many batches of this iteration, or of the next after a resume."""
+        return self._state(_position_after(self.sampler, self._start, num_batches))
 
     def _state(self, consumed_samples: int) -> dict[str, Any]:
         state: dict[str, Any] = {"consumed_samples": consumed_samples}
@@ -211,7 +213,8 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     `state_after(num_batches)`. Without workers the loader itself advances: save its `state_dict()`.
     With and without workers, an iteration after the end starts where the loader stood before the
     first one, and has the same batches. After a resume that is the saved position: move the loader
-    to consumed_samples=0 before the next epoch, as a StatefulDataLoader does.
+    to consumed_samples=0 before the next epoch, as a StatefulDataLoader does. Persistent workers
+    keep their copies: after a move, make a new DataLoader.
 
     Args:
         loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
