@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.inspect import forecast
+from millrace.inspect import Trace, forecast
 from tests.conftest import write_documents
 from tests.run.test_instant_runs import History, write_sources
 
@@ -123,6 +123,17 @@ def test_it_knows_the_built_order(folder: Path, verb: Any) -> None:
     ):
         new.write_text(path.read_text().replace(changed, to))
         assert change in verb("plan", new, "--diff", path)
+
+
+def test_one_prefix_gives_whole_epochs_of_which_the_run_takes_a_part(
+    folder: Path, verb: Any
+) -> None:
+    run = folder / "one.yaml"
+    run.write_text(
+        f"{{data-path: [{folder}/web], split: '1,0,0', seq-length: 8, num-samples: [20, 0, 0]}}"
+    )
+    assert "samples 0 to 20, 8 tokens" in verb("plan", run)
+    assert Trace.of(run).num_samples == 20
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,8 @@ def _of_built(config: DatasetConfig) -> dict[str, Any]:
     if split is None:
         raise ConfigError("the split leaves no training data: give train a share")
     size, datasets = split.num_samples, split.datasets
+    if config.num_samples[0] is not None:  # one prefix without weights gives whole epochs
+        size = min(size, config.num_samples[0])
     weights = np.array(normalize(split.weights or split.lengths))
     samples = np.rint(weights * size).astype(np.int64)[None]
     num_tokens = [
