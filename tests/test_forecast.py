@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from millrace.inspect import Trace, forecast
+from millrace.run import InstantConfig
 from tests.conftest import write_documents
 from tests.run.test_instant_runs import History, write_sources
 
@@ -134,6 +135,15 @@ def test_one_prefix_gives_whole_epochs_of_which_the_run_takes_a_part(
     )
     assert "samples 0 to 20, 8 tokens" in verb("plan", run)
     assert Trace.of(run).num_samples == 20
+
+
+def test_copies_are_told_once_each_up_to_a_number(tmp_path: Path) -> None:
+    [web] = write_sources(tmp_path, {"web": 900}, web=1).values()
+    sources = {f"s{number:02}": web for number in range(30)}
+    config = InstantConfig(sources=sources, seed=1, sequence_length=8, num_samples=(99, 0, 0))
+    *copies, more = forecast(config).warnings
+    assert [text[:21] for text in copies] == [f"s{n:02} has tokens of s00" for n in range(1, 21)]
+    assert more == "and 9 more like these"
 
 
 @pytest.mark.parametrize(

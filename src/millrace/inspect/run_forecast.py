@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -23,7 +23,7 @@ from millrace.sampling import BatchSizeSchedule
 from millrace.shuffling.permutations import Parts
 
 _MOST_EPOCHS, _LEAST_SHARE = 4, 0.01  # of a source; beyond them there are warnings
-_MOST_ROWS = 20  # sources of a phase that people see
+_MOST_ROWS = 20  # sources of a phase, and warnings of a kind, that people see
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,14 @@ def forecast(
                 f"phase {number} has {count:,} steps, fewer than the {save_interval:,} from a "
                 "checkpoint to the next one"
             )
-    for number, place in np.argwhere(one.repeats).tolist():
-        one.warnings.append(
-            f"phase {number}, source {one.sources[place]}: {one.repeats[number, place]:,} tokens "
-            f"are drawn again before their epoch is over, as {one.sequence_lengths[number]} does "
-            "not divide the sequence length before. Keep a range for this phase, as another "
-            "source: part: [0.6, 1.0]"
-        )
+    repeats = (
+        f"phase {number}, source {one.sources[place]}: {one.repeats[number, place]:,} tokens are "
+        f"drawn again before their epoch is over, as {one.sequence_lengths[number]} does not "
+        "divide the sequence length before. Keep a range of it for this phase: give it a smaller "
+        "`part`, and the rest to another source"
+        for number, place in np.argwhere(one.repeats).tolist()
+    )
+    one.warnings.extend(_first(repeats))
     tokens = one.samples.T @ one.sequence_lengths
     much, little = one.epochs[-1] > _MOST_EPOCHS, tokens < _LEAST_SHARE * tokens.sum()
     for text, which in (
@@ -167,7 +168,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "unseen": unseen,
         "caps": caps,
         "windows": np.diff(windows, axis=0),
-        "warnings": [*_copies(config, train)],
+        "warnings": _first(_copies(config, train)),
     }
 
 
@@ -178,12 +179,17 @@ def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:
     for name, file in zip(train.order.names, train.stores, strict=True):
         if sizes[file.num_tokens] > 1:
             part, others = config.sources[name].part, known.setdefault(file.store.fingerprint, [])
-            yield from (
-                f"{name} has tokens of {other}, too: give them once, or another part"
-                for other, (start, stop) in others
-                if start < part[1] and part[0] < stop
-            )
+            same = (other for other, (a, b) in others if a < part[1] and part[0] < b)
+            if other := next(same, None):
+                yield f"{name} has tokens of {other}, too: give them once, or another part"
             others.append((name, part))
+
+
+def _first(texts: Iterable[str]) -> list[str]:
+    """As many texts of a kind as people read, and how many more there are."""
+    texts = [*texts]
+    num_more = len(texts) - _MOST_ROWS
+    return [*texts[:_MOST_ROWS], *[f"and {num_more:,} more like these"] * (num_more > 0)]
 
 
 def _of_built(config: DatasetConfig) -> dict[str, Any]:
@@ -210,7 +216,7 @@ def _of_built(config: DatasetConfig) -> dict[str, Any]:
         **dict.fromkeys(("repeats", "unseen"), np.zeros_like(samples)),
         "caps": [],
         "windows": samples,
-        "warnings": [*copies_in(plan), *_limits(config, split)],
+        "warnings": [*_first(copies_in(plan)), *_limits(config, split)],
     }
 
 
@@ -300,9 +306,8 @@ def format_forecast(one: Forecast) -> str:
         if len(places) > _MOST_ROWS:
             lines.append(f"  and {len(places) - _MOST_ROWS:,} more sources: --json has them all")
     caps = [f"{name} reaches max_epochs at sample {sample:,}" for name, sample in one.caps]
-    more = [f"and {len(caps) - _MOST_ROWS:,} more"] if len(caps) > _MOST_ROWS else []
     warnings = [f"warning: {printable(text)}" for text in one.warnings]
-    return "\n".join([*lines, *map(printable, caps[:_MOST_ROWS]), *more, *warnings])
+    return "\n".join([*lines, *map(printable, _first(caps)), *warnings])
 
 
 def forecast_svg(one: Forecast, name: str = "") -> str:
