@@ -164,6 +164,14 @@ def test_a_change(
     assert json.loads(verb("plan", *runs, "--json"))["first_changed_sample"] == first
 
 
+def test_a_change_of_a_run_that_ends_at_its_caps(folder: Path, verb: Any) -> None:
+    end = "8, weights: {web: 0}"
+    old = write_run(folder, length=end)
+    for code, text in ((30, "no sample changes"), (31, "position 96 is the first")):
+        new = write_run(folder, "new.yaml", length=end, code=code, samples=900)
+        assert text in verb("plan", "--diff", old, new)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

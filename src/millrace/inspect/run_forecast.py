@@ -1,6 +1,7 @@
 """What the training of a run will draw, computed before it begins; and what an edit changes."""
 
 import bisect
+import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -252,7 +253,7 @@ def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[st
     """
     if isinstance(old, InstantConfig) and isinstance(new, InstantConfig):
         one, other = (_train_of(config) for config in (old, new))
-        num_samples = min(len(one), len(other))
+        num_samples = min(_num_samples(one, old), _num_samples(other, new))
         first = bisect.bisect_left(
             range(1, num_samples + 1),
             True,
@@ -269,6 +270,15 @@ def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[st
         for path, before, after in differences(*pair)
     ]
     return (first if first < num_samples else None), changes
+
+
+def _num_samples(train: PhasedDataset, config: InstantConfig) -> int:
+    """Number of samples, up to where all sources have reached their caps."""
+    end, last = 0, int(train.run_numbers(np.array([len(train) - 1]))[0])
+    with contextlib.suppress(ConfigError):
+        for _, stop in train.order.stretches(last + 1):
+            end = stop
+    return Skips(config.skips).position(end)
 
 
 def _key_of(config: AnyConfig) -> Any:
