@@ -115,6 +115,10 @@ def test_it_knows_the_built_order(folder: Path, verb: Any) -> None:
     [limit] = re.findall("with more than about ([0-9,]+) samples", text)
     most = int(limit.replace(",", ""))
     write_documents(folder / "other", np.split(np.arange(900) + 7, [50]))  # of the same lengths
+    new.write_text(path.read_text().replace("3, ", "").replace(" 1, ", " "))
+    text = verb("plan", new)
+    assert "warning: the run ends after 224 samples, although 1,000 are asked for" in text
+    assert "with more than about" not in text
     for changed, to, change in (
         ("1000", f"{most * 0.99:.0f}", "no sample changes"),
         ("1000", f"{most * 1.02:.0f}", "position 0 is the first one"),

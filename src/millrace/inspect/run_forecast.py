@@ -222,8 +222,15 @@ def _of_built(config: DatasetConfig) -> dict[str, Any]:
 
 
 def _limits(config: DatasetConfig, split: SplitPlan) -> Iterator[str]:
-    """Tells from which number of samples on Megatron-LM's order would be another one."""
-    if not config.num_samples[0] or config.order is not None:
+    """Tells where a run ends early, or else from which number of samples on Megatron-LM's order
+    would be another one."""
+    wanted, is_once = config.num_samples[0] or 0, split.kind == "blend" and split.weights is None
+    if is_once and split.num_samples < wanted:
+        yield (
+            f"the run ends after {split.num_samples:,} samples, although {wanted:,} are asked for: "
+            "a blend without weights draws no sample twice, so give its prefixes weights"
+        )
+    if wanted == 0 or is_once or config.order is not None:
         return
     growths = []
     for dataset in split.datasets:
@@ -240,7 +247,7 @@ def _limits(config: DatasetConfig, split: SplitPlan) -> Iterator[str]:
         growths.append(((count + more - 1) / count, dataset.file.prefix))
     growth, prefix = min(growths)
     yield (
-        f"with more than about {int(config.num_samples[0] * growth):,} samples the run would have "
+        f"with more than about {int(wanted * growth):,} samples the run would have "
         f"another order from its first sample on, as {prefix} would be shuffled anew: "
         "`order: instant` keeps the past of an extended run"
     )
