@@ -78,7 +78,7 @@ def test_it_counts_what_the_model_draws(seed: int, tmp_path: Path) -> None:
 
 
 def test_the_report(folder: Path, verb: Any) -> None:
-    run = write_run(folder)
+    run = write_run(folder, more="alfa: 1")
     text = verb("plan", run, "--picture", folder / "run.html")
     for line in (
         "phase 0: samples 0 to 100, 8 tokens each, steps 0 to 24, 4 are skipped",
@@ -87,6 +87,7 @@ def test_the_report(folder: Path, verb: Any) -> None:
         "warning: phase 1 has 5 steps, fewer than the 10 from a checkpoint",
         "source web: 760 tokens are drawn again before their epoch is over, as 5 does not divide",
         "code reaches max_epochs at sample 120",
+        "arguments that do not concern the data were left out: alfa",
     ):
         assert line in text
     with pytest.raises(SystemExit, match="2"):
@@ -100,7 +101,9 @@ def test_the_report(folder: Path, verb: Any) -> None:
     assert np.sum(one["samples"]) == 300
     assert one["caps"] == [["code", 120]]
     options = ["--seconds", "0.01", "--step-time", "0.001", "--keep-cache"]
-    assert "300 samples of 8 tokens, 2 bytes a token" in verb("bench", run, *options)
+    text = verb("bench", run, *options)
+    assert "300 samples of 8 tokens, 2 bytes a token" in text
+    assert "were left out: alfa" in text
     refusal = verb("index", run, "--cache", folder, status=1)
     assert "the order is instant, for which nothing is built" in refusal
 
