@@ -168,7 +168,7 @@ def test_a_change(
 ) -> None:
     runs = "--diff", write_run(folder), write_run(folder, "new.yaml", **changes)
     assert text in verb("plan", *runs)
-    assert json.loads(verb("plan", *runs, "--json"))["first_changed_sample"] == first
+    assert json.loads(verb("plan", *runs, "--json"))["first_changed_position"] == first
 
 
 def test_a_change_of_a_run_that_ends_at_its_caps(folder: Path, verb: Any) -> None:

@@ -144,7 +144,7 @@ class PlanOptions(BucketOptions):
 
     config: str = option("YAML or TOML file of the run", flags="config", metavar="RUN")
     diff: str | None = option(
-        "the file as it was: tell from which sample and step on RUN draws anything else",
+        "the file as it was: tell from which position and step on RUN draws anything else",
         None,
         metavar="OLD",
     )
@@ -188,7 +188,7 @@ def _plan(as_json: bool = False, **values: Any) -> str:
 def _change(old: Any, new: Any, batches: Any, as_json: bool) -> str:
     first, changes = inspect.forecast_change(old, new)
     if as_json:
-        return json.dumps({"first_changed_sample": first, "changes": changes})
+        return json.dumps({"first_changed_position": first, "changes": changes})
     if first is None:
         return "no sample changes that both runs have"
     steps = "" if batches is None else f", with the steps below {batches.num_steps(first):,}"
