@@ -171,7 +171,8 @@ def _plan(as_json: bool = False, **values: Any) -> str:
     if any(SCHEME.match(prefix) for prefix in prefixes_of(config)):  # else nothing is built
         size = 1 if batches is None else batches.batch_size(0)
         rate = 10_000 / config.sequence_length  # samples of an accelerator in a second
-        budget = budget_of(build_datasets(config).train, own, size, rate)
+        train, num_samples = build_datasets(config).train, int(one.samples.sum())
+        budget = budget_of(train, own, size, rate, num_samples)
         text = "\n".join([text, *([] if budget is None else budget_lines(budget))])
     if own.picture is not None:
         image = inspect.forecast_svg(one, own.config)
