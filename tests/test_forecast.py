@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.inspect import forecast
+from millrace.inspect import Trace, forecast
+from millrace.run import InstantConfig
 from tests.conftest import write_documents
 from tests.run.test_instant_runs import History, write_sources
 
@@ -77,7 +78,7 @@ def test_it_counts_what_the_model_draws(seed: int, tmp_path: Path) -> None:
 
 
 def test_the_report(folder: Path, verb: Any) -> None:
-    run = write_run(folder)
+    run = write_run(folder, more="alfa: 1")
     text = verb("plan", run, "--picture", folder / "run.html")
     for line in (
         "phase 0: samples 0 to 100, 8 tokens each, steps 0 to 24, 4 are skipped",
@@ -86,6 +87,7 @@ def test_the_report(folder: Path, verb: Any) -> None:
         "warning: phase 1 has 5 steps, fewer than the 10 from a checkpoint",
         "source web: 760 tokens are drawn again before their epoch is over, as 5 does not divide",
         "code reaches max_epochs at sample 120",
+        "arguments that do not concern the data were left out: alfa",
     ):
         assert line in text
     with pytest.raises(SystemExit, match="2"):
@@ -99,7 +101,9 @@ def test_the_report(folder: Path, verb: Any) -> None:
     assert np.sum(one["samples"]) == 300
     assert one["caps"] == [["code", 120]]
     options = ["--seconds", "0.01", "--step-time", "0.001", "--keep-cache"]
-    assert "300 samples of 8 tokens, 2 bytes a token" in verb("bench", run, *options)
+    text = verb("bench", run, *options)
+    assert "300 samples of 8 tokens, 2 bytes a token" in text
+    assert "were left out: alfa" in text
     refusal = verb("index", run, "--cache", folder, status=1)
     assert "the order is instant, for which nothing is built" in refusal
 
@@ -114,6 +118,10 @@ def test_it_knows_the_built_order(folder: Path, verb: Any) -> None:
     [limit] = re.findall("with more than about ([0-9,]+) samples", text)
     most = int(limit.replace(",", ""))
     write_documents(folder / "other", np.split(np.arange(900) + 7, [50]))  # of the same lengths
+    new.write_text(path.read_text().replace("3, ", "").replace(" 1, ", " "))
+    text = verb("plan", new)
+    assert "warning: the run ends after 224 samples, although 1,000 are asked for" in text
+    assert "with more than about" not in text
     for changed, to, change in (
         ("1000", f"{most * 0.99:.0f}", "no sample changes"),
         ("1000", f"{most * 1.02:.0f}", "position 0 is the first one"),
@@ -123,6 +131,26 @@ def test_it_knows_the_built_order(folder: Path, verb: Any) -> None:
     ):
         new.write_text(path.read_text().replace(changed, to))
         assert change in verb("plan", new, "--diff", path)
+
+
+def test_one_prefix_gives_whole_epochs_of_which_the_run_takes_a_part(
+    folder: Path, verb: Any
+) -> None:
+    run = folder / "one.yaml"
+    run.write_text(
+        f"{{data-path: [{folder}/web], split: '1,0,0', seq-length: 8, num-samples: [20, 0, 0]}}"
+    )
+    assert "samples 0 to 20, 8 tokens" in verb("plan", run)
+    assert Trace.of(run).num_samples == 20
+
+
+def test_copies_are_told_once_each_up_to_a_number(tmp_path: Path) -> None:
+    [web] = write_sources(tmp_path, {"web": 900}, web=1).values()
+    sources = {f"s{number:02}": web for number in range(30)}
+    config = InstantConfig(sources=sources, seed=1, sequence_length=8, num_samples=(99, 0, 0))
+    *copies, more = forecast(config).warnings
+    assert [text[:21] for text in copies] == [f"s{n:02} has tokens of s00" for n in range(1, 21)]
+    assert more == "and 9 more like these"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +168,15 @@ def test_a_change(
 ) -> None:
     runs = "--diff", write_run(folder), write_run(folder, "new.yaml", **changes)
     assert text in verb("plan", *runs)
-    assert json.loads(verb("plan", *runs, "--json"))["first_changed_sample"] == first
+    assert json.loads(verb("plan", *runs, "--json"))["first_changed_position"] == first
+
+
+def test_a_change_of_a_run_that_ends_at_its_caps(folder: Path, verb: Any) -> None:
+    end = "8, weights: {web: 0}"
+    old = write_run(folder, length=end)
+    for code, text in ((30, "no sample changes"), (31, "position 96 is the first")):
+        new = write_run(folder, "new.yaml", length=end, code=code, samples=900)
+        assert text in verb("plan", "--diff", old, new)
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    options = vars(_make_parser().parse_args(_with_dashes(arguments)))
+    values, rest = _make_parser().parse_known_args(_with_dashes(arguments))
+    options = vars(values)
     run, parser = options.pop("run"), options.pop("parser")
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")  # with the usage of the verb
     try:
         return _print(run(**options))
     except UsageError as error:

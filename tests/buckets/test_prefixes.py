@@ -218,8 +218,10 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     paths = ["1", prefix, "1", f"{tmp_path}/other"]
     own = {"data_path": paths, "seq_length": 255, "num_samples": [99, 0, 0], "split": "1,0,0"}
     mixed = config_from(own)  # half of it is not in a bucket
-    budget: Any = budget_of(build_datasets(mixed).train, BucketOptions(), 8, 1.0)
+    train, whole = build_datasets(mixed).train, BucketOptions()
+    budget, third = (budget_of(train, whole, 8, 1.0, count) or {} for count in (None, 33))
     assert budget["requests_per_step"] == pytest.approx(4, abs=1)
+    assert third["total_requests"] == pytest.approx(budget["total_requests"] / 3, abs=1)
 
 
 def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:

@@ -63,6 +63,8 @@ def test_masks_are_those_of_the_file_in_both_orders(order: str) -> None:
         ("a.yaml", "data:\n  seed: 1\n  seed: 3", "seed twice"),
         ("a.yaml", "a: &x {b: *x}", "nested"),
         ("a.yaml", "x: {seq-lenght: 1}", "did you mean seq_length"),
+        ("a.yaml", "sead: 1", "did you mean seed"),
+        ("a.yaml", "Skips: []", "did you mean skips"),
         ("a.toml", "[a]\nseed = 1\n[b]\nseed = 2", "seed twice"),
     ],
 )
@@ -71,6 +73,12 @@ def test_bad_files_are_refused(tmp_path: Path, name: str, text: str | None, mess
         (tmp_path / name).write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match=message):
         read_arguments(tmp_path / name)
+
+
+def test_other_arguments_of_megatron_are_not_taken_for_typos(tmp_path: Path) -> None:
+    names = "titles-data-path", "log-interval", "sample-rate", "micro-batch-size", "tokenizer"
+    (tmp_path / "a.yaml").write_text("".join(f"{name}: 1\n" for name in names))
+    assert len(read_arguments(tmp_path / "a.yaml")) == len(names)
 
 
 WRONG_TYPES: dict[str, Any] = {

@@ -147,6 +147,8 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
     assert "in no sample" in trace("--source", "a", "--document", 0)
     assert "and more" in trace("--source", "a", "--document", 4, "--limit", 1)
     assert trace("--held-out", "a.jsonl", "--step", 0).startswith("40 documents")
+    Path("unknown.txt").write_text("a.jsonl:6\na.jsonl:41\n")
+    assert "1 of 2 lines are in no source" in trace("--held-out", "unknown.txt", "--step", 0)
     for words, text in (
         (["--held-out", "lines.txt"], "2 documents of the run's files come from the list"),
         (["--held-out", "lines.txt"], "Equal text elsewhere is not found"),

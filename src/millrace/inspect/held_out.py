@@ -70,8 +70,8 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
 
     Returns:
         `num_documents`, the number of documents in the run's token files that come from the list;
-        and `seen`, of each of them that is drawn, and not skipped, the `origin` and the first
-        `visit`.
+        `num_lines` of the list, and `num_unknown_lines`, from which no document comes; and `seen`,
+        of each document that is drawn, and not skipped, the `origin` and the first `visit`.
 
     Raises:
         ConfigError: A source without origins, a list that is empty, or cannot be read, or no end:
@@ -88,8 +88,12 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
     if not lines:
         raise ConfigError(f"{path} is empty, so that it holds nothing out: give another list")
     documents: dict[str, dict[Any, Any]] = defaultdict(dict)
+    files: dict[int, set[str]] = defaultdict(set)
     for source, document, origin in find_documents(trace, lines):
         documents[source][document] = origin
+        files[origin["line"]].add(origin["source"])
+    places = [line.rpartition(":") for line in lines]
+    unknown = [p for p, _, n in places if not any(_is_same(p, one) for one in files[int(n)])]
     seen: dict[Any, Visit] = {}
     for source, origins in documents.items():
         for visit in trace.visits(source, [*origins], until):
@@ -100,7 +104,9 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
         {"origin": documents[source][document], "visit": visit}
         for (source, document), visit in seen.items()
     ]
-    return {"num_documents": sum(map(len, documents.values())), "seen": visits}
+    num_documents = sum(map(len, documents.values()))
+    counts = {"num_lines": len(lines), "num_unknown_lines": len(unknown)}
+    return {"num_documents": num_documents, **counts, "seen": visits}
 
 
 def format_held_out(report: Mapping[str, Any]) -> str:
@@ -110,4 +116,7 @@ def format_held_out(report: Mapping[str, Any]) -> str:
     lines.append(
         f"{documents}; {len(lines):,} of them are drawn. Equal text elsewhere is not found"
     )
+    if num_unknown := report["num_unknown_lines"]:
+        unknown = f"{num_unknown:,} of {report['num_lines']:,} lines are in no source"
+        lines.append(f"{unknown}: `millrace tokenize` left them out, or had them at another path")
     return "\n".join(lines)

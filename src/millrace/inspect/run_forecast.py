@@ -1,8 +1,9 @@
 """What the training of a run will draw, computed before it begins; and what an edit changes."""
 
 import bisect
+import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -23,7 +24,7 @@ from millrace.sampling import BatchSizeSchedule
 from millrace.shuffling.permutations import Parts
 
 _MOST_EPOCHS, _LEAST_SHARE = 4, 0.01  # of a source; beyond them there are warnings
-_MOST_ROWS = 20  # sources of a phase that people see
+_MOST_ROWS = 20  # sources of a phase, and warnings of a kind, that people see
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +95,14 @@ def forecast(
                 f"phase {number} has {count:,} steps, fewer than the {save_interval:,} from a "
                 "checkpoint to the next one"
             )
-    for number, place in np.argwhere(one.repeats).tolist():
-        one.warnings.append(
-            f"phase {number}, source {one.sources[place]}: {one.repeats[number, place]:,} tokens "
-            f"are drawn again before their epoch is over, as {one.sequence_lengths[number]} does "
-            "not divide the sequence length before. Keep a range for this phase, as another "
-            "source: part: [0.6, 1.0]"
-        )
+    repeats = (
+        f"phase {number}, source {one.sources[place]}: {one.repeats[number, place]:,} tokens are "
+        f"drawn again before their epoch is over, as {one.sequence_lengths[number]} does not "
+        "divide the sequence length before. Keep a range of it for this phase: give it a smaller "
+        "`part`, and the rest to another source"
+        for number, place in np.argwhere(one.repeats).tolist()
+    )
+    one.warnings.extend(_first(repeats))
     tokens = one.samples.T @ one.sequence_lengths
     much, little = one.epochs[-1] > _MOST_EPOCHS, tokens < _LEAST_SHARE * tokens.sum()
     for text, which in (
@@ -169,7 +171,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "unseen": unseen,
         "caps": caps,
         "windows": np.diff(windows, axis=0),
-        "warnings": [*_copies(config, train)],
+        "warnings": _first(_copies(config, train)),
     }
 
 
@@ -180,12 +182,17 @@ def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:
     for name, file in zip(train.order.names, train.stores, strict=True):
         if sizes[file.num_tokens] > 1:
             part, others = config.sources[name].part, known.setdefault(file.store.fingerprint, [])
-            yield from (
-                f"{name} has tokens of {other}, too: give them once, or another part"
-                for other, (start, stop) in others
-                if start < part[1] and part[0] < stop
-            )
+            same = (other for other, (a, b) in others if a < part[1] and part[0] < b)
+            if other := next(same, None):
+                yield f"{name} has tokens of {other}, too: give them once, or another part"
             others.append((name, part))
+
+
+def _first(texts: Iterable[str]) -> list[str]:
+    """As many texts of a kind as people read, and how many more there are."""
+    texts = [*texts]
+    num_more = len(texts) - _MOST_ROWS
+    return [*texts[:_MOST_ROWS], *[f"and {num_more:,} more like these"] * (num_more > 0)]
 
 
 def _of_built(config: DatasetConfig) -> dict[str, Any]:
@@ -194,6 +201,8 @@ def _of_built(config: DatasetConfig) -> dict[str, Any]:
     if split is None:
         raise ConfigError("the split leaves no training data: give train a share")
     size, datasets = split.num_samples, split.datasets
+    if config.num_samples[0] is not None:  # one prefix without weights gives whole epochs
+        size = min(size, config.num_samples[0])
     weights = np.array(normalize(split.weights or split.lengths))
     samples = np.rint(weights * size).astype(np.int64)[None]
     num_tokens = [
@@ -210,13 +219,20 @@ def _of_built(config: DatasetConfig) -> dict[str, Any]:
         **dict.fromkeys(("repeats", "unseen"), np.zeros_like(samples)),
         "caps": [],
         "windows": samples,
-        "warnings": [*copies_in(plan), *_limits(config, split)],
+        "warnings": [*_first(copies_in(plan)), *_limits(config, split)],
     }
 
 
 def _limits(config: DatasetConfig, split: SplitPlan) -> Iterator[str]:
-    """Tells from which number of samples on Megatron-LM's order would be another one."""
-    if not config.num_samples[0] or config.order is not None:
+    """Tells where a run ends early, or else from which number of samples on Megatron-LM's order
+    would be another one."""
+    wanted, is_once = config.num_samples[0] or 0, split.kind == "blend" and split.weights is None
+    if is_once and split.num_samples < wanted:
+        yield (
+            f"the run ends after {split.num_samples:,} samples, although {wanted:,} are asked for: "
+            "a blend without weights draws no sample twice, so give its prefixes weights"
+        )
+    if wanted == 0 or is_once or config.order is not None:
         return
     growths = []
     for dataset in split.datasets:
@@ -233,7 +249,7 @@ def _limits(config: DatasetConfig, split: SplitPlan) -> Iterator[str]:
         growths.append(((count + more - 1) / count, dataset.file.prefix))
     growth, prefix = min(growths)
     yield (
-        f"with more than about {int(config.num_samples[0] * growth):,} samples the run would have "
+        f"with more than about {int(wanted * growth):,} samples the run would have "
         f"another order from its first sample on, as {prefix} would be shuffled anew: "
         "`order: instant` keeps the past of an extended run"
     )
@@ -246,7 +262,7 @@ def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[st
     """
     if isinstance(old, InstantConfig) and isinstance(new, InstantConfig):
         one, other = (_train_of(config) for config in (old, new))
-        num_samples = min(len(one), len(other))
+        num_samples = min(_num_samples(one, old), _num_samples(other, new))
         first = bisect.bisect_left(
             range(1, num_samples + 1),
             True,
@@ -263,6 +279,15 @@ def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[st
         for path, before, after in differences(*pair)
     ]
     return (first if first < num_samples else None), changes
+
+
+def _num_samples(train: PhasedDataset, config: InstantConfig) -> int:
+    """Number of samples, up to where all sources have reached their caps."""
+    end, last = 0, int(train.run_numbers(np.array([len(train) - 1]))[0])
+    with contextlib.suppress(ConfigError):
+        for _, stop in train.order.stretches(last + 1):
+            end = stop
+    return Skips(config.skips).position(end)
 
 
 def _key_of(config: AnyConfig) -> Any:
@@ -300,9 +325,8 @@ def format_forecast(one: Forecast) -> str:
         if len(places) > _MOST_ROWS:
             lines.append(f"  and {len(places) - _MOST_ROWS:,} more sources: --json has them all")
     caps = [f"{name} reaches max_epochs at sample {sample:,}" for name, sample in one.caps]
-    more = [f"and {len(caps) - _MOST_ROWS:,} more"] if len(caps) > _MOST_ROWS else []
     warnings = [f"warning: {printable(text)}" for text in one.warnings]
-    return "\n".join([*lines, *map(printable, caps[:_MOST_ROWS]), *more, *warnings])
+    return "\n".join([*lines, *map(printable, _first(caps)), *warnings])
 
 
 def forecast_svg(one: Forecast, name: str = "") -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.checks import check_int, check_ints, printable, printable_lines, shown
+from millrace.checks import MAX_INT64, check_int, check_ints, printable, printable_lines, shown
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, MillraceError
 from millrace.inspect.description import format_origin
@@ -88,6 +88,7 @@ class Trace:
         schedule: Global batch sizes by which samples have steps; None: steps are not known.
         micro_batch_size: Number of samples of a rank's micro batch; None: not known.
         tokenizer: Tokenizer for the texts; None: the one that the sidecar of a token file names.
+        num_samples: Number of samples that the run takes of the dataset; None: all of them.
 
     Attributes:
         names: Names of the sources, as in `TracedPart`.
@@ -105,6 +106,7 @@ class Trace:
         schedule: BatchSizeSchedule | None = None,
         micro_batch_size: int | None = None,
         tokenizer: Tokenizer | None = None,
+        num_samples: int | None = None,
     ) -> None:
         stores = getattr(dataset, "stores", (None,))
         inner = getattr(dataset, "datasets", stores)
@@ -114,7 +116,8 @@ class Trace:
                 f"{type(dataset).__name__} of others: leave out transforms and inner blends"
             )
         self._schedule, self._micro_batch_size = schedule, micro_batch_size
-        self._tokenizer, self._skips, self._num_positions = tokenizer, Skips([]), len(dataset)
+        self._tokenizer, self._skips = tokenizer, Skips([])
+        self._num_positions = min(len(dataset), MAX_INT64 if num_samples is None else num_samples)
         if isinstance(dataset, PhasedDataset):
             dataset, self._skips = dataset.unskipped()
             self.names = dataset.order.names
@@ -127,13 +130,13 @@ class Trace:
     def of(cls, run: str | os.PathLike[str], tokenizer: Tokenizer | None = None) -> "Trace":
         """The trace of the training of a run in a YAML or TOML file; see `Trace`."""
         values, config = read_run(run)
-        dataset = build_datasets(config).train
-        if not dataset:
+        dataset, most = build_datasets(config).train, config.num_samples[0]
+        if not dataset or most == 0:
             raise ConfigError("the run has no samples to train on: give it some")
         # A sampler has steps of its own.
         schedule = schedule_from(values) if config.sampler is None else None
-        micro = values.get("micro_batch_size")
-        return cls(dataset, schedule=schedule, micro_batch_size=micro, tokenizer=tokenizer)
+        options: Any = {"schedule": schedule, "micro_batch_size": values.get("micro_batch_size")}
+        return cls(dataset, **options, tokenizer=tokenizer, num_samples=most)
 
     # ---- from samples to documents ----
 

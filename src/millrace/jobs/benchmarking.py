@@ -8,7 +8,7 @@ import os
 import resource
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -146,21 +146,23 @@ def bench(config: AnyConfig, **options: Any) -> BenchResult:
     )
 
 
-def run_of(source: str, sequence_length: int | None = None, seed: int | None = None) -> AnyConfig:
-    """The configuration in a file, or one with all samples of a token file once."""
+def run_of(
+    source: str, sequence_length: int | None = None, seed: int | None = None
+) -> tuple[Mapping[str, Any], AnyConfig]:
+    """What is in a run's file (see `read_run`), or all samples of a token file once."""
     if source.endswith((".yaml", ".yml", ".toml")):
         if (sequence_length, seed) != (None, None):
             raise ConfigError(
                 f"{source} gives the sequence length and the seed: leave out --sequence-length and "
                 "--seed"
             )
-        return arguments.read_run(source)[1]
+        return arguments.read_run(source)
     if sequence_length is None:
         raise ConfigError(
             f"{source} is taken as the path prefix of a token file, as it does not end with .yaml, "
             ".yml or .toml: give --sequence-length too"
         )
-    return DatasetConfig(
+    return {}, DatasetConfig(
         sequence_length=sequence_length,
         seed=arguments.DEFAULT_SEED if seed is None else seed,
         num_samples=(None, 0, 0),

@@ -34,11 +34,16 @@ class BucketOptions:
 
 
 def budget_of(
-    dataset: Any, own: BucketOptions, block_size: int, tokens_per_second: float
+    dataset: Any,
+    own: BucketOptions,
+    block_size: int,
+    tokens_per_second: float,
+    num_samples: int | None = None,
 ) -> dict[str, float] | None:
     """What a run takes from buckets; None if its dataset is not in one.
 
-    A step is a micro batch of all ranks: `block_size` samples. The budget has
+    A step is a micro batch of all ranks: `block_size` samples. The run takes `num_samples` of the
+    dataset; None: all. The budget has
 
         requests_per_step, bytes_per_step         GETs, and bytes that they bring
         bytes_over_used                           bytes that come over bytes that are used
@@ -68,7 +73,7 @@ def budget_of(
     begins = time.perf_counter()
     dataset.tokens(starts[:1])
     round_trip = time.perf_counter() - begins
-    per_step, all_steps = len(fetched) / num_steps, len(dataset) / block_size
+    per_step, all_steps = len(fetched) / num_steps, (num_samples or len(dataset)) / block_size
     total_requests = round(per_step * all_steps)
     total_bytes = round(sum(fetched) / num_steps * all_steps)
     rate_of_accelerator = per_step / block_size * tokens_per_second

@@ -85,7 +85,9 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
     flat: list[tuple[str, Any]] = []
     for key, value in sections.items():
         name = str(key).replace("-", "_")
-        near = difflib.get_close_matches(name, NAMES, 1, 0.85)
+        words = [one for one in NAMES if "_" not in one] if "_" not in name else []
+        near = difflib.get_close_matches(name.lower(), NAMES, 1, 0.87)  # 0.86: titles_data_path
+        near = near or difflib.get_close_matches(name.lower(), words, 1, 0.75)
         if near and name not in NAMES:
             raise ConfigError(f"there is no argument {name}; did you mean {near[0]}?")
         is_section = isinstance(value, Mapping) and name not in (*NAMES, "tokenizer_identifiers")

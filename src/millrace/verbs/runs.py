@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
@@ -43,16 +44,24 @@ def _index(
     result = indexing.index(run, tokenizer=tokenizer, show_progress=True, **options)
     if as_json:
         return json_text(result)
-    text = indexing.format_result(result)
-    if unknown:
-        text += f"\narguments that do not concern the indices were left out: {', '.join(unknown)}"
-    return text
+    return indexing.format_result(result) + _left_out(unknown, (), "the indices")
+
+
+_NAMES = {*run_arguments.NAMES, "save_interval", "micro_batch_size", "tokenizer_identifiers"}
+
+
+def _left_out(names: Iterable[str], known: Container[str] = _NAMES, what: str = "the data") -> str:
+    """A line about the arguments in a file that a verb leaves out, or nothing."""
+    text = printable(", ".join(name for name in names if name not in known))
+    return f"\narguments that do not concern {what} were left out: {text}" if text else ""
 
 
 def _bench(as_json: bool = False, **options: Any) -> str:
-    run = run_of(**take_options(RunOptions, options))
+    arguments, run = run_of(**take_options(RunOptions, options))
     result = bench(run, **options)
-    return json_text(result) if as_json else benchmark_report.format_result(result)
+    if as_json:
+        return json_text(result)
+    return benchmark_report.format_result(result) + _left_out(arguments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +144,7 @@ class PlanOptions(BucketOptions):
 
     config: str = option("YAML or TOML file of the run", flags="config", metavar="RUN")
     diff: str | None = option(
-        "the file as it was: tell from which sample and step on RUN draws anything else",
+        "the file as it was: tell from which position and step on RUN draws anything else",
         None,
         metavar="OLD",
     )
@@ -155,13 +164,15 @@ def _plan(as_json: bool = False, **values: Any) -> str:
         return _change(old, config, batches, as_json)
     interval = check_int("save_interval", arguments.get("save_interval") or 0, 0)
     num_parts = 0 if own.picture is None else 64
+    left_out = _left_out(arguments)
     del arguments  # as much as the configuration again
     one = inspect.forecast(config, batches=batches, save_interval=interval, num_parts=num_parts)
-    budget, text = None, inspect.format_forecast(one)
+    budget, text = None, inspect.format_forecast(one) + left_out
     if any(SCHEME.match(prefix) for prefix in prefixes_of(config)):  # else nothing is built
         size = 1 if batches is None else batches.batch_size(0)
         rate = 10_000 / config.sequence_length  # samples of an accelerator in a second
-        budget = budget_of(build_datasets(config).train, own, size, rate)
+        train, num_samples = build_datasets(config).train, int(one.samples.sum())
+        budget = budget_of(train, own, size, rate, num_samples)
         text = "\n".join([text, *([] if budget is None else budget_lines(budget))])
     if own.picture is not None:
         image = inspect.forecast_svg(one, own.config)
@@ -178,7 +189,7 @@ def _plan(as_json: bool = False, **values: Any) -> str:
 def _change(old: Any, new: Any, batches: Any, as_json: bool) -> str:
     first, changes = inspect.forecast_change(old, new)
     if as_json:
-        return json.dumps({"first_changed_sample": first, "changes": changes})
+        return json.dumps({"first_changed_position": first, "changes": changes})
     if first is None:
         return "no sample changes that both runs have"
     steps = "" if batches is None else f", with the steps below {batches.num_steps(first):,}"
