@@ -111,6 +111,11 @@ def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
         return ChatEncoder(tokenizer, *template, **options).documents(ROW)[0].text
 
     assert text(Tokenizer(folder)).startswith("<|im_start|>user\n")
+    tokenizer = Tokenizer(folder)
+    for _ in range(2):  # whether or not somebody has asked for the EOD
+        assert text(tokenizer, PLAIN + "{{ eos_token }}").endswith("<|end|>\n</s>")
+        assert ChatEncoder(tokenizer, PLAIN).fingerprint()["template_arguments"] == {}
+        _ = tokenizer.eod
     named = PLAIN + "{{ bos_token }}{{ word }}"
     token = {"content": "<s>", "special": True}
     tokenizer = config(folder, tmp_path, chat_template=named, bos_token=token)

@@ -206,7 +206,9 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
         if options.template_arguments:
             raise ConfigError("ChatML takes no template_arguments: leave them out")
         return ChatML()
-    tokens = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.eod_token}
+    tokens = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.named_eod_token}
+    if "eos_token" in source:  # to others it would be nothing but another fingerprint
+        tokens["eos_token"] = tokenizer.eod_token
     tokens |= {name: next(texts_in(one), None) for name, one in settings.items()}
     # As transformers does; a None would be printed.
     arguments = {name: text for name, text in tokens.items() if name[-6:] == "_token" and text}
