@@ -201,11 +201,15 @@ class Tokenizer:
             raise TextError(f"{self.path} has {what} of {EOD_TOKENS}: give --eod-token one")
         return self._id_of(token, "eod_token")
 
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the beginning-of-document token that was given, or that the files name."""
+        return self._bos_token or self.vocabulary.bos_token
+
     @cached_property
     def bos(self) -> int | None:
         """The id of the beginning-of-document token, or None."""
-        token = self._bos_token or self.vocabulary.bos_token
-        return None if token is None else self._id_of(token, "bos_token")
+        return None if self.bos_token is None else self._id_of(self.bos_token, "bos_token")
 
     def _id_of(self, token: str, option: str) -> int:
         number = self.vocabulary.id_of(token)

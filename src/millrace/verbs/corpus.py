@@ -54,7 +54,7 @@ class TokenizerOptions:
         None,
         default_text="the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is",
     )
-    bos_token: str | None = _tokenizer("token of --prepend-bos", None)
+    bos_token: str | None = _tokenizer("token of --prepend-bos and of chat templates", None)
 
 
 @dataclass(frozen=True, kw_only=True)
