@@ -23,6 +23,8 @@ def test_conversations_become_a_pair_with_a_mask(path: Path, verb: Any) -> None:
     command = ["tokenize", "--input", path, "--tokenizer", "bytes"]
     command += ["--output-prefix", path.parent / "out"]
     assert "turns: add --chat" in verb(*command, "--turns", "last", status=1)
+    assert "leave out json_keys" in verb(*command, "--chat", "--json-keys", "messages", status=1)
+    assert "leave out append_eod" in verb(*command, "--chat", "--append-eod", status=1)
     problem = "chats.jsonl, line 1: none of the 1 messages"
     assert problem in verb(*command, "--chat", status=1)
     chats = ["--chat", "--turns", "last", "--chat-template", "chatml", "--on-error", "skip"]
