@@ -252,5 +252,5 @@ def _numbered(file: InputFile) -> InputFile:
         return file
     raise TextError(
         f"{file.path} is {problem}, so its rows have no numbers: {remedy}, tokenise it once "
-        "(`millrace tokenize`), or read it in turn with StreamDataset"
+        "(`millrace tokenize`), or give StreamDataset a function that reads it in turn"
     )
