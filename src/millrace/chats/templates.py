@@ -201,7 +201,8 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     elif template is not None and os.path.isfile(template):
         source, place = _source_of(template), template
     elif template not in (None, "chatml"):
-        raise ConfigError(f"template is {template!r}; give a file, Jinja, or chatml")
+        what = f"template is {template!r}, and there is no such file"
+        raise ConfigError(f"{what}; give a file, Jinja, or chatml")
     if source is None:
         if options.template_arguments:
             raise ConfigError("ChatML takes no template_arguments: leave them out")

@@ -20,6 +20,7 @@ from millrace.errors import CacheError, ConfigError, DataError, MillraceError
 from millrace.files import SAY_AFTER, file_lock
 from millrace.names import JOURNAL
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
+from millrace.online.row_files import make_folder
 from millrace.store import IndexedDataset
 from millrace.text import BadDocumentError, Documents, Format, InputFile, Part, Query
 from millrace.text.documents import Batch
@@ -44,7 +45,7 @@ def tokenized(
         options: `on_error` and `workers` of the job.
     """
     key = [rows.fingerprint(), encoder.fingerprint(), options["on_error"]]
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
     json_key = encoder.key if type(encoder) is TextRows else "rows"
     prefix = f"{place}_{json_key}_document"
