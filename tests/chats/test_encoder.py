@@ -111,10 +111,17 @@ def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
         return ChatEncoder(tokenizer, *template, **options).documents(ROW)[0].text
 
     assert text(Tokenizer(folder)).startswith("<|im_start|>user\n")
+    tokenizer = Tokenizer(folder)
+    for _ in range(2):  # whether or not somebody has asked for the EOD
+        assert text(tokenizer, PLAIN + "{{ eos_token }}").endswith("<|end|>\n</s>")
+        assert ChatEncoder(tokenizer, PLAIN).fingerprint()["template_arguments"] == {}
+        _ = tokenizer.eod
     named = PLAIN + "{{ bos_token }}{{ word }}"
     token = {"content": "<s>", "special": True}
     tokenizer = config(folder, tmp_path, chat_template=named, bos_token=token)
     assert text(tokenizer, template_arguments={"word": "w"}).endswith("<|end|>\n<s>w")
+    tokenizer = Tokenizer(tmp_path, bos_token="<|end|>")
+    assert text(tokenizer, template_arguments={"word": "w"}).endswith("<|end|>\n<|end|>w")
     listed = [{"name": "default", "template": PLAIN}, {"name": "b", "template": PLAIN + "b"}]
     tokenizer = config(folder, tmp_path, chat_template=listed)
     assert text(tokenizer) == text(tokenizer, PLAIN)
@@ -124,7 +131,7 @@ def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
     assert text(tokenizer, PLAIN + "text").endswith("text")
     assert text(tokenizer, "chatml").startswith("<|im_start|>user\n")
     for template in (str(tmp_path / "none.jinja"), 3):
-        with pytest.raises(ConfigError, match=r"give a file, Jinja, or chatml|must be a path"):
+        with pytest.raises(ConfigError, match=r"no such file; give a file|must be a path"):
             ChatEncoder(tokenizer, template)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="ChatML takes no template_arguments"):
         ChatEncoder(Tokenizer(folder), template_arguments={"a": 1})

@@ -228,7 +228,7 @@ def test_tokens_across_a_border(tmp_path: Path) -> None:
     path = train_tokenizer(tmp_path / "u.json", ("<|endoftext|>", "]a", ">\nx"))
     encoder = ChatEncoder(Tokenizer(path), PLAIN.replace("<|end|>\n", "<|end|>\n{{ m.end }}"))
     rows = encoder.encode([{"messages": CHAT}, {"messages": [CHAT[0], {**CHAT[1], "end": "x"}]}])
-    assert "a stop token is part of the token '>\\nx'" in rows.problems[1]
+    assert "the stop token '<|end|>' is part of the token '>\\nx'" in rows.problems[1]
     assert rows.report["tokens across a border"] == 1
     assert rows.trained is not None
     assert encoder.tokenizer.decode(rows.tokens[rows.trained]) == "<|end|>"

@@ -23,6 +23,8 @@ def test_conversations_become_a_pair_with_a_mask(path: Path, verb: Any) -> None:
     command = ["tokenize", "--input", path, "--tokenizer", "bytes"]
     command += ["--output-prefix", path.parent / "out"]
     assert "turns: add --chat" in verb(*command, "--turns", "last", status=1)
+    assert "leave out json_keys" in verb(*command, "--chat", "--json-keys", "messages", status=1)
+    assert "leave out append_eod" in verb(*command, "--chat", "--append-eod", status=1)
     problem = "chats.jsonl, line 1: none of the 1 messages"
     assert problem in verb(*command, "--chat", status=1)
     chats = ["--chat", "--turns", "last", "--chat-template", "chatml", "--on-error", "skip"]
@@ -44,6 +46,8 @@ def test_a_row_is_shown_with_its_mask(path: Path, verb: Any) -> None:
     assert "".join(text for text, is_trained in said if is_trained) == "Bye<|im_end|>"
     assert "none of the 1 messages is an assistant" in verb(*command, "--row", 0, status=1)
     assert "[2] are not in 0 to 1" in verb(*command, "--row", 2, status=1)
+    (empty := path.with_name("e.jsonl")).touch()
+    assert "there are no rows" in verb("inspect", empty, "--tokenizer", "bytes", status=1)
     assert "--tokenizer is missing" in verb("inspect", path, status=1)
     (table := path.with_name("a.tsv")).write_text("prompt\tcompletion\nHi\tBye\n")
     assert "⟦Bye<|im_end|>⟧" in verb("inspect", table, "--tokenizer", "bytes")

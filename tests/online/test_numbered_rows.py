@@ -53,11 +53,13 @@ def write_tables(folder: Path) -> list[Path]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    at = {"b": b"\xc3\xa9"}
-    rows = [{"text": f"row {n}\n", "more": ["x"] * (n % 3), "at": at} for n in range(25)]
+    at, more = {"b": b"\xc3\xa9"}, [{"x": "x"}]
+    rows = [{"text": f"row {n}\n", "more": more * (n % 3), "at": at} for n in range(25)]
     ends = np.cumsum([0, *(n % 3 for n in range(25))])
-    more = pa.ListArray.from_arrays(ends, pa.array(['"x"'] * int(ends[-1]), pa.json_()))
-    table = pa.Table.from_pylist(rows).set_column(1, "more", more)
+    values = pa.StructArray.from_arrays([pa.array(['"x"'] * int(ends[-1]), pa.json_())], ["x"])
+    is_null = pa.array([7 <= n < 14 for n in range(25)])  # in whole groups
+    lists = pa.ListArray.from_arrays(ends, values, mask=is_null)
+    table = pa.Table.from_pylist(rows).set_column(1, "more", lists)
     pq.write_table(table, folder / "a.parquet", row_group_size=7)
     with pa.ipc.new_file(folder / "b.arrow", table.schema) as writer:
         writer.write_table(table, max_chunksize=4)
@@ -77,7 +79,9 @@ def test_tables_and_lines_are_one_sequence(tmp_path: Path, monkeypatch: pytest.M
     numbers = np.random.default_rng(0).permutation(100)
     found = pickle.loads(pickle.dumps(rows)).rows(numbers)
     assert [row["text"] for row in found] == [f"row {n % 25}\n" for n in numbers.tolist()]
-    assert rows.rows([1, 26, 51]) == [{"text": "row 1\n", "more": ["x"], "at": {"b": "é"}}] * 3
+    row = {"text": "row 1\n", "more": [{"x": "x"}], "at": {"b": "é"}}
+    assert rows.rows([1, 26, 51]) == [row] * 3
+    assert [row["more"] for row in rows.rows([7, 33])] == [None, None]
     assert (rows.place(24), rows.place(99)) == (f"{paths[0]}, row 24", f"{paths[3]}, row 26")
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
     again = open_rows(tmp_path / "data", cache=tmp_path / "cache")

@@ -265,6 +265,7 @@ def test_bad_rows_stop_at_their_sample(packing: str) -> None:
         ({"fingerprint": 3}, "fingerprint is 3; give a dict"),
         ({"source": lambda first: None}, r"source\(0\) returned None"),
         ({"source": {"train": []}}, "source is a dict; give an iterable of rows"),
+        ({"source": "a.jsonl.zst"}, "source is a str; .* a function from a row number"),
     ],
 )
 def test_wrong_arguments(options: dict[str, Any], problem: str) -> None:

@@ -301,6 +301,10 @@ def contents(cache: Path) -> dict[str, bytes]:
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", MANY[:1])
+    for rows in (path, MANY):  # a file in place of the folder
+        with pytest.raises(CacheError, match=r"a\.jsonl: File exists\. Give another folder"):
+            build(rows, path)
     problem = "cache/rows-.*cannot be written.*Free space"
     with size_limit(4000), pytest.raises(CacheError, match=problem):
         build(MANY[:400], tmp_path / "cache")
@@ -347,9 +351,10 @@ def test_a_cache_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr("millrace.online.cached_rows.tokenize", None)
         assert_same_tokens(build(moved, cache).tokens([0]), first)
-    [bin_] = cache.glob("*.bin")
-    bin_.write_bytes(bin_.read_bytes()[:-2])  # damaged: made again
-    assert_same_tokens(build(moved, cache).tokens([0]), first)
+    for ending in ("bin", "bin", "loss.json", "loss-ranges.npy"):  # damaged: made again
+        [file] = cache.glob(f"*.{ending}")
+        file.write_bytes(file.read_bytes()[:-2])
+        assert_same_tokens(build(moved, cache).tokens([0]), first)
     write_rows(moved, [{"text": "c" * 30}])
     assert ord("c") in build(moved, cache).tokens([0]).tokens
 
@@ -413,7 +418,7 @@ def test_a_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
         ({"threads": 0}, "threads must be between 1 and 1024"),
         ({"sequence_length": 0}, "sequence_length"),
         ({"rows": iter([])}, "StreamDataset"),
-        ({"rows": [], "num_samples": 1}, "num_samples is 1, but there are no rows"),
+        ({"rows": [], "num_samples": 1}, "list: there are no rows"),
         ({"order_options": {"room": 1}}, "order_options are .*give order"),
     ],
 )

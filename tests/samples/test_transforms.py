@@ -284,7 +284,7 @@ def test_ranges_lie_beside_each_file_of_a_blend(tmp_path: Path) -> None:
     path = write_loss_ranges(prefixes[0], [(0, 0, 30), (4, 5, 6)])
     assert path == prefixes[0] + ".loss.json"
     dataset = BlendedDataset([blend_of(prefixes), gpt(prefixes[1])], [0.6, 0.4], 40)
-    with pytest.raises(DataError, match=r"b\.loss\.json is missing.*an empty list if it has none"):
+    with pytest.raises(DataError, match=r"b\.loss\.json is missing.*an empty list trains on all"):
         LossRanges(dataset)
     write_loss_ranges(prefixes[1], [])
     batch = TransformedDataset(dataset, [LossRanges(dataset)]).batch(range(40))

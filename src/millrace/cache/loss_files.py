@@ -99,7 +99,7 @@ def _ranges_at(path: str, storage: Any, *suffixes: str) -> arrays.ArraySet:
     array_set = arrays.load(folder, name)
     key = getattr(array_set, "key", None)
     if array_set is None or not isinstance(key, dict) or key.get("kind") != KIND:
-        remedy = "write it again, or use write_loss_ranges, with an empty list if it has none"
+        remedy = "write it again, or use write_loss_ranges; an empty list trains on all tokens"
         raise DataError(f"{path}{LOSS} is missing, damaged or of another version: {remedy}")
     return array_set
 

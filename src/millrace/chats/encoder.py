@@ -202,12 +202,12 @@ class _Masks:
         texts = [one.text for one in documents]
         self.tokens = starts, ends, *_ = borders.encode(texts)
         spans: list[Span] = []
-        stops: list[tuple[int, int]] = []  # the end of a stop token, and its document
+        stops: list[tuple[int, int, int]] = []  # start and end of a stop token, and its document
         before = 0
         for number, one in enumerate(documents):
             spans += [(before + start, before + end) for start, end in one.spans]
             own = [turn.stop for turn in one.turns]
-            stops += [(before + end, number) for start, end in own if start < end]
+            stops += [(before + start, before + end, number) for start, end in own if start < end]
             before += len(one.text) + 1
         text = "\0".join(texts)
         edges = np.array(spans, np.int64).reshape(-1, 2)
@@ -215,9 +215,11 @@ class _Masks:
         lasts, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
         empty = np.flatnonzero(sums[lasts] == sums[lasts - self.tokens.lengths]).tolist()
         self.problems = dict.fromkeys(empty, "it has no target: no token of its turns is whole")
-        places, numbers = np.array(stops, np.int64).reshape(-1, 2).T
+        places = np.array([end for _, end, _ in stops], np.int64)
         tokens = np.searchsorted(ends, byte_places(text, places) - 1, "right")
         for place in np.flatnonzero(~self.trained[tokens]).tolist():
             part = text.encode()[starts[tokens[place]] : ends[tokens[place]]]
-            what = f"a stop token is part of the token {shown(part.decode(errors='replace'))}"
-            self.problems[int(numbers[place])] = f"{what}, which holds other text, too"
+            start, end, number = stops[place]
+            what = f"the stop token {text[start:end]!r} is part of the token"
+            token = shown(part.decode(errors="replace"))
+            self.problems[number] = f"{what} {token}, which holds other text, too"

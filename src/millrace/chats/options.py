@@ -14,11 +14,20 @@ CONTENT, THOUGHT, CALL = "content", "reasoning", "tool calls"
 """The kinds of what a turn says."""
 
 
+_EXAMPLE = '{"enable_thinking": false}'
+
+
+def _parse_arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not JSON ({error}); write {_EXAMPLE}") from None
+
+
 def _check_arguments(name: str, value: Any) -> dict[str, Any]:
     values = plain_json({} if value is None else value, name)
     if not isinstance(values, dict):
-        example = '{"enable_thinking": false}'
-        raise ConfigError(f"{name} is {shown(value)}; give a dictionary, such as {example}")
+        raise ConfigError(f"{name} is {shown(value)}; give a dictionary, such as {_EXAMPLE}")
     return values
 
 
@@ -42,8 +51,8 @@ class ChatOptions:
         "file of a chat template, or chatml", None, default_text="the tokenizer's own, else chatml",
         flags="--chat-template", metavar="FILE", group="chats", identity="never")
     template_arguments: Any = option(
-        'values that the template reads: {"enable_thinking": false}', None, check=_check_arguments,
-        parse=json.loads, metavar="JSON", group="chats")
+        f"values that the template reads: {_EXAMPLE}", None, check=_check_arguments,
+        parse=_parse_arguments, metavar="JSON", group="chats")
     date: Any = option(
         "day that the template takes for today's, if it reads the clock", None, check=_check_date,
         metavar="YYYY-MM-DD", group="chats")

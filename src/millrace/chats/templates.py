@@ -201,13 +201,18 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     elif template is not None and os.path.isfile(template):
         source, place = _source_of(template), template
     elif template not in (None, "chatml"):
-        raise ConfigError(f"template is {template!r}; give a file, Jinja, or chatml")
+        what = f"template is {template!r}, and there is no such file"
+        raise ConfigError(f"{what}; give a file, Jinja, or chatml")
     if source is None:
         if options.template_arguments:
             raise ConfigError("ChatML takes no template_arguments: leave them out")
         return ChatML()
-    tokens = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.eod_token}
+    tokens = {"bos_token": tokenizer.vocabulary.bos_token, "eos_token": tokenizer.named_eod_token}
+    if "eos_token" in source:  # to others it would be nothing but another fingerprint
+        tokens["eos_token"] = tokenizer.eod_token
     tokens |= {name: next(texts_in(one), None) for name, one in settings.items()}
+    if "bos_token" in source:
+        tokens["bos_token"] = tokenizer.bos_token
     # As transformers does; a None would be printed.
     arguments = {name: text for name, text in tokens.items() if name[-6:] == "_token" and text}
     return JinjaTemplate(source, arguments | options.template_arguments, options.date, place)

@@ -174,9 +174,18 @@ class Tokenizer:
         return optimal_dtype(max(self.vocabulary_size, self.vocabulary.largest_id + 1))
 
     @property
-    def eod_token(self) -> str | None:
-        """Text of the end-of-document token; None if not known yet (see `eod`)."""
+    def named_eod_token(self) -> str | None:
+        """Text of the end-of-document token that was given, or that the files name."""
         return self._eod_token or self.vocabulary.eod_token
+
+    @cached_property
+    def eod_token(self) -> str | None:
+        """Text of the end-of-document token; None if the vocabulary has none or several."""
+        usual = [] if self.named_eod_token else self._usual_tokens()
+        return usual[0] if len(usual) == 1 else self.named_eod_token
+
+    def _usual_tokens(self) -> list[str]:
+        return [text for text in EOD_TOKENS if self.vocabulary.id_of(text) is not None]
 
     @cached_property
     def eod(self) -> int:
@@ -187,18 +196,20 @@ class Tokenizer:
         """
         token = self.eod_token
         if token is None:
-            usual = [text for text in EOD_TOKENS if self.vocabulary.id_of(text) is not None]
-            if len(usual) != 1:
-                what = f"several ({', '.join(usual)})" if usual else "none"
-                raise TextError(f"{self.path} has {what} of {EOD_TOKENS}: give --eod-token one")
-            token = self._eod_token = usual[0]
+            usual = self._usual_tokens()
+            what = f"several ({', '.join(usual)})" if usual else "none"
+            raise TextError(f"{self.path} has {what} of {EOD_TOKENS}: give --eod-token one")
         return self._id_of(token, "eod_token")
+
+    @property
+    def bos_token(self) -> str | None:
+        """Text of the beginning-of-document token that was given, or that the files name."""
+        return self._bos_token or self.vocabulary.bos_token
 
     @cached_property
     def bos(self) -> int | None:
         """The id of the beginning-of-document token, or None."""
-        token = self._bos_token or self.vocabulary.bos_token
-        return None if token is None else self._id_of(token, "bos_token")
+        return None if self.bos_token is None else self._id_of(self.bos_token, "bos_token")
 
     def _id_of(self, token: str, option: str) -> int:
         number = self.vocabulary.id_of(token)

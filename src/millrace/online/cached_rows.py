@@ -6,18 +6,21 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from millrace.cache import arrays
+from millrace.cache.loss_files import read_loss_ranges
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import RowEncoder, TextRows
-from millrace.engine import Progress
+from millrace.engine import ALREADY, Progress
 from millrace.errors import CacheError, ConfigError, DataError, MillraceError
 from millrace.files import SAY_AFTER, file_lock
 from millrace.names import JOURNAL
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
+from millrace.online.row_files import make_folder
 from millrace.store import IndexedDataset
 from millrace.text import BadDocumentError, Documents, Format, InputFile, Part, Query
 from millrace.text.documents import Batch
@@ -42,18 +45,19 @@ def tokenized(
         options: `on_error` and `workers` of the job.
     """
     key = [rows.fingerprint(), encoder.fingerprint(), options["on_error"]]
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
     json_key = encoder.key if type(encoder) is TextRows else "rows"
     prefix = f"{place}_{json_key}_document"
+    finished = partial(_finished, place, prefix, type(encoder) is not TextRows)
     options |= {"json_keys": [json_key], "show_progress": show_progress}
     # Without progress, the wait for the lock itself warns and names the holder.
     limit = 1 if show_progress else None
     with Progress("wait for tokens", enabled=show_progress) as progress:
-        while (store := _finished(place, prefix)) is None:
+        while (store := finished()) is None:
             try:
                 with file_lock(f"{place}.lock", limit=limit):
-                    if (store := _finished(place, prefix)) is None:
+                    if (store := finished()) is None:
                         _make(rows, encoder, place, **options)
                         store = IndexedDataset(prefix)
                         break
@@ -62,7 +66,7 @@ def tokenized(
                 size = f"{sum(map(os.path.getsize, done)):,} bytes of journal"
                 progress.update(0, f"another process tokenises the rows ({size})")
             except (MillraceError, OSError) as error:
-                if not _wait_for_owner(place, error) and _finished(place, prefix) is None:
+                if not _wait_for_owner(place, error) and finished() is None:
                     if isinstance(error, MillraceError):
                         raise
                     remedy = "Free space there, or give another cache; the next run continues"
@@ -75,11 +79,14 @@ def tokenized(
     return store, report
 
 
-def _finished(place: str, prefix: str) -> IndexedDataset | None:
+def _finished(place: str, prefix: str, has_mask: bool) -> IndexedDataset | None:
     """The token files of a job that is done: it has removed its journal."""
     if not os.path.exists(place + JOURNAL):
         with contextlib.suppress(DataError):
-            return IndexedDataset(prefix)
+            store = IndexedDataset(prefix)
+            if has_mask:
+                read_loss_ranges(store)
+            return store
     return None
 
 
@@ -113,10 +120,11 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
         name=type(encoder).__name__,
         version=arrays.fingerprint(encoder.fingerprint()),
     )
-    try:
-        tokenize(inputs, place, tokenizer, **options)
-    except ConfigError:  # of files that were moved or touched since a run that was killed
-        tokenize(inputs, place, tokenizer, restart=True, **options)
+    with contextlib.suppress(ConfigError):  # of files that were moved or touched since a kill
+        if ALREADY not in tokenize(inputs, place, tokenizer, **options).notices:
+            return
+    # A finished job of which a file is damaged would give its earlier result.
+    tokenize(inputs, place, tokenizer, restart=True, **options)
 
 
 def _inputs_of(rows: Rows) -> list[InputFile]:

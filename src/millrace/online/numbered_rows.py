@@ -156,9 +156,8 @@ class Rows:
         """
         checked = check_ints("the row numbers", numbers)
         if checked.size > 0 and not 0 <= checked.min() <= checked.max() < len(self):
-            raise IndexError(
-                f"row numbers {shown(checked.tolist())} are not in 0 to {len(self) - 1}"
-            )
+            limit = f"in 0 to {len(self) - 1}" if len(self) > 0 else "there: there are no rows"
+            raise IndexError(f"row numbers {shown(checked.tolist())} are not {limit}")
         rows = self.read(checked)
         if BadDocumentError in map(type, rows):
             place = [*map(type, rows)].index(BadDocumentError)
@@ -252,5 +251,5 @@ def _numbered(file: InputFile) -> InputFile:
         return file
     raise TextError(
         f"{file.path} is {problem}, so its rows have no numbers: {remedy}, tokenise it once "
-        "(`millrace tokenize`), or read it in turn with StreamDataset"
+        "(`millrace tokenize`), or give StreamDataset a function that reads it in turn"
     )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.cache import arrays
-from millrace.errors import TextError
+from millrace.errors import CacheError, TextError
 from millrace.files import atomic_file, sum_of, writers_lock, xxh3
 from millrace.ragged import equal_runs
 from millrace.samples.tokens import Numbers
@@ -196,7 +196,7 @@ def _notes_of(
         return notes if is_ours and (not table or os.path.exists(table)) else None
 
     if (notes := find()) is None:
-        os.makedirs(folder, exist_ok=True)
+        make_folder(folder)
         with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *filter(None, [table])):
             if (notes := find()) is None:
                 with _opened(file):
@@ -207,6 +207,14 @@ def _notes_of(
                     folder, name, key, layout, partial(_write, contents)
                 )
     return notes
+
+
+def make_folder(folder: str) -> None:
+    """Makes a cache folder; CacheError if it cannot be made."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise CacheError(f"cache {folder}: {error.strerror}. Give another folder") from None
 
 
 def _write(contents: dict[str, NDArray[Any]], writers: Any) -> None:

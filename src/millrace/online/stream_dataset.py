@@ -1,6 +1,7 @@
 """Samples of rows that can only be read in turn: a shuffle buffer, a packer, and a small state."""
 
 import itertools
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -85,7 +86,8 @@ class RowStream(Renewed):
     _renewed = ("report", "_lock", "_reading", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
-        if isinstance(source, Mapping) or not (callable(source) or isinstance(source, Iterable)):
+        is_wrong = isinstance(source, str | bytes | os.PathLike | Mapping)
+        if is_wrong or not (callable(source) or isinstance(source, Iterable)):
             raise ConfigError(
                 f"source is a {type(source).__name__}; give an iterable of rows, or a function "
                 "from a row number to the rows from there on"

@@ -116,6 +116,9 @@ class TextDataset(TokenDataset):
         if is_online and on_error != "stop":
             raise ConfigError(f'on_error="{on_error}" needs all rows before the first: give cache')
         self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
+        if len(rows) == 0:
+            place, _ = rows.parts[0].locate(0)
+            raise ConfigError(f"{place}: there are no rows: give at least one")
         has_mask = type(encoder) is not TextRows
         if type(encoder) is TextRows:
             first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))

@@ -132,10 +132,11 @@ class TokenizeOptions:
             )
         _ = self.last_token  # raises an error if it is not known
         count, num_keys = self.num_partitions, len(self.json_keys)
-        others = [self.splitter, self.append_eod, self.prepend_bos, num_keys > 1, count > 1]
-        if self.row_encoder is not None and any(others):
-            what = "splitter, append_eod, prepend_bos, partitions, and keys but one"
-            raise ConfigError(f"a row_encoder decides the documents: leave out {what}")
+        others: dict[str, Any] = {"json_keys but one": num_keys > 1, "partitions": count > 1}
+        others |= {name: getattr(self, name) for name in ("splitter", "append_eod", "prepend_bos")}
+        if self.row_encoder is not None and (names := [name for name in others if others[name]]):
+            what = "--chat, as any row_encoder, decides the documents"
+            raise ConfigError(f"{what}: leave out {', '.join(names)}")
         if self.shard is not None and count > 1:
             raise ConfigError(
                 f"partitions is {count}, which deals the documents of the whole input: shards "

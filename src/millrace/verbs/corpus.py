@@ -54,7 +54,7 @@ class TokenizerOptions:
         None,
         default_text="the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is",
     )
-    bos_token: str | None = _tokenizer("token of --prepend-bos", None)
+    bos_token: str | None = _tokenizer("token of --prepend-bos and of chat templates", None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +80,8 @@ class InputOptions:
         "file with an input per line", None, group="input", metavar="FILE"
     )
     chat: bool = option(
-        "encode conversations by a chat template, and write which tokens are trained on; without "
-        "--json-keys, PREFIX_KEY is PREFIX_chat",
+        "encode conversations by a chat template, and write which tokens are trained on; writes "
+        "PREFIX_chat_document",
         False,
         group="input",
     )
@@ -139,12 +139,14 @@ def _tokenize(
     chats, is_chat = take_options(ChatOptions, options), options.pop("chat", False)
     if chats and not is_chat:
         raise ConfigError(f"{', '.join(chats)}: add --chat, or leave this out")
+    if is_chat and "json_keys" in options:
+        raise ConfigError("--chat reads whole rows, and writes PREFIX_chat: leave out json_keys")
     # Ray writes about lost nodes to stdout, which is the report's.
     with contextlib.redirect_stdout(sys.stderr):
         options["tokenizer"] = Tokenizer(tokenizer, **settings)
         if is_chat:
             options["row_encoder"] = ChatEncoder(options["tokenizer"], **chats)
-            options.setdefault("json_keys", ("chat",))
+            options["json_keys"] = ("chat",)
         result = tokenize(inputs, show_progress=True, **options)
     return _tokenize_report(result, as_json)
 

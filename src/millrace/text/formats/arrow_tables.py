@@ -349,6 +349,10 @@ def _values(column: Any) -> list[Any]:
         is_valid = compute.is_valid(column).to_pylist()
         return [row if valid else None for row, valid in zip(rows, is_valid, strict=True)]
     if types.is_nested(column.type) and not types.is_map(column.type):
+        if isinstance(column, pa.ChunkedArray):
+            return [value for chunk in column.chunks for value in _values(chunk)]
+        if column.null_count == len(column):  # Arrow flattens no such lists of extension types
+            return [None] * len(column)
         values = iter(_values(compute.list_flatten(column)))
         sizes = compute.list_value_length(column).to_pylist()
         return [None if size is None else [*itertools.islice(values, size)] for size in sizes]
