@@ -35,9 +35,11 @@ from millrace import (
 from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows, TextRows, encode_rows
+from millrace.feed import BatchForm
 from millrace.online import TextDataset, open_rows
 from millrace.online.cached_rows import _inputs_of
 from millrace.order import PackedOrder
+from millrace.samples.fields import FIELDS
 from millrace.tokenizing import tokenize
 from tests.jobs.kills import deaths_of, finished_tasks
 from tests.no_flock import no_flock
@@ -66,6 +68,7 @@ ODD: list[Any] = [
     *({"text": text} for text in ("", "az", "maz")),
     {"text": "a", "at": date(2020, 1, 1), "n": np.int64(3), 5: "x"},
 ]
+NUMBERED = BatchForm(fields=(*FIELDS, "document_numbers"))
 NUMBERS = st.lists(st.integers(0, 29), max_size=12)
 LAW = {
     "rows": st.lists(TEXTS, min_size=1, max_size=12)
@@ -145,7 +148,8 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
         cached = make(on_error=on_error)
         kept = [*itertools.chain.from_iterable(documents[first : last + 1])]
         assert on_error == "stop" or len(cached) == len(kept)
-        check(documents_in(cached.tokens(range(len(kept)))), kept)
+        drawn = documents_in(cached.tokens(range(len(kept))))
+        check(drawn, kept)
         behind = [len(one) - size for one in kept if len(one) > size]
         untrained = [one for one in kept if not any(trained for _, trained in one[1:size])]
         counts = {"cut documents": len(behind), "tokens behind the cut": sum(behind)}
@@ -155,6 +159,8 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
             counts |= {"rows": len(rows), "tokens": len(flags), "skipped rows": len(bad)}
             counts["trained tokens"] = sum(flags) * is_marked
         assert {name: cached.report[name] for name in counts} == counts
+        named = cached.batch(range(len(kept)), NUMBERED)["document_numbers"]
+        assert [kept[n][:size] for n in named if n >= 0] == [one for one in drawn if one]
         if on_error == "quarantine":
             files = [path.read_text() for path in place.glob("cache/*.quarantine.jsonl")]
             entries = [json.loads(line) for text in files for line in text.splitlines()]
@@ -167,8 +173,8 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
         online = pickle.loads(pickle.dumps(online))
         online.prefetch(case["named"])  # which decides nothing
         assert_same_tokens(online.tokens(numbers), cached.tokens(numbers))
-        for name, array in online.batch(numbers).items():
-            assert array.tolist() == cached.batch(numbers)[name].tolist(), name
+        for name, array in online.batch(numbers, NUMBERED).items():
+            assert array.tolist() == cached.batch(numbers, NUMBERED)[name].tolist(), name
         # A run from token files goes on with the rows, at any sample.
         start, micro = case["start"], case["micro"]
         state = Loader(cached, micro_batch_size=3).state_dict(start)

@@ -146,9 +146,10 @@ class BatchForm:
             `cu_seqlens` int32 [parts + 1], where each part starts in the flattened batch, and the
             end, for variable-length attention;
             `max_seqlen` int32 [], the length of the longest part;
-            `document_numbers` int64 [parts], the document of each part in its token file (-1: a
-            part of padding alone); it brings `document_bounds` int64 [batch + 1] along: sample i
-            has the parts document_bounds[i] up to document_bounds[i + 1].
+            `document_numbers` int64 [parts], the document of each part in its token file, or the
+            `part_sequence` of another source (-1: a part of padding alone); it brings
+            `document_bounds` int64 [batch + 1] along: sample i has the parts document_bounds[i] up
+            to document_bounds[i + 1].
             A dataset's own fields have their names: those by token are [batch, S], those by part
             [parts], those by sample [batch].
         token_dtype: Dtype of tokens and labels: "int64", "int32" or "file" (the token file's).
