@@ -197,10 +197,11 @@ def test_orders_of_token_files_are_those_of_the_cache(
     """Also of a part of the rows."""
     texts = st.lists(TEXTS, max_size=12)
     some = {"seed": st.integers(0, 99), "length": st.integers(1, 9), "is_marked": st.booleans()}
+    longs = st.sampled_from(["split", "cut", "drop"])
 
     @settings(max_examples=cases, deadline=None)
-    @given(before=texts, rows=texts, **some)
-    def law(before: Any, rows: Any, seed: int, length: int, is_marked: bool) -> None:
+    @given(before=texts, rows=texts, long=longs, **some)
+    def law(before: Any, rows: Any, long: str, seed: int, length: int, is_marked: bool) -> None:
         place, rows = folder(), [*rows, {"text": "enough for a sample"}]
         if is_marked:  # a list is one sequence for a row encoder, and several for Megatron-LM
             rows = [row for row in rows if isinstance(row["text"], str)]
@@ -210,15 +211,18 @@ def test_orders_of_token_files_are_those_of_the_cache(
         every = open_rows(write_rows(place / "b.jsonl", [*before, *rows]), cache=place / "cache")
         part, file = every.range(len(before)), IndexedDataset(place / "whole_text_document")
         gpt = {"order": "gpt", "seed": seed, "sequence_length": length, "num_samples": 9}
-        form: Any = {"sequence_length": 32, "add_extra_token": False, "boundaries": "documents"}
-        packs = {"order": "packs", "seed": seed, "order_options": {"long_documents": "split"}}
-        packed = PackedOrder(file.sequence_lengths, 32, seed, long_documents="split")
+        form: Any = {"sequence_length": 20, "add_extra_token": False, "boundaries": "documents"}
+        packs = {"order": "packs", "seed": seed, "order_options": {"long_documents": long}}
+        packed = PackedOrder(file.sequence_lengths, 20, seed, long_documents=long)
         whole = GPTDataset(file, sequence_length=length, seed=seed, num_samples=9)
         for options, other in ((gpt, whole), (packs | form, None)):
             other = other or GPTDataset(file, order=packed, **form)
             one, numbers = TextDataset(part, encoder, **options), range(len(other))
             batch, tokens = one.batch(numbers), one.tokens(numbers)
             assert tokens.tokens.tolist() == other.tokens(numbers).tokens.tolist()
+            if other is not whole:
+                assert one.report["lost tokens"] == file.num_tokens - len(tokens.tokens)
+                assert one.report["long documents"] == (file.sequence_lengths > 20).sum()
             for name, array in other.batch(numbers).items():
                 if name == "loss_mask" and is_marked:
                     array = array * (batch["labels"] < ord("m"))

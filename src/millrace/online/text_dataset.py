@@ -157,5 +157,10 @@ class TextDataset(TokenDataset):
     @property
     def report(self) -> Counter[str]:
         """Counts of the rows that this process has read, some of them ahead of their use, and what
-        was cut of them. With token files, their job has counted all rows."""
-        return Counter({**getattr(self.source, "report", {}), **self._job_report})
+        was cut of them. With token files, their job has counted all rows, and the plan of packs
+        `long documents` and `lost tokens`."""
+        counts = {**getattr(self.source, "report", {}), **self._job_report}
+        plan = getattr(getattr(self.source, "order", None), "plan", None)
+        if isinstance(plan, PackPlan):
+            counts |= {"long documents": plan.num_long, "lost tokens": plan.num_lost_tokens}
+        return Counter(counts)
