@@ -35,7 +35,7 @@ from millrace import (
 from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows, TextRows, encode_rows
-from millrace.feed import BatchForm
+from millrace.feed import BatchForm, DocumentCosts
 from millrace.online import TextDataset, open_rows
 from millrace.online.cached_rows import _inputs_of
 from millrace.order import PackedOrder
@@ -212,15 +212,21 @@ def test_orders_of_token_files_are_those_of_the_cache(
         part, file = every.range(len(before)), IndexedDataset(place / "whole_text_document")
         gpt = {"order": "gpt", "seed": seed, "sequence_length": length, "num_samples": 9}
         form: Any = {"sequence_length": 20, "add_extra_token": False, "boundaries": "documents"}
-        packs = {"order": "packs", "seed": seed, "order_options": {"long_documents": long}}
-        packed = PackedOrder(file.sequence_lengths, 20, seed, long_documents=long)
+        packs: Any = {
+            "order": "packs",
+            "seed": seed,
+            "order_options": {"long_documents": long, "multiple": 4},
+        }
+        packed = PackedOrder(file.sequence_lengths, 20, seed, **packs["order_options"])
         whole = GPTDataset(file, sequence_length=length, seed=seed, num_samples=9)
         for options, other in ((gpt, whole), (packs | form, None)):
             other = other or GPTDataset(file, order=packed, **form)
             one, numbers = TextDataset(part, encoder, **options), range(len(other))
             batch, tokens = one.batch(numbers), one.tokens(numbers)
             assert tokens.tokens.tolist() == other.tokens(numbers).tokens.tolist()
+            assert one.spans(numbers).counts.tolist() == other.spans(numbers).counts.tolist()
             if other is not whole:
+                assert DocumentCosts.of(BlendedDataset([one])).multiple == 4
                 assert one.report["lost tokens"] == file.num_tokens - len(tokens.tokens)
                 assert one.report["long documents"] == (file.sequence_lengths > 20).sum()
             for name, array in other.batch(numbers).items():

@@ -187,7 +187,7 @@ def documents_of(stores: Sequence[Any], sources: Any, sequences: Numbers) -> Num
 
     `sources` are the places of their stores: integers [parts], or one for all.
     """
-    documents = sequences.copy()
+    documents: Numbers = sequences.copy()
     for number in np.unique(sources).tolist():
         if stores[number] is not None:
             here = (sources == number) & (sequences >= 0)
