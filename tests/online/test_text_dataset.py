@@ -438,6 +438,18 @@ def test_wrong_arguments(options: dict[str, Any], problem: str) -> None:
         TextDataset(**{"rows": [{"text": "a"}], "encoder": BYTES, "sequence_length": 4, **options})
 
 
+def test_metrics_name_the_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "abcdefgh"}] * 2)
+    kinds: Any = ({}, {"cache": tmp_path}, {"order": "gpt", "seed": 1})
+    for options, name in itertools.product(kinds, (None, "web")):
+        dataset = TextDataset(path, BYTES, sequence_length=8, name=name, **options)
+        loader = Loader(BlendedDataset([dataset]), micro_batch_size=2)
+        next(loader)
+        metrics = loader.metrics()
+        assert metrics[f"tokens/{name or path}"] == 16
+        assert metrics[f"epoch/{name or path}"] == (16 / 18 if "order" in options else 1)
+
+
 # ---- encoders ----
 
 

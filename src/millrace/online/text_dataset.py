@@ -19,7 +19,8 @@ from millrace.order.order_plans import PlanOf, build_order
 from millrace.samples.dataset import TokenDataset
 from millrace.samples.fields import SampleOptions
 from millrace.samples.loss_ranges import LossRanges
-from millrace.samples.stored import StoredTokens
+from millrace.samples.stored import Sources, StoredTokens
+from millrace.samples.tokens import Numbers
 from millrace.store import IndexedDataset
 
 _NUM_CHECKED = 64  # rows that are compared with the reference library, which is slow
@@ -71,10 +72,13 @@ class TextDataset(TokenDataset):
         threads: Number of threads that encode on the fly; the samples do not depend on it. More
             help texts alone: templates of chats hold Python's lock.
         show_progress: Whether to show progress of tokenising on stderr.
+        name: Name in metrics and messages. None: the first file of the rows, or the type of rows in
+            memory.
         sample_options: What a sample looks like: the fields of `SampleOptions`.
 
     Attributes:
         rows: The rows.
+        name: Name in metrics and messages.
 
     Raises:
         ConfigError: An argument of a wrong type, or options that do not go together.
@@ -104,6 +108,7 @@ class TextDataset(TokenDataset):
         workers: int | None = None,
         threads: int = 1,
         show_progress: bool = False,
+        name: str | None = None,
         **sample_options: Any,
     ) -> None:
         encoder, options = check_encoder("encoder", encoder), SampleOptions(**sample_options)
@@ -116,6 +121,7 @@ class TextDataset(TokenDataset):
         if is_online and on_error != "stop":
             raise ConfigError(f'on_error="{on_error}" needs all rows before the first: give cache')
         self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
+        self.name = rows.parts[0].locate(0)[0] if name is None else name
         has_mask = type(encoder) is not TextRows
         if type(encoder) is TextRows:
             first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))
@@ -153,6 +159,15 @@ class TextDataset(TokenDataset):
         )
         source = StoredTokens(store, build_order(order, inputs, store.prefix, order_options))
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
+
+    @property
+    def prefix(self) -> str:
+        """See `TokenDataset`; damage of token files is named by these."""
+        return self.name if isinstance(self.source, RowDocuments) else super().prefix
+
+    def sources_of(self, numbers: Numbers) -> Sources:
+        (counts,) = self.source.sources_of(numbers).values()
+        return {self.name: counts}
 
     @property
     def report(self) -> Counter[str]:
