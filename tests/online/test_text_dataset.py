@@ -36,7 +36,7 @@ from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows, TextRows, encode_rows
 from millrace.feed import BatchForm, DocumentCosts
-from millrace.online import TextDataset, open_rows
+from millrace.online import StreamDataset, TextDataset, open_rows
 from millrace.online.cached_rows import _inputs_of
 from millrace.order import PackedOrder
 from millrace.samples.fields import FIELDS
@@ -448,6 +448,14 @@ def test_metrics_name_the_rows(tmp_path: Path) -> None:
         metrics = loader.metrics()
         assert metrics[f"tokens/{name or path}"] == 16
         assert metrics[f"epoch/{name or path}"] == (16 / 18 if "order" in options else 1)
+
+
+def test_a_misspelt_option_is_named_with_the_options() -> None:
+    for make in (TextDataset, StreamDataset):
+        with pytest.raises(
+            TypeError, match=rf"{make.__name__} has no .*'length'.* seed, .*pad_token"
+        ):
+            make([{"text": "a"}], BYTES, length=4)
 
 
 # ---- encoders ----

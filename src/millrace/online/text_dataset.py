@@ -17,7 +17,7 @@ from millrace.online.row_documents import RowDocuments, StoredDocuments
 from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, PackPlan
 from millrace.order.order_plans import PlanOf, build_order
 from millrace.samples.dataset import TokenDataset
-from millrace.samples.fields import SampleOptions
+from millrace.samples.fields import choose_options
 from millrace.samples.loss_ranges import LossRanges
 from millrace.samples.stored import Sources, StoredTokens
 from millrace.samples.tokens import Numbers
@@ -111,7 +111,8 @@ class TextDataset(TokenDataset):
         name: str | None = None,
         **sample_options: Any,
     ) -> None:
-        encoder, options = check_encoder("encoder", encoder), SampleOptions(**sample_options)
+        options = choose_options(None, sample_options, self)
+        encoder = check_encoder("encoder", encoder)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
         threads = check_int("threads", threads, 1, 1024)
         order = _plan_of(order, order_options)

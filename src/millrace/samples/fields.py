@@ -4,6 +4,7 @@ asks for."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from numpy.typing import NDArray
@@ -85,10 +86,15 @@ class SampleOptions(SampleFields):
         return values
 
 
-def choose_options(options: SampleOptions | None, single: dict[str, Any]) -> SampleOptions:
-    """The options of samples, as one object or made of single ones."""
-    if unknown := single.keys() - SampleOptions.__dataclass_fields__.keys():
-        raise TypeError(f"{min(unknown)!r} is neither an argument nor a field of SampleOptions")
+def choose_options(
+    options: SampleOptions | None, single: dict[str, Any], owner: Any
+) -> SampleOptions:
+    """The options of the owner's samples, as one object or made of single ones."""
+    fields = SampleOptions.__dataclass_fields__
+    if unknown := single.keys() - fields.keys():
+        own = [one for one in signature(type(owner)).parameters if one != "sample_options"]
+        problem = f"{type(owner).__name__} has no argument {min(unknown)!r}; it has "
+        raise TypeError(problem + ", ".join([*own, *fields]))
     if options is None:
         return SampleOptions(**{"sequence_length": None, **single})
     if not isinstance(options, SampleOptions):

@@ -63,7 +63,7 @@ class GPTDataset(TokenDataset):
         loss_ranges: str = "refuse",
         **sample_options: Any,
     ) -> None:
-        options = choose_options(options, sample_options)
+        options = choose_options(options, sample_options, self)
         if order is None:
             file: Any = dataset.dataset if isinstance(dataset, TokenFile) else dataset
             check_token_dtype(file.dtype, file.prefix)
@@ -161,7 +161,7 @@ class ShardedDataset(GPTDataset):
             sample_options = {"add_extra_token": False, **sample_options}
             has_extra = check_bool("add_extra_token", sample_options["add_extra_token"])
             sample_options.setdefault("sequence_length", size - has_extra)
-        options = choose_options(options, sample_options)
+        options = choose_options(options, sample_options, self)
         length, has_extra = options.sequence_length, options.add_extra_token
         if length + has_extra != size:
             raise ConfigError(
