@@ -274,8 +274,9 @@ def test_finished_batches_keep_what_the_loader_asks_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_length_q, max_length_k cannot be mixed"):
         BlendedDataset([finished, finished], [1, 1], 4)
     padded = GPTDataset(data, order=order, pad_token=0, **options)
-    for dataset, output in ((padded, padding_free), ([], padding_free), (packs, 3)):
-        with pytest.raises(ConfigError, match=r"pad_token|give a dataset"):
+    wrong: Any = ((padded, padding_free), ([], padding_free), (packs, 3), (packs, torchtitan))
+    for dataset, output in wrong:
+        with pytest.raises(ConfigError, match=r"pad_token|give a dataset|'sequence_length': give"):
             FinishedDataset(dataset, output)  # type: ignore[arg-type]
 
 

@@ -6,6 +6,7 @@ of such batches for a `Loader`. Names, shapes and dtypes are those of the traine
 """
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,8 @@ class FinishedDataset:
             returns}. None: all samples of a batch.
 
     Raises:
-        ConfigError: A dataset without `tokens`, or with a `pad_token`, which documents do not have.
+        ConfigError: A dataset without `tokens`, or with a `pad_token`, which documents do not have;
+            a function that needs more arguments.
     """
 
     takes_form = True
@@ -66,6 +68,12 @@ class FinishedDataset:
                 f"a {type(dataset).__name__} and {shown(output)} cannot make batches: give a "
                 "dataset with a method `tokens`, and a function of a TokenBatch"
             )
+        try:
+            signature(output).bind(None)
+        except TypeError as error:
+            raise ConfigError(f"{error}: give functools.partial(output, ...)") from None
+        except ValueError:  # a callable of another language may not tell its arguments
+            pass
         if micro_batch_size is not None:
             check_int("micro_batch_size", micro_batch_size, 1)
         options = getattr(dataset, "options", None)
@@ -77,7 +85,7 @@ class FinishedDataset:
         self._eod_token: int | None = getattr(options, "eod_token", None) if is_by_eod else None
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("prefix", "prefetch", "is_remote", "spans"):
+        if name not in ("prefix", "prefetch", "is_remote", "spans", "order", "source", "datasets"):
             raise AttributeError(f"a FinishedDataset has no {name!r}")
         return getattr(self.dataset, name)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace import ConfigError, MillraceError, ResumeError
+from millrace import BlendedDataset, ConfigError, MillraceError, ResumeError
 from millrace.feed import (
     ExternalBatches,
     Loader,
@@ -20,7 +20,7 @@ from millrace.feed import (
     StreamDataset,
     TokenBatch,
 )
-from tests.feed.helpers import AHEAD, FORKS, is_true_in_child
+from tests.feed.helpers import AHEAD, FORKS, Numbers, is_true_in_child
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
@@ -197,6 +197,9 @@ def test_the_last_step_of_a_stream_is_dropped_or_short(prefetch: int) -> None:
         assert loader.consumed_samples == sum(sizes)
         assert next(loader, None) is None
     share: Any = {"micro_batch_size": 6, "data_parallel_rank": 3, "data_parallel_size": 4}
-    assert next(Loader(dataset, **share), None) is None
+    with pytest.raises(ConfigError, match="the stream has 20 samples, so that no step"):
+        next(Loader(dataset, **share))
+    with pytest.raises(ConfigError, match="dataset 1 is a StreamDataset"):
+        BlendedDataset([Numbers(), dataset])
     last = Loader(dataset, **share, drop_last=False)
     assert [len(batch["tokens"]) for batch in last] == [2]

@@ -123,6 +123,8 @@ def law(case: dict[str, Any]) -> None:
         whole += documents_in(batch)
         assert len(json.dumps(state)) < 150  # never tokens
     assert whole == expected
+    if not expected:
+        return  # which a loader refuses
     first, micro, second = case["sizes"]
     ranks = [loader(rank, first, micro) for rank in range(first)]
     rows_seen: list[Any] = []

@@ -35,9 +35,11 @@ from millrace import (
 from millrace.chats import ChatEncoder
 from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows, TextRows, encode_rows
-from millrace.online import TextDataset, open_rows
+from millrace.feed import BatchForm, DocumentCosts
+from millrace.online import StreamDataset, TextDataset, open_rows
 from millrace.online.cached_rows import _inputs_of
 from millrace.order import PackedOrder
+from millrace.samples.fields import FIELDS
 from millrace.tokenizing import tokenize
 from tests.jobs.kills import deaths_of, finished_tasks
 from tests.no_flock import no_flock
@@ -66,6 +68,7 @@ ODD: list[Any] = [
     *({"text": text} for text in ("", "az", "maz")),
     {"text": "a", "at": date(2020, 1, 1), "n": np.int64(3), 5: "x"},
 ]
+NUMBERED = BatchForm(fields=(*FIELDS, "document_numbers"))
 NUMBERS = st.lists(st.integers(0, 29), max_size=12)
 LAW = {
     "rows": st.lists(TEXTS, min_size=1, max_size=12)
@@ -145,7 +148,8 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
         cached = make(on_error=on_error)
         kept = [*itertools.chain.from_iterable(documents[first : last + 1])]
         assert on_error == "stop" or len(cached) == len(kept)
-        check(documents_in(cached.tokens(range(len(kept)))), kept)
+        drawn = documents_in(cached.tokens(range(len(kept))))
+        check(drawn, kept)
         behind = [len(one) - size for one in kept if len(one) > size]
         untrained = [one for one in kept if not any(trained for _, trained in one[1:size])]
         counts = {"cut documents": len(behind), "tokens behind the cut": sum(behind)}
@@ -155,6 +159,8 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
             counts |= {"rows": len(rows), "tokens": len(flags), "skipped rows": len(bad)}
             counts["trained tokens"] = sum(flags) * is_marked
         assert {name: cached.report[name] for name in counts} == counts
+        named = cached.batch(range(len(kept)), NUMBERED)["document_numbers"]
+        assert [kept[n][:size] for n in named if n >= 0] == [one for one in drawn if one]
         if on_error == "quarantine":
             files = [path.read_text() for path in place.glob("cache/*.quarantine.jsonl")]
             entries = [json.loads(line) for text in files for line in text.splitlines()]
@@ -167,8 +173,8 @@ def test_a_document_per_sample_is_the_same_on_the_fly_and_from_the_cache(
         online = pickle.loads(pickle.dumps(online))
         online.prefetch(case["named"])  # which decides nothing
         assert_same_tokens(online.tokens(numbers), cached.tokens(numbers))
-        for name, array in online.batch(numbers).items():
-            assert array.tolist() == cached.batch(numbers)[name].tolist(), name
+        for name, array in online.batch(numbers, NUMBERED).items():
+            assert array.tolist() == cached.batch(numbers, NUMBERED)[name].tolist(), name
         # A run from token files goes on with the rows, at any sample.
         start, micro = case["start"], case["micro"]
         state = Loader(cached, micro_batch_size=3).state_dict(start)
@@ -191,10 +197,11 @@ def test_orders_of_token_files_are_those_of_the_cache(
     """Also of a part of the rows."""
     texts = st.lists(TEXTS, max_size=12)
     some = {"seed": st.integers(0, 99), "length": st.integers(1, 9), "is_marked": st.booleans()}
+    longs = st.sampled_from(["split", "cut", "drop"])
 
     @settings(max_examples=cases, deadline=None)
-    @given(before=texts, rows=texts, **some)
-    def law(before: Any, rows: Any, seed: int, length: int, is_marked: bool) -> None:
+    @given(before=texts, rows=texts, long=longs, **some)
+    def law(before: Any, rows: Any, long: str, seed: int, length: int, is_marked: bool) -> None:
         place, rows = folder(), [*rows, {"text": "enough for a sample"}]
         if is_marked:  # a list is one sequence for a row encoder, and several for Megatron-LM
             rows = [row for row in rows if isinstance(row["text"], str)]
@@ -204,15 +211,24 @@ def test_orders_of_token_files_are_those_of_the_cache(
         every = open_rows(write_rows(place / "b.jsonl", [*before, *rows]), cache=place / "cache")
         part, file = every.range(len(before)), IndexedDataset(place / "whole_text_document")
         gpt = {"order": "gpt", "seed": seed, "sequence_length": length, "num_samples": 9}
-        form: Any = {"sequence_length": 32, "add_extra_token": False, "boundaries": "documents"}
-        packs = {"order": "packs", "seed": seed, "order_options": {"long_documents": "split"}}
-        packed = PackedOrder(file.sequence_lengths, 32, seed, long_documents="split")
+        form: Any = {"sequence_length": 20, "add_extra_token": False, "boundaries": "documents"}
+        packs: Any = {
+            "order": "packs",
+            "seed": seed,
+            "order_options": {"long_documents": long, "multiple": 4},
+        }
+        packed = PackedOrder(file.sequence_lengths, 20, seed, **packs["order_options"])
         whole = GPTDataset(file, sequence_length=length, seed=seed, num_samples=9)
         for options, other in ((gpt, whole), (packs | form, None)):
             other = other or GPTDataset(file, order=packed, **form)
             one, numbers = TextDataset(part, encoder, **options), range(len(other))
             batch, tokens = one.batch(numbers), one.tokens(numbers)
             assert tokens.tokens.tolist() == other.tokens(numbers).tokens.tolist()
+            assert one.spans(numbers).counts.tolist() == other.spans(numbers).counts.tolist()
+            if other is not whole:
+                assert DocumentCosts.of(BlendedDataset([one])).multiple == 4
+                assert one.report["lost tokens"] == file.num_tokens - len(tokens.tokens)
+                assert one.report["long documents"] == (file.sequence_lengths > 20).sum()
             for name, array in other.batch(numbers).items():
                 if name == "loss_mask" and is_marked:
                     array = array * (batch["labels"] < ord("m"))
@@ -425,6 +441,26 @@ def test_a_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
 def test_wrong_arguments(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         TextDataset(**{"rows": [{"text": "a"}], "encoder": BYTES, "sequence_length": 4, **options})
+
+
+def test_metrics_name_the_rows(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "abcdefgh"}] * 2)
+    kinds: Any = ({}, {"cache": tmp_path}, {"order": "gpt", "seed": 1})
+    for options, name in itertools.product(kinds, (None, "web")):
+        dataset = TextDataset(path, BYTES, sequence_length=8, name=name, **options)
+        loader = Loader(BlendedDataset([dataset]), micro_batch_size=2)
+        next(loader)
+        metrics = loader.metrics()
+        assert metrics[f"tokens/{name or path}"] == 16
+        assert metrics[f"epoch/{name or path}"] == (16 / 18 if "order" in options else 1)
+
+
+def test_a_misspelt_option_is_named_with_the_options() -> None:
+    for make in (TextDataset, StreamDataset):
+        with pytest.raises(
+            TypeError, match=rf"{make.__name__} has no .*'length'.* seed, .*pad_token"
+        ):
+            make([{"text": "a"}], BYTES, length=4)
 
 
 # ---- encoders ----

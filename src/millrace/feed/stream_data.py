@@ -34,7 +34,8 @@ class StreamSampler(SequentialSampler):
 
     def num_steps(self, consumed_samples: int = 0) -> int:
         if not self.has_end:
-            raise TypeError("the number of steps is not known; of external batches, pass num_steps")
+            why = "; pass num_steps" if isinstance(self, ExternalBatches) else " of a stream"
+            raise TypeError(f"the number of steps is not known{why}")
         return super().num_steps(consumed_samples)
 
 
@@ -89,6 +90,7 @@ class StreamDataset:
 
         Raises:
             EndOfBatches: The stream has ended.
+            ConfigError: It has ended before the first step.
         """
         start, state = before
         if state is None:
@@ -97,6 +99,12 @@ class StreamDataset:
         tokens, state = self._read(state, sampler.block_size, numbers - start)
         size = len(tokens)
         if size == 0 or (sampler.drop_last and size < sampler.block_size):
+            if start == 0:
+                raise ConfigError(
+                    f"micro_batch_size * data_parallel_size is {sampler.block_size}; the stream "
+                    f"has {size} samples, so that no step is complete. Lower one, pass "
+                    "drop_last=False, or give more samples"
+                )
             raise EndOfBatches
         numbers = numbers[numbers < start + size]
         own = tokens.select(numbers - start).with_field("sample_numbers", "sample", numbers)

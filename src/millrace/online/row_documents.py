@@ -20,7 +20,7 @@ from millrace.order import Spans
 from millrace.order.permutation import KeyedPermutation
 from millrace.ragged import sizes_of, spread
 from millrace.samples.loss_ranges import LossRanges
-from millrace.samples.stored import StoredTokens
+from millrace.samples.stored import Sources, StoredTokens
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
 from millrace.storage.transfers import closing
 from millrace.store import IndexedDataset
@@ -87,8 +87,8 @@ class RowDocuments(Renewed):
         report: Counts of the rows that this process has encoded.
     """
 
+    prefix = "rows"
     is_remote = True  # see `TokenDataset.is_remote`
-    prefix = "rows"  # in messages
     _renewed = ("report", "_lock", "_pool", "_blocks")
 
     def __init__(
@@ -122,6 +122,11 @@ class RowDocuments(Renewed):
 
     def __len__(self) -> int:
         return self._num_samples
+
+    def sources_of(self, numbers: Numbers) -> Sources:
+        """See `TokenDataset`."""
+        last = int(max(numbers, default=-1))
+        return {self.prefix: (len(numbers), (last + 1) / max(len(self._rows), 1))}
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         return self._identity

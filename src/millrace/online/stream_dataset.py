@@ -18,7 +18,7 @@ from millrace.forks import Renewed
 from millrace.online.numbered_rows import BLOCK
 from millrace.online.row_documents import epoch_order
 from millrace.ragged import starts_of
-from millrace.samples.fields import SampleOptions
+from millrace.samples.fields import SampleOptions, choose_options
 from millrace.samples.tokens import EMPTY, TokenBatch
 
 _PACKINGS = ("documents", "joined", "packs")
@@ -319,7 +319,7 @@ class StreamDataset(TokenStreamDataset):
         fingerprint: Mapping[str, Any] | None = None,
         **sample_options: Any,
     ) -> None:
-        options = SampleOptions(**sample_options)
+        options = choose_options(None, sample_options, self)
         if not isinstance(fingerprint, Mapping | None):
             raise ConfigError(f"fingerprint is {shown(fingerprint)}; give a dict of plain values")
         packer = {"packing": packing, "rows_per_sample": rows_per_sample}

@@ -17,9 +17,10 @@ from millrace.online.row_documents import RowDocuments, StoredDocuments
 from millrace.order import RULES_VERSION, GPTPlan, OrderInputs, PackPlan
 from millrace.order.order_plans import PlanOf, build_order
 from millrace.samples.dataset import TokenDataset
-from millrace.samples.fields import SampleOptions
+from millrace.samples.fields import choose_options
 from millrace.samples.loss_ranges import LossRanges
-from millrace.samples.stored import StoredTokens
+from millrace.samples.stored import Sources, StoredTokens
+from millrace.samples.tokens import Numbers
 from millrace.store import IndexedDataset
 
 _NUM_CHECKED = 64  # rows that are compared with the reference library, which is slow
@@ -71,10 +72,13 @@ class TextDataset(TokenDataset):
         threads: Number of threads that encode on the fly; the samples do not depend on it. More
             help texts alone: templates of chats hold Python's lock.
         show_progress: Whether to show progress of tokenising on stderr.
+        name: Name in metrics and messages. None: the first file of the rows, or the type of rows in
+            memory.
         sample_options: What a sample looks like: the fields of `SampleOptions`.
 
     Attributes:
         rows: The rows.
+        name: Name in metrics and messages.
 
     Raises:
         ConfigError: An argument of a wrong type, or options that do not go together.
@@ -104,9 +108,11 @@ class TextDataset(TokenDataset):
         workers: int | None = None,
         threads: int = 1,
         show_progress: bool = False,
+        name: str | None = None,
         **sample_options: Any,
     ) -> None:
-        encoder, options = check_encoder("encoder", encoder), SampleOptions(**sample_options)
+        options = choose_options(None, sample_options, self)
+        encoder = check_encoder("encoder", encoder)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
         threads = check_int("threads", threads, 1, 1024)
         order = _plan_of(order, order_options)
@@ -116,9 +122,10 @@ class TextDataset(TokenDataset):
         if is_online and on_error != "stop":
             raise ConfigError(f'on_error="{on_error}" needs all rows before the first: give cache')
         self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
+        place, _ = rows.parts[0].locate(0)
         if len(rows) == 0:
-            place, _ = rows.parts[0].locate(0)
             raise ConfigError(f"{place}: there are no rows: give at least one")
+        self.name = place if name is None else name
         has_mask = type(encoder) is not TextRows
         if type(encoder) is TextRows:
             first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))
@@ -158,7 +165,21 @@ class TextDataset(TokenDataset):
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
 
     @property
+    def prefix(self) -> str:
+        """See `TokenDataset`; damage of token files is named by these."""
+        return self.name if isinstance(self.source, RowDocuments) else super().prefix
+
+    def sources_of(self, numbers: Numbers) -> Sources:
+        (counts,) = self.source.sources_of(numbers).values()
+        return {self.name: counts}
+
+    @property
     def report(self) -> Counter[str]:
         """Counts of the rows that this process has read, some of them ahead of their use, and what
-        was cut of them. With token files, their job has counted all rows."""
-        return Counter({**getattr(self.source, "report", {}), **self._job_report})
+        was cut of them. With token files, their job has counted all rows, and the plan of packs
+        `long documents` and `lost tokens`."""
+        counts = {**getattr(self.source, "report", {}), **self._job_report}
+        plan = getattr(getattr(self.source, "order", None), "plan", None)
+        if isinstance(plan, PackPlan):
+            counts |= {"long documents": plan.num_long, "lost tokens": plan.num_lost_tokens}
+        return Counter(counts)

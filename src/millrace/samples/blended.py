@@ -67,6 +67,10 @@ class BlendedDataset(TokenDataset):
         if len(datasets) == 0:
             raise ConfigError("a blend needs at least one dataset")
         self.datasets: list[Any] = list(datasets)
+        for number, dataset in enumerate(self.datasets):
+            if not hasattr(dataset, "batch"):
+                remedy = "a blend needs sample numbers, such as those of a TextDataset"
+                raise ConfigError(f"dataset {number} is a {type(dataset).__name__}: {remedy}")
         if order is None:
             order = _build_blend_order(self.datasets, weights, size)
         elif weights is not None or size is not None:

@@ -152,6 +152,16 @@ class TokenDataset:
         numbers = self.run_numbers(np.array(sample_numbers, np.int64))
         return batch.with_field("sample_numbers", "sample", numbers)
 
+    @property
+    def spans(self) -> Any:
+        """A method, if the source has it: the `Spans` that samples of some numbers are made of, not
+        yet transformed. It raises the errors of `batch`."""
+        _ = self.source.spans
+        return self._spans
+
+    def _spans(self, sample_numbers: ArrayLike) -> Any:
+        return self.source.spans(check_numbers(sample_numbers, len(self)))
+
     def run_numbers(self, numbers: Numbers) -> Numbers:
         """The numbers that transforms see: those of a run, where its dataset leaves samples out."""
         inner = getattr(self.source, "run_numbers", None)
@@ -316,11 +326,6 @@ class TransformedDataset(TokenDataset):
         if self._moves_tokens and self.options is None:
             why = "a transform that changes tokens needs options, the same for all samples"
             raise ConfigError(f"{why}: transform each dataset of the blend alone")
-
-    @property
-    def spans(self) -> Any:
-        """The dataset's method: where the tokens come from, not yet transformed."""
-        return self.dataset.spans
 
     @property
     def check_steps(self) -> Any:

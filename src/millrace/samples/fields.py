@@ -4,6 +4,7 @@ asks for."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from numpy.typing import NDArray
@@ -85,10 +86,15 @@ class SampleOptions(SampleFields):
         return values
 
 
-def choose_options(options: SampleOptions | None, single: dict[str, Any]) -> SampleOptions:
-    """The options of samples, as one object or made of single ones."""
-    if unknown := single.keys() - SampleOptions.__dataclass_fields__.keys():
-        raise TypeError(f"{min(unknown)!r} is neither an argument nor a field of SampleOptions")
+def choose_options(
+    options: SampleOptions | None, single: dict[str, Any], owner: Any
+) -> SampleOptions:
+    """The options of the owner's samples, as one object or made of single ones."""
+    fields = SampleOptions.__dataclass_fields__
+    if unknown := single.keys() - fields.keys():
+        own = [one for one in signature(type(owner)).parameters if one != "sample_options"]
+        problem = f"{type(owner).__name__} has no argument {min(unknown)!r}; it has "
+        raise TypeError(problem + ", ".join([*own, *fields]))
     if options is None:
         return SampleOptions(**{"sequence_length": None, **single})
     if not isinstance(options, SampleOptions):
@@ -146,9 +152,10 @@ class BatchForm:
             `cu_seqlens` int32 [parts + 1], where each part starts in the flattened batch, and the
             end, for variable-length attention;
             `max_seqlen` int32 [], the length of the longest part;
-            `document_numbers` int64 [parts], the document of each part in its token file (-1: a
-            part of padding alone); it brings `document_bounds` int64 [batch + 1] along: sample i
-            has the parts document_bounds[i] up to document_bounds[i + 1].
+            `document_numbers` int64 [parts], the document of each part in its token file, or the
+            `part_sequence` of another source (-1: a part of padding alone); it brings
+            `document_bounds` int64 [batch + 1] along: sample i has the parts document_bounds[i] up
+            to document_bounds[i + 1].
             A dataset's own fields have their names: those by token are [batch, S], those by part
             [parts], those by sample [batch].
         token_dtype: Dtype of tokens and labels: "int64", "int32" or "file" (the token file's).

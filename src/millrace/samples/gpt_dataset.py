@@ -4,14 +4,12 @@ import os
 from functools import partial
 from typing import Any
 
-from numpy.typing import ArrayLike
-
 from millrace.checks import check_bool
 from millrace.errors import ConfigError, DataError
-from millrace.order import GPTIndices, GPTPlan, Order, OrderInputs, SequenceOrder, Spans
+from millrace.order import GPTIndices, GPTPlan, Order, OrderInputs, SequenceOrder
 from millrace.order.gpt import check_seed
 from millrace.order.order_plans import build_order, check_range, check_token_dtype
-from millrace.samples.dataset import TokenDataset, check_numbers
+from millrace.samples.dataset import TokenDataset
 from millrace.samples.fields import SampleOptions, choose_options
 from millrace.samples.loss_ranges import own_ranges
 from millrace.samples.stored import StoredTokens, TokenStore
@@ -65,7 +63,7 @@ class GPTDataset(TokenDataset):
         loss_ranges: str = "refuse",
         **sample_options: Any,
     ) -> None:
-        options = choose_options(options, sample_options)
+        options = choose_options(options, sample_options, self)
         if order is None:
             file: Any = dataset.dataset if isinstance(dataset, TokenFile) else dataset
             check_token_dtype(file.dtype, file.prefix)
@@ -106,14 +104,6 @@ class GPTDataset(TokenDataset):
             AttributeError: Another order.
         """
         return self.order.indices  # type: ignore[attr-defined, no-any-return]
-
-    def spans(self, sample_numbers: ArrayLike) -> Spans:
-        """The tokens of sequences that the samples of these numbers are made of.
-
-        Raises:
-            ConfigError, IndexError, DataError: As `batch`.
-        """
-        return self.source.spans(check_numbers(sample_numbers, len(self)))
 
 
 class ShardedDataset(GPTDataset):
@@ -171,7 +161,7 @@ class ShardedDataset(GPTDataset):
             sample_options = {"add_extra_token": False, **sample_options}
             has_extra = check_bool("add_extra_token", sample_options["add_extra_token"])
             sample_options.setdefault("sequence_length", size - has_extra)
-        options = choose_options(options, sample_options)
+        options = choose_options(options, sample_options, self)
         length, has_extra = options.sequence_length, options.add_extra_token
         if length + has_extra != size:
             raise ConfigError(

@@ -183,11 +183,11 @@ def gather(
 
 
 def documents_of(stores: Sequence[Any], sources: Any, sequences: Numbers) -> Numbers:
-    """The document in its token file of each part: int64 [parts], -1 if it is of none.
+    """The document of each part in its token file; without one, its sequence: int64 [parts].
 
     `sources` are the places of their stores: integers [parts], or one for all.
     """
-    documents = np.full(len(sequences), -1, np.int64)
+    documents: Numbers = sequences.copy()
     for number in np.unique(sources).tolist():
         if stores[number] is not None:
             here = (sources == number) & (sequences >= 0)

@@ -160,12 +160,7 @@ class DocumentCosts:
         if not hasattr(dataset, "spans"):
             name = type(dataset).__name__
             raise ConfigError(f"a {name} has no method `spans`, which gives lengths: give costs")
-        if multiple is None:
-            orders = [
-                getattr(one, "order", None) for one in (dataset, *getattr(dataset, "datasets", ()))
-            ]
-            plans = [getattr(order, "plan", None) for order in orders]
-            multiple = max(getattr(plan, "multiple", 1) for plan in plans)
+        multiple = _multiple_of(dataset) if multiple is None else multiple
         return cls(spans=dataset.spans, multiple=multiple, **options)
 
     def __call__(self, sample_numbers: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -175,6 +170,14 @@ class DocumentCosts:
         lengths = -(-counts // self.multiple) * float(self.multiple)
         sums = np.append(0.0, np.cumsum((self.quadratic * lengths + self.linear) * lengths))
         return np.diff(sums[spans.bounds])
+
+
+def _multiple_of(dataset: Any) -> int:
+    """The greatest multiple for which packs of the dataset have room."""
+    plan = getattr(getattr(dataset, "order", None), "plan", None)
+    inner = [getattr(dataset, "source", None), *getattr(dataset, "datasets", ())]
+    multiples = [_multiple_of(one) for one in inner if one is not None]
+    return max([getattr(plan, "multiple", 1), *multiples])
 
 
 def imbalance(costs: ArrayLike, num_ranks: int, waits: int = 1) -> float:
