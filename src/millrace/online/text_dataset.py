@@ -112,9 +112,8 @@ class TextDataset(TokenDataset):
         **sample_options: Any,
     ) -> None:
         options = choose_options(None, sample_options, self)
-        encoder = check_encoder("encoder", encoder)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
-        threads = check_int("threads", threads, 1, 1024)
+        encoder, threads = check_encoder("encoder", encoder), check_int("threads", threads, 1, 1024)
         order = _plan_of(order, order_options)
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
@@ -122,10 +121,9 @@ class TextDataset(TokenDataset):
         if is_online and on_error != "stop":
             raise ConfigError(f'on_error="{on_error}" needs all rows before the first: give cache')
         self.rows = rows = rows if isinstance(rows, Rows) else open_rows(rows, cache=cache)
-        place, _ = rows.parts[0].locate(0)
+        self.name = rows.parts[0].locate(0)[0] if name is None else name
         if len(rows) == 0:
-            raise ConfigError(f"{place}: there are no rows: give at least one")
-        self.name = place if name is None else name
+            raise ConfigError(f"{self.name}: there are no rows: give at least one")
         has_mask = type(encoder) is not TextRows
         if type(encoder) is TextRows:
             first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))
