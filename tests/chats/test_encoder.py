@@ -119,7 +119,8 @@ def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:
     named = PLAIN + "{{ bos_token }}{{ word }}"
     token = {"content": "<s>", "special": True}
     tokenizer = config(folder, tmp_path, chat_template=named, bos_token=token)
-    assert text(tokenizer, template_arguments={"word": "w"}).endswith("<|end|>\n<s>w")
+    for one in (tokenizer, Tokenizer(tmp_path / "tokenizer.json")):  # the file beside the config
+        assert text(one, template_arguments={"word": "w"}).endswith("<|end|>\n<s>w")
     tokenizer = Tokenizer(tmp_path, bos_token="<|end|>")
     assert text(tokenizer, template_arguments={"word": "w"}).endswith("<|end|>\n<|end|>w")
     listed = [{"name": "default", "template": PLAIN}, {"name": "b", "template": PLAIN + "b"}]

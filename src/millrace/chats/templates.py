@@ -211,8 +211,8 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     if "eos_token" in source:  # to others it would be nothing but another fingerprint
         tokens["eos_token"] = tokenizer.eod_token
     tokens |= {name: next(texts_in(one), None) for name, one in settings.items()}
-    if "bos_token" in source:
-        tokens["bos_token"] = tokenizer.bos_token
+    if "bos_token" in source and tokenizer.bos_token != tokenizer.vocabulary.bos_token:
+        tokens["bos_token"] = tokenizer.bos_token  # which was given
     # As transformers does; a None would be printed.
     arguments = {name: text for name, text in tokens.items() if name[-6:] == "_token" and text}
     return JinjaTemplate(source, arguments | options.template_arguments, options.date, place)

@@ -200,7 +200,7 @@ def _checked(kind: type[T], what: str, value: Any) -> T:
     try:
         return kind(**{name: value[key] for name, key in spellings.items()})
     except TypeError as error:
-        problem = str(error).partition("() ")[2]
+        problem = str(error).rpartition("() ")[2]
         raise ConfigError(f"{what}: {problem}; there are {names}") from None
     except ConfigError as error:
         raise ConfigError(f"{what}: {error}") from None
