@@ -171,10 +171,8 @@ def plain_json(value: Any, place: str = "the value", *, keeps_none: bool = True)
     """
     if value is None or type(value) in (bool, int, str):
         return value
-    if type(value) is float and math.isfinite(value):
-        return value
     plain: Any = value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
-    if isinstance(plain, (dict, Mapping)):
+    if isinstance(plain, Mapping):
         for key in plain:
             if not isinstance(key, str):
                 raise ConfigError(f"{place} has the key {shown(key)}: keys must be texts")

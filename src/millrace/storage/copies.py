@@ -45,18 +45,19 @@ def own_folder(folder: str | None) -> str:
     return place
 
 
-def index_copy(folder: str | None, path: str, identity: Identity) -> str:
-    """The path of an index and its checksum on the node."""
-    name = blake2b(repr((path, identity)).encode()).hexdigest()
-    return os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
+def fetch_index(folder: str | None, path: str, file: StoredFile, *, waits: bool = True) -> str:
+    """The path of an index and its checksum on the node, to which it is brought."""
+    name = blake2b(repr((path, file.identity)).encode()).hexdigest()
+    copy = os.path.join(own_folder(folder), name + os.path.splitext(path)[1])
+    fetch(copy, file, with_sum=True, waits=waits)
+    return copy
 
 
 def copied_file(folder: str | None, path: str, file: StoredFile) -> CopiedFile:
     """A whole object, in memory where the folder cannot be written or has no room for it."""
     with contextlib.suppress(OSError):
-        copy = index_copy(folder, path, file.identity)
         for _ in range(2):
-            fetch(copy, file, with_sum=True)
+            copy = fetch_index(folder, path, file)
             content = MappedFile(copy).bytes
             data, expected = content[: file.size], content[file.size :]
             if checksum([data]) == expected.tobytes().hex():

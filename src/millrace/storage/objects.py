@@ -31,7 +31,7 @@ from millrace.storage import (
     StoredFile,
     gather_range,
 )
-from millrace.storage.copies import copied_file, fetch, index_copy, own_folder, shared_value
+from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
 from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 from millrace.storage.msc import ProfileStore
 from millrace.storage.transfers import Ahead, closing
@@ -127,8 +127,7 @@ class ObjectStorage(Renewed):
         if closing.is_set():
             return  # the end of Python would wait for it
         with contextlib.suppress(OSError, StorageError):  # who opens it is told
-            copy = index_copy(self._folder, path, identity)
-            fetch(copy, ObjectFile(self, path, identity), with_sum=True, waits=False)
+            fetch_index(self._folder, path, ObjectFile(self, path, identity), waits=False)
 
     def copied(self, paths: Sequence[str]) -> str:
         """A folder of the node with copies of objects, which keep their names."""
