@@ -1,5 +1,6 @@
 """The instant order, its mixture and its phases: equal to the slow model, and the laws of both."""
 
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -232,3 +233,24 @@ def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
             mixture.draws(np.arange(300))
     pairs = zip(mixture.draws(np.arange(300)), expected.draws(np.arange(300)), strict=True)
     assert all(np.array_equal(*pair) for pair in pairs)
+
+
+def test_an_earlier_stretch_is_computed_from_one_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader's threads and its state ask for stretches far apart, in turn."""
+    plan: Plan = [(4 * n, 8, {"a": 1 + n % 2, "b": 1}) for n in range(500)]
+    phases, fresh = (phases_of({"a": 9000, "b": 9000}, plan) for _ in range(2))
+    phases = pickle.loads(pickle.dumps(phases))
+    phases.stretch_of(1999)
+    computed: list[int] = []
+    following = Phases._next
+
+    def count(self: Phases, last: Any) -> Any:
+        computed.append(1)
+        return following(self, last)
+
+    monkeypatch.setattr(Phases, "_next", count)
+    for number in (3, 1990, 1000, 1999, 700, 1400):
+        computed.clear()
+        sources, numbers = phases.draws(np.array([number]))
+        assert len(computed) <= 64
+        assert (sources, numbers) == fresh.draws(np.array([number]))

@@ -22,6 +22,7 @@ Numbers = NDArray[np.int64]
 Places = NDArray[np.intp]
 
 MAX_WEIGHT = 1e300  # so that the sum of a phase's weights is finite
+_KEPT = 64  # one of so many stretches is kept without its tree; those behind it begin again there
 
 
 def _weights(_: str, value: Any) -> dict[str, float]:
@@ -66,7 +67,7 @@ class Stretch(NamedTuple):
     drawn: Numbers  # draws of all sources before, in this segment
     debts: Numbers  # what all sources are owed, in samples times `ONE`
     sources: NDArray[np.int32]  # places of those that take part among all: [leaves]
-    tree: MixtureTree  # what deals the samples to them
+    tree: Any  # the `MixtureTree` that deals the samples to them
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
         """See `Phases.draws`, for samples of this stretch."""
@@ -83,8 +84,8 @@ class Stretch(NamedTuple):
 
 
 class Phases:
-    """The mixture of a run in phases. Stretches are computed as far as samples ask for them; their
-    memory does not depend on the number of phases.
+    """The mixture of a run in phases. Stretches are computed as far as samples ask for them, and
+    computed again where they are asked for later.
 
     Args:
         sources: The sources by their names, whose order does not matter. A source has `num_tokens`,
@@ -118,21 +119,27 @@ class Phases:
         # Several threads may compute a stretch side by side: theirs are equal.
         self._known: dict[int, int] = {}  # the phase of each stretch, by its start
         self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for
+        self._kept: dict[int, Stretch] = {}  # those to begin again from, by their starts
         self.stretch_of(0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_recent": ()}
+        return {**vars(self), "_known": {}, "_recent": (), "_kept": {}}
 
     def stretch_of(self, sample_number: int) -> Stretch:
         """The stretch that a sample is in."""
         for stretch in self._recent:
             if stretch.start <= sample_number < stretch.end:
                 return stretch
-        last = next((one for one in self._recent if one.start <= sample_number), None)
-        while last is None or sample_number >= last.end:
+        begun = [*self._recent, *self._kept.copy().values()]  # at once: other threads may add one
+        earlier = (one for one in begun if one.start <= sample_number)
+        last = max(earlier, key=lambda one: one.start, default=None)
+        while last is None or last.tree is None or sample_number >= last.end:
             last = self._next(last)
             self._recent = (last, *self._recent[:1])
-            self._known[last.start] = last.phase
+            if last.start not in self._known:
+                self._known[last.start] = last.phase
+                if len(self._known) % _KEPT == 0:
+                    self._kept[last.start] = last._replace(tree=None)
         return last
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
@@ -163,13 +170,14 @@ class Phases:
     # ---- one stretch after the other ----
 
     def _next(self, last: Stretch | None) -> Stretch:
-        """The stretch behind another one, or the first."""
+        """The stretch behind another one, or the first; of one without its tree, itself."""
         if last is None:
             size, zeros = len(self.names), np.broadcast_to(np.int64(0), len(self.names))
             begins = Position(*(np.broadcast_to(np.int64(one), size) for one in UNDRAWN))
             weights = self._changed_weights(self._weights, 0)
-            none = np.empty(0, np.int32), MixtureTree([ONE])
-            return self._deal(Stretch(0, 0, 0, 0, weights, begins, zeros, zeros, *none))
+            last = Stretch(0, 0, 0, 0, weights, begins, zeros, zeros, np.empty(0, np.int32), None)
+        if last.tree is None:
+            return self._deal(last)
         drawn, debts, count = last.drawn_up_to(last.end), last.debts.copy(), last.end - last.start
         draws = drawn[last.sources] - last.drawn[last.sources]
         # The product may overflow, but not what is left of it.
