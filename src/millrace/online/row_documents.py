@@ -32,6 +32,44 @@ def epoch_order(count: int, seed: int, epoch: int) -> KeyedPermutation:
     return KeyedPermutation(count, seed << 64 | epoch)
 
 
+def documents_of(encoded: EncodedRows, numbers: Numbers) -> TokenBatch:
+    """Rows as samples, by their numbers; their documents that have tokens are the parts."""
+    bounds, has_tokens = np.append(0, encoded.ends), sizes_of(encoded.ends) > 0
+    ends = bounds[np.cumsum(encoded.counts)]
+    rows = np.repeat(np.arange(len(numbers)), encoded.counts)[has_tokens]
+    starts = bounds[:-1][has_tokens]
+    parts = {"part_starts": starts, "part_sequence": numbers[rows]}
+    parts["part_offset"] = starts - (ends - sizes_of(ends))[rows]
+    return EMPTY.with_arrays(tokens=encoded.tokens, ends=ends, trained=encoded.trained, **parts)
+
+
+def ranges_of(batch: Any, starts: Numbers, stops: Numbers) -> TokenBatch:
+    """The tokens of a batch from `starts` up to `stops` as samples, which may share tokens."""
+    ends, ranges = np.cumsum(stops - starts), [*map(slice, starts.tolist(), stops.tolist())]
+    arrays: Any = {"tokens": batch.tokens, "trained": batch.trained}
+    for name in arrays if batch.trained is not None else ("tokens",):
+        arrays[name] = np.concatenate([arrays[name][:0], *map(arrays[name].__getitem__, ranges)])
+    first_parts = np.searchsorted(batch.part_starts, starts, "right") - 1
+    counts = np.searchsorted(batch.part_starts, stops) - first_parts
+    samples, places = spread(np.where(stops > starts, counts, 0))
+    parts = first_parts[samples] + places
+    firsts = np.maximum(batch.part_starts[parts], starts[samples])
+    arrays |= {"part_starts": firsts + (ends - stops)[samples]}
+    arrays |= {"part_sequence": batch.part_sequence[parts]}
+    arrays |= {"part_offset": batch.part_offset[parts] + firsts - batch.part_starts[parts]}
+    return EMPTY.with_arrays(ends=ends, **arrays)
+
+
+def cut(batch: Any, capacity: int) -> tuple[TokenBatch, dict[str, int]]:
+    """Samples without the tokens behind their first `capacity`, and counts of what was cut."""
+    starts = batch.ends - batch.sizes
+    stops = np.minimum(starts + capacity, batch.ends)
+    limits = np.repeat(starts + capacity, np.diff(batch.part_bounds))
+    num_cut = int((batch.part_starts + batch.part_counts > limits).sum())
+    counts = {"cut documents": num_cut, "tokens behind the cut": int((batch.ends - stops).sum())}
+    return ranges_of(batch, starts, stops) if num_cut > 0 else batch, counts
+
+
 class StoredDocuments:
     """The documents of token files, counted from document `first` on, as rows that are encoded
     already: their numbers are the rows, and this is their encoder."""
@@ -180,7 +218,7 @@ class RowDocuments(Renewed):
         return numbers
 
     def _encoded(self, numbers: Numbers, rows: Any) -> TokenBatch:
-        """The documents of some rows: those with tokens are a part, by the row's number."""
+        """The documents of some rows, cut; TextError for a row with none or several."""
         encoded = encode_rows(self._encoder, rows)
         for place in np.flatnonzero(encoded.counts != 1)[:1].tolist():
             where = self._rows.place(int(numbers[place]))
@@ -191,32 +229,13 @@ class RowDocuments(Renewed):
                 )
             remedy = 'Or go on without such rows: cache="FOLDER", on_error="skip"'
             raise TextError(f"{where}: {encoded.problems[place]}. {remedy}")
-        tokens, trained = encoded.tokens, encoded.trained
-        sizes = sizes_of(encoded.ends)
-        kept = sizes.clip(max=self._capacity)
-        if (sizes > kept).any():
-            firsts = encoded.ends - sizes
-            ranges = [*map(slice, firsts.tolist(), (firsts + kept).tolist())]
-            tokens = np.concatenate([tokens[one] for one in ranges])
-            if trained is not None:
-                trained = np.concatenate([trained[one] for one in ranges])
-        ends = np.cumsum(kept)
-        num_labels = (kept - 1).clip(min=0)  # all tokens but the first
-        if trained is not None:
-            sums = np.append(0, np.cumsum(trained))
-            num_labels = sums[ends] - sums[ends - num_labels]
-        counts = {
-            "rows": len(numbers),
-            "tokens": len(encoded.tokens),
-            **encoded.report,
-            "cut documents": int(np.count_nonzero(sizes > kept)),
-            "tokens behind the cut": int((sizes - kept).sum()),
-            "samples without a target": int(np.count_nonzero(num_labels < 1)),
-        }
+        batch, cuts = cut(documents_of(encoded, numbers), self._capacity)
+        num_labels = (batch.sizes - 1).clip(min=0)  # all tokens but the first
+        if batch.trained is not None:
+            sums = np.append(0, np.cumsum(batch.trained))
+            num_labels = sums[batch.ends] - sums[batch.ends - num_labels]
+        counts = {"rows": len(numbers), "tokens": len(encoded.tokens), **encoded.report, **cuts}
+        counts["samples without a target"] = int(np.count_nonzero(num_labels < 1))
         with self._lock:
             self.report.update(counts)
-        has_tokens = kept > 0
-        starts = (ends - kept)[has_tokens]
-        parts: Any = {"part_starts": starts, "part_offset": np.zeros_like(starts)}
-        parts["part_sequence"] = numbers[has_tokens]
-        return EMPTY.with_arrays(tokens=tokens, ends=ends, trained=trained, **parts)
+        return batch

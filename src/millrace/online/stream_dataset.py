@@ -3,12 +3,13 @@
 import itertools
 import os
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT32, check_choice, check_int, plain_json, shown
 from millrace.encoding.row_encoders import RowEncoder, check_encoder, encode_rows
@@ -16,10 +17,10 @@ from millrace.errors import ConfigError, ResumeError, TextError
 from millrace.feed.stream_data import StreamDataset as TokenStreamDataset
 from millrace.forks import Renewed
 from millrace.online.numbered_rows import BLOCK
-from millrace.online.row_documents import epoch_order
+from millrace.online.row_documents import cut, documents_of, epoch_order, ranges_of
 from millrace.ragged import starts_of
 from millrace.samples.fields import SampleOptions, choose_options
-from millrace.samples.tokens import EMPTY, TokenBatch
+from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
 
 _PACKINGS = ("documents", "joined", "packs")
 _NO_STATE = (
@@ -33,40 +34,6 @@ _LACKS_BUFFER = (
 
 _Entry = tuple[int, Any, dict[str, Any]]
 """The number of a row, the row, and the state behind it."""
-
-
-class Piece(NamedTuple):
-    """Some tokens of a row, from `offset` on, and which of them are trained on."""
-
-    tokens: NDArray[Any]
-    trained: NDArray[np.bool_]
-    row: int  # its number
-    offset: int
-
-    @property
-    def size(self) -> int:
-        return len(self.tokens)
-
-    def cut(self, start: int, stop: int) -> "Piece":
-        """The tokens from `start` up to `stop` of the piece."""
-        if start == 0 and stop >= len(self.tokens):
-            return self  # as for most
-        tokens, trained = self.tokens[start:stop], self.trained[start:stop]
-        return Piece(tokens, trained, self.row, self.offset + start)
-
-
-def token_batch(samples: Sequence[Sequence[Piece]]) -> TokenBatch:
-    """Samples of pieces that are not empty."""
-    pieces = [piece for sample in samples for piece in sample]
-    bounds = starts_of(piece.size for piece in pieces)
-    return EMPTY.with_arrays(
-        tokens=np.concatenate([piece.tokens for piece in pieces] or [np.empty(0, np.int64)]),
-        ends=bounds[starts_of(map(len, samples))[1:]],
-        trained=np.concatenate([piece.trained for piece in pieces] or [np.empty(0, np.bool_)]),
-        part_starts=bounds[:-1],
-        part_sequence=np.array([piece.row for piece in pieces], np.int64),
-        part_offset=np.array([piece.offset for piece in pieces], np.int64),
-    )
 
 
 def _has_buffer(source: Any) -> bool:
@@ -127,8 +94,11 @@ class RowStream(Renewed):
             self._after = None  # after an error, the place is read again
             entries: list[Any] = list(itertools.islice(self._reading, count * size))
             self._after = after = entries[-1][-1] if entries else state
-        samples = [one for one, _ in entries] if is_packed else self._samples_of(entries, size, own)
-        return token_batch(samples), after
+        if not is_packed:
+            return self._samples_of(entries, size, own), after
+        runs = itertools.groupby(entries, itemgetter(0))
+        samples = [batch.select(np.array([place for _, place, _ in run])) for batch, run in runs]
+        return samples[0] if len(samples) == 1 else concatenate(samples or [EMPTY]), after
 
     def _entries(self, state: Any) -> Iterator[_Entry]:
         """The rows from a state on, in the shuffled order."""
@@ -191,70 +161,72 @@ class RowStream(Renewed):
             raise ConfigError(f"{what}; give an iterable of the rows from there on")
         return iter(following)
 
-    def _encoded(self, entries: Sequence[_Entry]) -> Iterator[list[Piece]]:
-        """The documents of each row that are not empty; TextError when a bad one is reached."""
+    def _encoded(self, entries: Sequence[_Entry]) -> tuple[TokenBatch, TextError | None]:
+        """The rows before the first bad one as samples, and the problem of that one."""
         encoded = encode_rows(self._encoder, [row for _, row, _ in entries])
         counts = {"rows": len(entries), "tokens": len(encoded.tokens), **encoded.report}
         self.report.update(counts)
-        tokens, trained, ends = encoded.tokens, encoded.trained, iter(encoded.ends.tolist())
-        trained, stop = np.ones(len(tokens), np.bool_) if trained is None else trained, 0
-        for place, count in enumerate(encoded.counts.tolist()):
-            (number, *_), first, pieces = entries[place], stop, []
-            if place in encoded.problems:
-                raise TextError(f"row {number} of the stream: {encoded.problems[place]}")
-            for end in itertools.islice(ends, count):
-                pieces.append(Piece(tokens[stop:end], trained[stop:end], number, stop - first))
-                stop = end
-            yield [piece for piece in pieces if piece.size > 0]
+        batch = documents_of(encoded, np.array([number for number, *_ in entries], np.int64))
+        if not encoded.problems:
+            return batch, None
+        place = min(encoded.problems)
+        where = f"row {entries[place][0]} of the stream"
+        return batch.select(np.arange(place)), TextError(f"{where}: {encoded.problems[place]}")
 
-    def _samples_of(self, entries: list[_Entry], size: int, own: Any) -> list[list[Piece]]:
+    def _samples_of(self, entries: list[_Entry], size: int, own: Any) -> TokenBatch:
         """Samples of `size` rows each; those at other places than `own` (None: all) are empty."""
-        groups = [entries[start : start + size] for start in range(0, len(entries), size)]
-        samples: list[list[Piece]] = [[] for _ in groups]
-        places = [n for n in range(len(groups)) if own is None or n in own]
-        homes = [place for place in places for _ in groups[place]]
-        documents = self._encoded([entry for place in places for entry in groups[place]])
-        for home, pieces in zip(homes, documents, strict=True):
-            for piece in pieces:
-                room = self._capacity - sum(one.size for one in samples[home])
-                self.report["cut documents"] += piece.size > room
-                self.report["tokens behind the cut"] += max(piece.size - room, 0)
-                samples[home] += [piece.cut(0, room)] if room > 0 else []
-        return samples
+        wanted = {*(range(len(entries)) if own is None else own)}
+        starts = range(0, len(entries), size)
+        groups = [entries[n : n + size] if n // size in wanted else [] for n in starts]
+        batch, problem = self._encoded([*itertools.chain.from_iterable(groups)])
+        if problem is not None:
+            raise problem
+        ends = np.append(0, batch.ends)[starts_of(map(len, groups))[1:]]
+        batch, cuts = cut(batch.with_arrays(ends=ends), self._capacity)
+        self.report.update(cuts)
+        return batch
 
-    def _documents(self, state: Any) -> Iterator[tuple[Piece, dict[str, Any]]]:
-        """The documents from a state on, each with the state before its row."""
-        entries, token = self._entries(state), state["token"]
+    def _packed(self, state: Any) -> Iterator[tuple[TokenBatch, int, Any]]:
+        """Samples of documents one after the other, or of whole ones: a batch, the place of the
+        sample there, and the state behind it."""
+        entries, start = self._entries(state), state["token"]
+        extra = self._extra if self._options["packing"] == "joined" else 0  # tokens shared by two
+        rest: list[Any] = []  # what blocks of rows have left for the next sample
+        before: dict[int, Any] = {}  # the states before rows, by the rows' numbers
         while some := list(itertools.islice(entries, BLOCK)):
-            for (_, _, after), pieces in zip(some, self._encoded(some), strict=True):
-                before = {**after, "row": after["row"] - 1}
-                for piece in pieces:
-                    if (start := max(token - piece.offset, 0)) < piece.size:
-                        yield piece.cut(start, piece.size), before
-                token = 0
+            block, problem = self._encoded(some)
+            before |= {number: {**after, "row": after["row"] - 1} for number, _, after in some}
+            start = min([start, *block.ends[:1].tolist()])
+            batch: Any = concatenate([*rest, block])
+            stops = self._stops_of(batch, start, extra)
+            starts, start = np.append(start, stops - extra), 0
+            # The state tells of the document that ends a full sample, or else did not fit into it.
+            last = stops - (stops - starts[:-1] == self._capacity)
+            parts = np.searchsorted(batch.part_starts, last, "right") - 1
+            tokens = batch.part_offset[parts] + starts[1:] - batch.part_starts[parts]
+            samples = ranges_of(batch, starts[:-1], stops)
+            pairs = zip(batch.part_sequence[parts].tolist(), tokens.tolist(), strict=True)
+            for place, (number, token) in enumerate(pairs):
+                yield samples, place, {**before[number], "token": token}
+            if problem is not None:
+                raise problem
+            rest = [ranges_of(batch, starts[-1:], batch.ends[-1:])]
+            before = {number: before[number] for number in rest[0].part_sequence.tolist()}
+        for batch in rest:
+            if len(batch.tokens) > extra:
+                token = int(batch.part_offset[-1] + batch.part_counts[-1])
+                yield batch, 0, {**before[int(batch.part_sequence[-1])], "token": token}
 
-    def _packed(self, state: Any) -> Iterator[tuple[list[Piece], dict[str, Any]]]:
-        """Samples of documents one after the other, or of whole ones, with the states behind."""
-        is_joined, capacity = self._options["packing"] == "joined", self._capacity
-        extra = self._extra if is_joined else 0  # tokens that the next sample has, too
-        pieces: list[Piece] = []
-        room, end = capacity, state
-        for document, before in self._documents(state):
-            place, size = 0, document.size
-            while place < size:
-                piece = document.cut(place, place + (room if is_joined else capacity))
-                if piece.size > room:  # never where documents are joined
-                    yield pieces, {**before, "token": piece.offset}
-                    pieces, room = [], capacity
-                pieces.append(piece)
-                room, place = room - piece.size, place + piece.size
-                if room == 0:
-                    place -= extra
-                    yield pieces, {**before, "token": document.offset + place}
-                    pieces, room = [], capacity
-            end = {**before, "token": document.offset + size}
-        if capacity - room > extra:
-            yield pieces, end
+    def _stops_of(self, batch: Any, start: int, extra: int) -> Numbers:
+        """Where samples from a token on end, if no later document can change that."""
+        if self._options["packing"] == "joined":
+            size = self._capacity
+            return np.arange(start + size, len(batch.tokens) + 1, size - extra)
+        ends, stops = [0, *(batch.part_starts + batch.part_counts).tolist()], [start]
+        while (limit := stops[-1] + self._capacity) <= ends[-1]:
+            end = ends[bisect_right(ends, limit) - 1]
+            stops.append(end if end > stops[-1] else limit)  # a longer document goes on
+        return np.array(stops[1:], np.int64)
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """What decides the samples, but for the rows; ConfigError if they cannot be read again."""
