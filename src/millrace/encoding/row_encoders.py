@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,3 +211,9 @@ class TextRows:
             entries["class"] = type(self).__qualname__
         entries |= {"tokenizer": tokenizer.fingerprint, "versions": tokenizer.versions}
         return {**entries, **tokenizer.options}
+
+
+def is_plain(encoder: RowEncoder) -> TypeGuard[TextRows]:
+    """Whether the documents are those that `tokenize` makes of the rows' texts: one for each row,
+    without a mask. A derived class may make others."""
+    return type(encoder) is TextRows

@@ -14,7 +14,7 @@ import numpy as np
 from millrace.cache import arrays
 from millrace.cache.loss_files import read_loss_ranges
 from millrace.encoding import Tokenizer
-from millrace.encoding.row_encoders import RowEncoder, TextRows
+from millrace.encoding.row_encoders import RowEncoder, is_plain
 from millrace.engine import ALREADY, Progress
 from millrace.errors import CacheError, ConfigError, DataError, MillraceError
 from millrace.files import SAY_AFTER, file_lock
@@ -36,21 +36,30 @@ _INPUT_SIZE = 1 << 23  # bytes of rows, which a worker encodes in a second
 
 def tokenized(
     rows: Rows, encoder: RowEncoder, folder: str, *, show_progress: bool, **options: Any
-) -> tuple[IndexedDataset, dict[str, int]]:
-    """The token files of all rows, made by a tokenise job unless they are there, and its report.
+) -> tuple[IndexedDataset, dict[str, int], int, int]:
+    """Token files with the documents of some rows, made by a tokenise job unless they are there;
+    the job's report; and where the documents start and stop in them.
 
     Of several processes one makes them, and the others wait; after a kill the next one continues.
 
     Args:
         options: `on_error` and `workers` of the job.
     """
+    start, stop = rows.start, rows.stop
+    # All splits share the files of all rows, where each row is a document: others may skip some.
+    is_shared = is_plain(encoder) and options["on_error"] == "stop"
+    rows = rows.range() if is_shared else rows
     key = [rows.fingerprint(), encoder.fingerprint(), options["on_error"]]
     make_folder(folder)
     place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
-    json_key = encoder.key if type(encoder) is TextRows else "rows"
-    prefix = f"{place}_{json_key}_document"
-    finished = partial(_finished, place, prefix, type(encoder) is not TextRows)
+    if is_plain(encoder):
+        json_key = encoder.key
+        options |= {"append_eod": encoder.append_eod, "prepend_bos": encoder.prepend_bos}
+    else:
+        json_key, options["row_encoder"] = "rows", encoder
     options |= {"json_keys": [json_key], "show_progress": show_progress}
+    prefix = f"{place}_{json_key}_document"
+    finished = partial(_finished, place, prefix, "row_encoder" in options)
     # Without progress, the wait for the lock itself warns and names the holder.
     limit = 1 if show_progress else None
     with Progress("wait for tokens", enabled=show_progress) as progress:
@@ -76,7 +85,7 @@ def tokenized(
     report = {**provenance.get("report", {}), "rows": len(rows), "tokens": store.num_tokens}
     if "skipped" in provenance:
         report["skipped rows"] = provenance["skipped"]["number"]
-    return store, report
+    return store, report, *((start, stop) if is_shared else (0, store.num_documents))
 
 
 def _finished(place: str, prefix: str, has_mask: bool) -> IndexedDataset | None:
@@ -109,10 +118,6 @@ def _make(rows: Rows, encoder: RowEncoder, place: str, **options: Any) -> None:
     """Runs the job."""
     inputs = _inputs_of(rows)
     options["max_document_size"] = rows.max_size
-    if type(encoder) is TextRows:
-        options |= {"append_eod": encoder.append_eod, "prepend_bos": encoder.prepend_bos}
-    else:
-        options["row_encoder"] = encoder
     # The job notes a tokenizer: the encoder's, or one that stands for the encoder.
     tokenizer = getattr(encoder, "tokenizer", None) or Tokenizer.from_function(
         list,

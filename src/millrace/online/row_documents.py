@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from millrace._native import mark_ranges
+from millrace.cache.loss_files import ARRAY, read_loss_ranges
 from millrace.checks import MAX_INT64, check_int
 from millrace.encoding.row_encoders import EncodedRows, encode_rows
 from millrace.errors import ConfigError, TextError
 from millrace.forks import Renewed
 from millrace.online.numbered_rows import BLOCK
-from millrace.order import Spans
 from millrace.order.permutation import KeyedPermutation
 from millrace.ragged import sizes_of, spread
-from millrace.samples.loss_ranges import LossRanges
-from millrace.samples.stored import Sources, StoredTokens
+from millrace.samples.stored import Sources
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
 from millrace.storage.transfers import closing
 from millrace.store import IndexedDataset
@@ -75,9 +75,8 @@ class StoredDocuments:
     already: their numbers are the rows, and this is their encoder."""
 
     def __init__(self, store: IndexedDataset, first: int, count: int, has_mask: bool) -> None:
-        self._first, self._count, self.dtype = first, count, store.dtype
-        self._stored = StoredTokens(store, self)  # type: ignore[arg-type]
-        self._ranges = LossRanges(self._stored) if has_mask else None
+        self._store, self._first, self._count, self.dtype = store, first, count, store.dtype
+        self._ranges = read_loss_ranges(store) if has_mask else None
 
     def __len__(self) -> int:
         return self._count
@@ -85,23 +84,18 @@ class StoredDocuments:
     def rows(self, numbers: Numbers) -> Numbers:
         return numbers
 
-    def spans(self, numbers: Numbers) -> Spans:
-        """The sequences of documents."""
-        store: Any = self._stored.store
-        firsts, stops = store.document_indices[self._first + np.stack((numbers, numbers + 1))]
-        documents, places = spread(stops - firsts)
-        sequences = firsts[documents] + places
-        counts = store.sequence_lengths[sequences].astype(np.int64)
-        bounds = np.append(0, np.cumsum(stops - firsts))
-        return Spans(sequences, np.zeros_like(counts), counts, bounds)
-
     def encode(self, numbers: Numbers) -> EncodedRows:
         """As `RowEncoder.encode`."""
-        batch = self._stored.tokens(numbers)
+        edges = self._store.document_indices[self._first + np.stack((numbers, numbers + 1))]
+        documents, places = spread(edges[1] - edges[0])
+        sequences = edges[0, documents] + places
+        tokens, bounds = self._store.read(sequences)
+        trained = None
         if self._ranges is not None:
-            _, batch = self._ranges(batch, numbers)
-        counts = np.ones(len(numbers), np.int64)
-        return EncodedRows(batch.tokens, batch.ends, batch.trained, counts, {})
+            spans = sequences, np.zeros_like(sequences), np.diff(bounds)
+            trained = mark_ranges(self._ranges[ARRAY], *spans) == 0
+        ends, counts = bounds[np.cumsum(edges[1] - edges[0])], np.ones(len(numbers), np.int64)
+        return EncodedRows(tokens, ends, trained, counts, {})
 
 
 class RowDocuments(Renewed):

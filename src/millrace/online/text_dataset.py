@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from millrace.checks import check_choice, check_int, shown
-from millrace.encoding.row_encoders import RowEncoder, TextRows, check_encoder
+from millrace.encoding.row_encoders import RowEncoder, check_encoder, is_plain
 from millrace.errors import ConfigError
 from millrace.online.cached_rows import tokenized
 from millrace.online.numbered_rows import Rows, folder_of, open_rows
@@ -21,7 +21,6 @@ from millrace.samples.fields import choose_options
 from millrace.samples.loss_ranges import LossRanges
 from millrace.samples.stored import Sources, StoredTokens
 from millrace.samples.tokens import Numbers
-from millrace.store import IndexedDataset
 
 _NUM_CHECKED = 64  # rows that are compared with the reference library, which is slow
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
@@ -32,19 +31,6 @@ def _plan_of(order: str | PlanOf | None, options: Any) -> PlanOf | None:
     if order is None and options is not None:
         raise ConfigError(f"order_options are {shown(options)}: give order, too")
     return _PLANS[check_choice("order", order, (*_PLANS,))] if isinstance(order, str) else order
-
-
-def _tokenized_part(
-    rows: Rows, encoder: RowEncoder, folder: str, job: dict[str, Any]
-) -> tuple[IndexedDataset, dict[str, int], int, int]:
-    """Token files with the documents of some rows, the report of their job, and where the documents
-    start and stop in them."""
-    # A text is a document, so all splits share the files of all rows. Others are made alone: their
-    # rows may have several documents or none.
-    is_shared = type(encoder) is TextRows and job["on_error"] == "stop"
-    store, report = tokenized(rows.range() if is_shared else rows, encoder, folder, **job)
-    places = (rows.start, rows.stop) if is_shared else (0, store.num_documents)
-    return store, report, *places
 
 
 class TextDataset(TokenDataset):
@@ -124,8 +110,8 @@ class TextDataset(TokenDataset):
         self.name = rows.parts[0].locate(0)[0] if name is None else name
         if len(rows) == 0:
             raise ConfigError(f"{self.name}: there are no rows: give at least one")
-        has_mask = type(encoder) is not TextRows
-        if type(encoder) is TextRows:
+        has_mask = not is_plain(encoder)
+        if is_plain(encoder):
             first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))
             encoder = encoder.checked([row for row in first if isinstance(row, dict)])
         capacity = options.sequence_length + options.add_extra_token
@@ -143,7 +129,7 @@ class TextDataset(TokenDataset):
             return
         folder = rows.folder if cache is None else folder_of(cache)
         job: Any = {"on_error": on_error, "workers": workers, "show_progress": show_progress}
-        store, self._job_report, start, stop = _tokenized_part(rows, encoder, folder, job)
+        store, self._job_report, start, stop = tokenized(rows, encoder, folder, **job)
         if order is None:
             stored = StoredDocuments(store, start, stop - start, has_mask)
             super().__init__(RowDocuments(stored, stored, *documents), options)
