@@ -57,7 +57,7 @@ def test_arrays_of_rows(folder: Path) -> None:
     share = f"{rows.trained.mean():.1%}"
     assert format_report(rows.report).split()[-3:] == ["trained", "share", share]
     masks = _Masks(encoder._borders, [Document("é", [], ("markers",))])
-    assert "it has no target" in masks.problems[0]
+    assert "it has no target" in str(masks.problems[0])
     for batch in ([], [BAD, {}]):
         assert len(encode_rows(encoder, batch).problems) == len(batch)
 

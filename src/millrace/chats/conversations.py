@@ -118,7 +118,7 @@ def _plain(value: Any, place: str) -> Any:
         raise TextError(str(error)) from None
 
 
-def texts_in(value: Any) -> list[str]:
+def all_texts(value: Any) -> list[str]:
     """All texts in a plain value, keys included."""
     texts, pending = [], [value]
     for one in pending:

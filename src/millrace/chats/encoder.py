@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from millrace.chats.conversations import conversation_of, texts_in
+from millrace.chats.conversations import all_texts, conversation_of
 from millrace.chats.markers import any_of
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
-from millrace.chats.proof import Document, Rules, Span
+from millrace.chats.proof import Document, NoTargetError, Rules, Span
 from millrace.chats.stand_ins import prove_chat
 from millrace.chats.templates import find_template
 from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
@@ -94,13 +94,13 @@ class ChatEncoder:
             a border" of trained and other characters, which are not trained on; and documents by
             the routes that agree on their masks.
         """
-        problems: dict[int, str] = {}
+        problems: dict[int, TextError] = {}
         documents: list[tuple[int, Document]] = []
         for number, row in enumerate(rows):
             try:
                 documents += [(number, one) for one in self.documents(row)]
             except TextError as error:
-                problems[number] = str(error)
+                problems[number] = error.with_traceback(None)
         masks = _Masks(self._borders, [one for _, one in documents])
         if masks.problems:
             for place, problem in masks.problems.items():
@@ -113,7 +113,7 @@ class ChatEncoder:
         report = {
             "rows": len(rows),
             "bad rows": len(problems),
-            "rows without a target": sum("has no target" in one for one in problems.values()),
+            "rows without a target": [*map(type, problems.values())].count(NoTargetError),
             "documents": len(documents),
             "documents of rewritten history": len(documents) - int((counts > 0).sum()),
             "turns": len(stops),
@@ -125,7 +125,8 @@ class ChatEncoder:
         routes = Counter(one.routes for _, one in documents)
         report |= {f"routes: {', '.join(names)}": count for names, count in routes.items()}
         ids, ends = tokens.ids.astype(self.dtype, copy=False), np.cumsum(tokens.lengths)
-        return EncodedRows(ids, ends, trained, counts, dict(sorted(problems.items())), report)
+        reasons = {number: str(problems[number]) for number in sorted(problems)}
+        return EncodedRows(ids, ends, trained, counts, reasons, report)
 
     def documents(self, row: Mapping[str, Any]) -> list[Document]:
         """The rendered documents of a row, and what is trained of them.
@@ -155,7 +156,7 @@ class ChatEncoder:
         for document in self.documents(row):
             masks = _Masks(self._borders, [document])
             if masks.problems:
-                raise TextError(masks.problems[0])
+                raise masks.problems[0]
             text, decoder = document.text.encode(), codecs.getincrementaldecoder("utf-8")()
             places = zip(masks.tokens.starts, masks.tokens.ends, strict=True)
             texts = [decoder.decode(text[start:end]) for start, end in places]
@@ -180,7 +181,7 @@ class ChatEncoder:
 
     def _problem_of(self, value: Any) -> str:
         """What is wrong with texts that cannot be encoded, or that hold special tokens."""
-        text = "\0".join(texts_in(value))
+        text = "\0".join(all_texts(value))
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -214,7 +215,8 @@ class _Masks:
         self.trained, self.is_across = trained_tokens(starts, ends, byte_places(text, edges))
         lasts, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
         empty = np.flatnonzero(sums[lasts] == sums[lasts - self.tokens.lengths]).tolist()
-        self.problems = dict.fromkeys(empty, "it has no target: no token of its turns is whole")
+        nothing = NoTargetError("it has no target: no token of its turns is whole")
+        self.problems: dict[int, TextError] = dict.fromkeys(empty, nothing)
         places = np.array([end for _, end, _ in stops], np.int64)
         tokens = np.searchsorted(ends, byte_places(text, places) - 1, "right")
         for place in np.flatnonzero(~self.trained[tokens]).tolist():
@@ -222,4 +224,4 @@ class _Masks:
             start, end, number = stops[place]
             what = f"the stop token {text[start:end]!r} is part of the token"
             token = shown(part.decode(errors="replace"))
-            self.problems[number] = f"{what} {token}, which holds other text, too"
+            self.problems[number] = TextError(f"{what} {token}, which holds other text, too")

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class Shown(NamedTuple):
+class MessageSpan(NamedTuple):
     """What a rendered text shows of a message."""
 
     pieces: list[Piece]
@@ -76,7 +76,7 @@ class Marker:
         """Copies of the messages, with markers."""
         return [self._marked_message(number, one) for number, one in enumerate(messages)]
 
-    def find(self, marked_text: str) -> tuple[dict[int, Shown], dict[int, set[str]]]:
+    def find(self, marked_text: str) -> tuple[dict[int, MessageSpan], dict[int, set[str]]]:
         """What the text shows of each message at its first place; and the kinds of the pieces that
         it leaves out, by message: none for one in several places, or of which it may leave out a
         literal. TextError if the marked text says other things."""
@@ -92,19 +92,19 @@ class Marker:
                 if not runs or runs[-1][0] != message:
                     runs.append((message, []))
                 runs[-1][1].append(Piece(kind, start, end))
-        shown: dict[int, Shown] = {}
+        where: dict[int, MessageSpan] = {}
         lost: dict[int, set[str]] = {message: set() for message in self._with_literals}
         before, starts = 0, [pieces[0].start for _, pieces in runs]
         for (message, own), after in zip(runs, [*starts[1:], None], strict=False):
-            if message in shown:  # a tool's name in its answer, or a content behind the answer
+            if message in where:  # a tool's name in its answer, or a content behind the answer
                 lost.setdefault(message, set())
-            shown.setdefault(message, Shown(own, before, own[0].start, own[-1].end, after))
+            where.setdefault(message, MessageSpan(own, before, own[0].start, own[-1].end, after))
             before = own[-1].end
         present = {*marks}
         for number, (message, kind) in enumerate(self._owners):
             if not {2 * number, 2 * number + 1} <= present:
                 lost.setdefault(message, set()).add(kind)
-        return shown, lost
+        return where, lost
 
     def _wrap(self, message: int, kind: str, text: str) -> str:
         core = text.strip()

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from millrace.chats.conversations import Conversation
-from millrace.chats.markers import Marker, Shown
+from millrace.chats.markers import Marker, MessageSpan
 from millrace.chats.options import CALL, ChatOptions
 from millrace.chats.templates import Tags, Template
 from millrace.errors import TextError
@@ -55,6 +55,10 @@ class Document(NamedTuple):
         return [span for turn in self.turns for span in turn.spans]
 
 
+class NoTargetError(TextError):
+    """A chat of which no token is trained on."""
+
+
 class _RewrittenError(Exception):
     """A turn whose context is another one in the whole chat."""
 
@@ -85,7 +89,7 @@ def prove(chat: Conversation, rules: Rules) -> list[Document]:
         pending = [message for message in pending if message not in proven]
         length = pending[-1] + 1 if pending else 0
     if not documents:
-        raise TextError("it has no target: its turns have nothing of the kinds to train on")
+        raise NoTargetError("it has no target: its turns have nothing of the kinds to train on")
     return documents[::-1]
 
 
@@ -101,7 +105,8 @@ def _turns_to_train(chat: Conversation, which: str) -> list[int]:
         what = f"message {min({*turns} - {*kept})} has the weight 0"
         raise TextError(f'{what}: give turns="weight" to heed weights, or remove them')
     if not kept:
-        raise TextError("it has no target: all its turns have the weight 0, or are the prompt's")
+        what = "all its turns have the weight 0, or are the prompt's"
+        raise NoTargetError(f"it has no target: {what}")
     return kept
 
 
@@ -121,7 +126,7 @@ class _Proof:
             self.text = template.render(self.messages, chat.tools, tags=self.tags)
         marker = Marker(self.text, template.literals)
         marked = template.render(marker.marked(self.messages), chat.tools)
-        self.shown, self.lost = marker.find(marked)
+        self.where, self.lost = marker.find(marked)
         self._opening = re.compile(rf"((?:{rules.special.pattern})\s*)*")
         self.without_prompt: list[int] = []
         self._starts: dict[Any, int] = {}  # of turns that are rendered alike, from their content on
@@ -153,8 +158,8 @@ class _Proof:
 
     def _turn(self, message: int) -> list[Turn]:
         """What is trained of a turn, if anything."""
-        shown = self._shown(message)
-        begin, end = shown.begin, shown.end
+        where = self._where(message)
+        begin, end = where.begin, where.end
         # A template rewrites history by leaving pieces out, or by other text around a turn. So
         # turns between the same texts, with no piece left out before, have been rendered alike,
         # and the first of them stands for all. The prompt of a turn may hold tags with which its
@@ -162,23 +167,23 @@ class _Proof:
         words = self._opening.match(self.text, begin, end).end()  # type: ignore[union-attr]
         key: Any = message
         if message < min(self.lost, default=len(self.messages)):
-            role, kinds = self.messages[message - 1]["role"], [one.kind for one in shown.pieces]
-            key = (role, *self.messages[message], *kinds, self.text[shown.before : words])
+            role, kinds = self.messages[message - 1]["role"], [one.kind for one in where.pieces]
+            key = (role, *self.messages[message], *kinds, self.text[where.before : words])
         if key not in self._starts:
-            self._starts[key] = self._start(message, shown, words) - begin
-        around = key, self.text[end : shown.after]
+            self._starts[key] = self._start(message, where, words) - begin
+        around = key, self.text[end : where.after]
         if around not in self._stops:
-            first, last = self._stop(message, shown)
+            first, last = self._stop(message, where)
             self._stops[around] = first - end, last - end
         first, last = self._stops[around]
-        return self._trained(shown, begin + self._starts[key], (end + first, end + last))
+        return self._trained(where, begin + self._starts[key], (end + first, end + last))
 
-    def _shown(self, message: int) -> Shown:
+    def _where(self, message: int) -> MessageSpan:
         if CALL in self.lost.get(message, ()):
             raise _RewrittenError("the template leaves out a part of its tool calls")
-        if message not in self.shown:
+        if message not in self.where:
             raise _RewrittenError("route markers: nothing of its content is in the rendered text")
-        return self.shown[message]
+        return self.where[message]
 
     def _rendered(self, message: int, length: int, has_prompt: bool = False) -> str | None:
         """The text of the first messages; None if the template refuses them, which is noted."""
@@ -191,31 +196,31 @@ class _Proof:
             raise TextError("where texts part may depend on the words")
         return text
 
-    def _start(self, message: int, shown: Shown, words: int) -> int:
+    def _start(self, message: int, where: MessageSpan, words: int) -> int:
         """Where the generation prompt ends, or where the text says something else than it: where
         the turn's words begin, behind tags, at the latest."""
         prompt = self._rendered(message, message, True)
         if prompt is None:
-            return shown.begin
+            return where.begin
         start = shared_length(prompt, self.text)
         if start == len(prompt):
             return start
         # It must agree with the text as far as the chat before the turn does.
         chat = self._rendered(message, message) or ""
-        if start < max(shown.before, shared_length(prompt, chat.rstrip())):
+        if start < max(where.before, shared_length(prompt, chat.rstrip())):
             raise _RewrittenError(
                 "route prompt: when the turn is generated, what is before it is rendered in "
                 "another way than when it is trained"
             )
         # The prompt ends with something else than the turn begins with, such as "<think>".
-        tags = self.rules.special.finditer(self.text, shown.before, words)
+        tags = self.rules.special.finditer(self.text, where.before, words)
         cut = [tag.start() for tag in tags if tag.start() < start < tag.end()]
         return min([start, words, *cut])
 
-    def _stop(self, message: int, shown: Shown) -> Span:
+    def _stop(self, message: int, where: MessageSpan) -> Span:
         """The stop token after the last piece, up to which the chat that ends with the turn must be
         the beginning of this one."""
-        end, after, ended = shown.end, shown.after, self.text
+        end, after, ended = where.end, where.after, self.text
         if message + 1 < len(self.messages):
             ended = self._rendered(message, message + 1) or ended
         if self.rules.stops:
@@ -242,20 +247,20 @@ class _Proof:
     def _after_prompt(self, message: int) -> Document:
         """The last turn behind its generation prompt, for a template that renders what is before a
         turn in one way to generate it, and in another once the turn is there."""
-        prompt, shown = self._rendered(message, message, True), self._shown(message)
+        prompt, where = self._rendered(message, message, True), self._where(message)
         if prompt is None or self.rules.options.history == "refuse":
             raise _RewrittenError
-        for start in range(shown.begin, shown.before, -1):
-            if prompt.endswith(self.text[shown.before : start]):
-                stop, shift = self._stop(message, shown), len(prompt) - start
-                turns = self._trained(shown, start, stop, shift)
+        for start in range(where.begin, where.before, -1):
+            if prompt.endswith(self.text[where.before : start]):
+                stop, shift = self._stop(message, where), len(prompt) - start
+                turns = self._trained(where, start, stop, shift)
                 return Document(prompt + self.text[start:], turns, ("markers", "prompt"))
         raise _RewrittenError
 
-    def _trained(self, shown: Shown, start: int, stop: Span, shift: int = 0) -> list[Turn]:
+    def _trained(self, where: MessageSpan, start: int, stop: Span, shift: int = 0) -> list[Turn]:
         """The turn from start to stop, without pieces that are not asked for and what is around
         these; moved by `shift`. Empty if no piece is asked for."""
-        pieces, spans = shown.pieces, list[Span]()
+        pieces, spans = where.pieces, list[Span]()
         is_asked = [piece.kind in self.rules.options.kinds for piece in pieces]
         for number, piece in enumerate(pieces):
             if is_asked[number]:
@@ -271,9 +276,9 @@ class _Proof:
     def _check_tags(self) -> None:
         """Raises TextError if tags are around another message, or not around an assistant's."""
         tags = sorted(self.tags or ())
-        for message, shown in self.shown.items() if self.tags is not None else ():
+        for message, where in self.where.items() if self.tags is not None else ():
             is_ours = self.messages[message]["role"] == "assistant"
-            for piece in shown.pieces:
+            for piece in where.pieces:
                 place = bisect.bisect_right(tags, piece.start, key=lambda tag: tag[0]) - 1
                 is_tagged = place >= 0 and piece.end <= tags[place][1]
                 is_asked = not is_ours or piece.kind in self.rules.options.kinds

@@ -24,7 +24,7 @@ Bools = NDArray[np.bool_]
 _NFC = {"type": "NFC"}  # changes no text that is in this form already
 
 
-class EncodedTexts(NamedTuple):
+class BorderedTexts(NamedTuple):
     """Tokens of some texts, which stand one after the other, apart by a byte."""
 
     starts: Ints  # [n] where a token begins in all texts, in bytes of UTF-8
@@ -47,7 +47,7 @@ class BorderEncoder:
                 'folder with one, a .tiktoken file, or "bytes"'
             )
 
-    def encode(self, texts: list[str]) -> EncodedTexts:
+    def encode(self, texts: list[str]) -> BorderedTexts:
         """The tokens of some texts, in one call of the encoder."""
         counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
         bases, totals = starts_and_ends(np.array(counts, np.int64) + 1)
@@ -73,7 +73,7 @@ class BorderEncoder:
             ends[firsts[number] : lasts[number]] = bases[number] + np.maximum.accumulate(places)
         starts = np.append(0, ends)[:-1]
         starts[firsts[lengths > 0]] = bases[lengths > 0]
-        return EncodedTexts(starts, ends, ids, lengths)
+        return BorderedTexts(starts, ends, ids, lengths)
 
     def _reference(self, texts: list[str]) -> Any:
         """The reference library's encodings of some texts, which have offsets."""
