@@ -100,11 +100,7 @@ def _finished(place: str, prefix: str, has_mask: bool) -> IndexedDataset | None:
 
 
 def _wait_for_owner(place: str, error: Exception) -> bool:
-    """Waits for the job of another process on a file system without locks.
-
-    Returns:
-        Whether there was such a job.
-    """
+    """Waits for the job of another process on a file system without locks; whether it was there."""
     num_waits = 0
     while os.path.exists(place + OWNER):
         time.sleep(_PAUSE)
@@ -142,8 +138,11 @@ def _inputs_of(rows: Rows) -> list[InputFile]:
     firsts = np.linspace(0, len(rows) - count, 16, dtype=np.int64)
     sizes = [len(str(row)) for row in rows.read(np.unique(firsts[:, None] + np.arange(count)))]
     size = sum(sizes) // max(len(sizes), 1) + 1
-    blocks = rows.blocks(_INPUT_SIZE // size + 1)
-    return [_RowsFormat(part, numbers).input(size * len(numbers)) for part, numbers in blocks]
+    formats = [_RowsFormat(*block) for block in rows.blocks(_INPUT_SIZE // size + 1)]
+    return [
+        InputFile(path=one.path, format=one, size=size * len(one.numbers), mtime_ns=None)
+        for one in formats
+    ]
 
 
 class _RowsFormat(Format):
@@ -152,23 +151,20 @@ class _RowsFormat(Format):
     name = "rows"
 
     def __init__(self, part: Any, numbers: range) -> None:
-        self._part, self._numbers, self.unit = part, numbers, part.unit
-        self._path, self.first_line = part.locate(numbers.start)
+        self._part, self.numbers, self.unit = part, numbers, part.unit
+        self.path, self.first_line = part.locate(numbers.start)
 
     def __getstate__(self) -> dict[str, Any]:
         """A worker gets its own of the rows in memory."""
         if self._part.file is not None:
             return vars(self)
-        rows = self._part.read(np.array(self._numbers, np.int64))
-        return {**vars(self), "_part": MemoryPart(rows), "_numbers": range(len(rows))}
-
-    def input(self, size: int) -> InputFile:
-        return InputFile(path=self._path, format=self, size=size, mtime_ns=None)
+        rows = self._part.read(np.array(self.numbers, np.int64))
+        return {**vars(self), "_part": MemoryPart(rows), "numbers": range(len(rows))}
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        batch, (_, first) = Batch(query, part.size), self._part.locate(self._numbers.start)
-        for start in range(0, len(self._numbers), BLOCK):
-            numbers = self._numbers[start : start + BLOCK]
+        batch, (_, first) = Batch(query, part.size), self._part.locate(self.numbers.start)
+        for start in range(0, len(self.numbers), BLOCK):
+            numbers = self.numbers[start : start + BLOCK]
             for number, row in zip(numbers, self._part.read(np.array(numbers)), strict=True):
                 line = self._part.locate(number)[1] - first
                 try:
@@ -178,4 +174,4 @@ class _RowsFormat(Format):
                     batch.add(texts, line, id_=id_text(row.get(query.id_key)))
                 except BadDocumentError as error:
                     query.reject(line, -1, str(error), repr(row).encode())
-            yield batch.take(line + 1, start + len(numbers), len(self._numbers))
+            yield batch.take(line + 1, start + len(numbers), len(self.numbers))

@@ -115,8 +115,7 @@ class RowStream(Renewed):
             order = np.arange(len(read))
             if buffer > 1:
                 order = epoch_order(len(read), self._options["seed"], window).sources(order)
-            before = {**state, "window": window, "source": source, "token": 0}
-            before["size"] = len(read)
+            before = {**state, "window": window, "source": source, "token": 0, "size": len(read)}
             for place, entry in enumerate(order.tolist()[skipped:], skipped + 1):
                 number, row = window * size + entry, read[entry]
                 if not isinstance(row, Mapping):
