@@ -201,12 +201,12 @@ def load_or_build(
         return _publish(folder, name, key, layout, build), True
 
 
-def usable(folder: str, name: str, key: Any, layout: Layout) -> ArraySet | None:
-    """The set of that name, if it has that key, these arrays and no damage."""
+def usable(folder: str, name: str, key: Any, layout: Layout | None = None) -> ArraySet | None:
+    """The set of that name, if it has that key, these arrays (None: any) and no damage."""
     array_set = load(folder, name)
     if array_set is None or array_set.key != key or array_set.damage():
         return None
-    return array_set if array_set.layout == layout else None
+    return array_set if layout is None or array_set.layout == layout else None
 
 
 def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> ArraySet:

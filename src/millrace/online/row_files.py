@@ -181,19 +181,14 @@ they are consecutive: int64 [n]."""
 def _notes_of(
     file: InputFile, folder: str, kind: str, make: Callable[[InputFile], Notes], table: str = ""
 ) -> arrays.ArraySet:
-    """What `make` has noted of the file as it is, in this process or an earlier one.
-
-    `table`: path of a file that `make` writes, too.
-    """
+    """What `make`, which may write a `table`, has noted of the file as it is, perhaps earlier."""
     name = _name(kind, file.path)
     key = {"path": _real(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
     if is_remote(file.path):
         key["version"] = _object(file.path, file.size, file.mtime_ns).identity.version
 
     def find() -> arrays.ArraySet | None:
-        notes = arrays.load(folder, name)
-        is_ours = notes is not None and notes.key == key and not notes.damage()
-        return notes if is_ours and (not table or os.path.exists(table)) else None
+        return arrays.usable(folder, name, key) if not table or os.path.exists(table) else None
 
     if (notes := find()) is None:
         make_folder(folder)
