@@ -219,8 +219,7 @@ class RowStream(Renewed):
     def _stops_of(self, batch: Any, start: int, extra: int) -> Numbers:
         """Where samples from a token on end, if no later document can change that."""
         if self._options["packing"] == "joined":
-            size = self._capacity
-            return np.arange(start + size, len(batch.tokens) + 1, size - extra)
+            return np.arange(start + self._capacity, len(batch.tokens) + 1, self._capacity - extra)
         ends, stops = [0, *(batch.part_starts + batch.part_counts).tolist()], [start]
         while (limit := stops[-1] + self._capacity) <= ends[-1]:
             end = ends[bisect_right(ends, limit) - 1]
