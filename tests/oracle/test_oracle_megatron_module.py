@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -503,6 +504,55 @@ def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> Non
         oracle.assert_alike(sample["position_ids"], torch.tensor(positions, dtype=torch.int64))
         for name in ("tokens", "labels", "loss_mask"):
             oracle.assert_alike(sample[name], plain[number][name])
+
+
+@pytest.mark.parametrize(
+    ("version", "is_masked", "has_lengths"),
+    [
+        (None, False, False),
+        ("0.16.1", False, False),
+        ("0.18.2", False, False),
+        ("0.19.0", False, True),
+        ("1.0.0rc1", False, True),
+        (None, True, True),
+    ],
+)
+def test_the_hook_returns_what_the_imported_release_does(
+    prefix: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: Any,
+    is_masked: bool,
+    has_lengths: bool,
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__=version))
+    dataset = gpt(SIDES[0], prefix, tmp_path / "cache", inter_document_masking=is_masked)
+    text, documents, *lengths = dataset._query_document_sample_shuffle_indices(3)
+    assert [*map(len, lengths)] == [len(documents)] * has_lengths
+    assert [*map(sum, lengths)] == [len(text)] * has_lengths
+
+
+@pytest.mark.parametrize("lengths", [["whole"], [], ["whole", 1], [0]])
+def test_the_bounds_are_those_of_the_hooks_documents(
+    lengths: list[Any], prefix: Path, tmp_path: Path
+) -> None:
+    """As Megatron-LM's GPTFIMDataset, which makes one document of a sample."""
+
+    class One(ours.GPTDataset):
+        def _query_document_sample_shuffle_indices(self, idx: Any) -> Any:
+            text, documents, _ = super()._query_document_sample_shuffle_indices(idx)
+            own = [len(text) if length == "whole" else length for length in lengths]
+            return text[::-1].copy(), documents, *([own] if own else [])
+
+    dataset = gpt(SIDES[0], prefix, tmp_path / "cache", One, inter_document_masking=True)
+    if lengths != ["whole"]:
+        with pytest.raises(ConfigError, match=r"third value of One\._query"):
+            dataset[3]
+        return
+    size = len(dataset[3]["tokens"])
+    assert dataset[3]["cu_seqlens"].tolist() == [0] + [size] * size
+    assert dataset[3]["position_ids"].tolist() == list(range(size))
+    assert dataset[3]["max_seqlen"] == size
 
 
 # ---- caches ----

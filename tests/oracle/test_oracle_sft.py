@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*summary:UserWarning"),
 ]
 GOLDEN = json.loads(gzip.decompress(cases.GOLDEN.read_bytes()))
+OPTIONS = {**cases.OPTIONS, "sft_release": "0.19"}
 REPAIRED = {("0.16", "TypeError"), ("0.16", "IndexError"), ("0.19", "RuntimeError")}
 """Errors of Megatron-LM in whose place there may be a sample (`docs/differences.md`)."""
 
 
 def dataset_of(lines: Any, tokenizer: Any, num_samples: int | None = None, **options: Any) -> Any:
     rows = np.arange(len(lines), dtype=np.int32)
-    config = ours.GPTDatasetConfig(tokenizer=tokenizer, **{**cases.OPTIONS, **options})
+    config = ours.GPTDatasetConfig(tokenizer=tokenizer, **{**OPTIONS, **options})
     return ours.SFTDataset(lines, "path", rows, num_samples, ours.Split.train, config)
 
 
@@ -79,7 +81,7 @@ def test_samples_are_megatrons(release: str, prompt: str, lines: Any) -> None:
 
 def test_the_builder_splits_the_lines(tmp_path: Path) -> None:
     blend = {"blend": ([cases.write_lines(tmp_path)], None), "split": "50,50,0"}
-    options = {**cases.OPTIONS, "sequence_length": 64, "path_to_cache": str(tmp_path), **blend}
+    options = {**OPTIONS, "sequence_length": 64, "path_to_cache": str(tmp_path), **blend}
     config = ours.GPTDatasetConfig(tokenizer=Recorded("0.19 identity"), **options)
     build = ours.BlendedMegatronDatasetBuilder
     train, valid, test = build(ours.SFTDataset, [60, None, None], lambda: True, config).build()
@@ -108,6 +110,26 @@ def test_releases_differ_in_what_they_say() -> None:
             bounds = sample[4] if len(sample[4]) <= length + 1 else sorted({*sample[4]})
             sample[4] = bounds + [length] * (length + 1 - len(bounds))
         assert last == new
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        (None, "0.19"),
+        ("0.16.1", "0.16"),
+        ("0.18.0rc1", "0.18"),
+        ("0.19.0", "0.19"),
+        ("1.1", "0.19"),
+    ],
+)
+def test_the_release_is_that_of_the_imported_megatron(
+    version: Any, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__=version))
+    assert (
+        dataset_of([], Bytes(), 0, sft_release=None, sequence_length=8).config.sft_release
+        == release
+    )
 
 
 GOOD = json.dumps({"messages": cases.LINES[0]})

@@ -19,7 +19,7 @@ from millrace.megatron.base import CachedIndices, MegatronDataset
 from millrace.megatron.bin_readers import ObjectStorageConfig, _BinReader
 from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, require
 from millrace.megatron.indexed import IndexedDataset
-from millrace.megatron.utils import GPTDatasetConfig, Split, log_on_first_rank
+from millrace.megatron.utils import GPTDatasetConfig, Split, imported_release, log_on_first_rank
 from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed
 from millrace.samples.fields import SampleOptions
@@ -133,8 +133,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
             self._open_deferred()
         if self._is_plain():
             tokens, labels, loss_mask, position_ids = self._gather(number)
+            more = [None, self._document_lengths(number)] if config.inter_document_masking else []
         else:
-            text, *_ = self._query_document_sample_shuffle_indices(number)
+            text, *more = self._query_document_sample_shuffle_indices(number)
             row = np.asarray(text).astype(np.int64, copy=False)
             length = len(row) - bool(config.add_extra_token_to_sequence)
             tokens, labels, loss_mask, position_ids = _fill(row, self._row_options(length))
@@ -151,15 +152,15 @@ class GPTDataset(CachedIndices, MegatronDataset):
             position_ids = np.arange(len(tokens))
         sample |= {"loss_mask": loss_mask, "position_ids": position_ids}
         if config.inter_document_masking:
-            sample |= self._document_bounds(number)
+            sample |= self._document_bounds(*more[1:])
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
-    def _query_document_sample_shuffle_indices(
-        self, idx: Any
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _query_document_sample_shuffle_indices(self, idx: Any) -> tuple[Any, ...]:
         """A sample's tokens with the extra one, padded if short, and their sequences (both int64).
 
-        A hook for subclasses that make their own tokens; else the core gathers the sample.
+        With `inter_document_masking`, or if `megatron.core` 0.19 is imported, also a list of the
+        tokens of each sequence, without padding. A hook for subclasses that make their own tokens;
+        else the core gathers the sample.
         """
         if self.shuffle_index is None:
             self._open_deferred()
@@ -170,10 +171,13 @@ class GPTDataset(CachedIndices, MegatronDataset):
             begin = start if place == 1 else 0
             length = stop + extra - begin if place == len(sequences) else None
             parts.append(self.dataset.get(sequence, offset=begin, length=length))
-        missing = self.config.sequence_length + extra - sum(len(part) for part in parts)
+        lengths = [len(part) for part in parts]
+        missing = self.config.sequence_length + extra - sum(lengths)
         if missing > 0:
             parts.append([self._pad_token_id] * missing)
-        return np.concatenate(parts, dtype=np.int64), np.array(sequences, dtype=np.int64)
+        both = np.concatenate(parts, dtype=np.int64), np.array(sequences, dtype=np.int64)
+        has_lengths = self.config.inter_document_masking or imported_release() == "0.19"
+        return (*both, lengths) if has_lengths else both
 
     def _span(self, idx: Any) -> tuple[NDArray[np.int32], int, int]:
         """A sample's sequences, its start in the first, and the next sample's in the last."""
@@ -241,14 +245,26 @@ class GPTDataset(CachedIndices, MegatronDataset):
                 "see `millrace verify`"
             ) from None
 
-    def _document_bounds(self, idx: Any) -> dict[str, NDArray[Any]]:
-        length = self.config.sequence_length
+    def _document_lengths(self, idx: Any) -> NDArray[np.int64]:
+        """The tokens of each sequence in a sample, with the extra one and without padding."""
         sequences, start, stop = self._span(idx)
-        lengths = self.dataset.sequence_lengths[sequences].astype(np.int64)
-        lengths[-1] = stop
+        lengths: NDArray[np.int64] = self.dataset.sequence_lengths[sequences].astype(np.int64)
+        lengths[-1] = stop + bool(self.config.add_extra_token_to_sequence)
         lengths[0] -= start
-        if self.config.add_extra_token_to_sequence and lengths[-1] == 0 and len(lengths) > 1:
-            lengths = lengths[:-1]  # It gave only the extra token.
+        return lengths
+
+    def _document_bounds(self, document_lengths: Any = (-1,)) -> dict[str, NDArray[Any]]:
+        length, lengths = self.config.sequence_length, np.array(document_lengths, np.int64)
+        if self.config.add_extra_token_to_sequence:
+            lengths[-1] -= 1
+            if lengths[-1] == 0 and len(lengths) > 1:
+                lengths = lengths[:-1]  # It gave only the extra token.
+        require(
+            lengths.min() >= 0 and lengths.sum() <= length,
+            f"inter_document_masking needs the tokens of each document in a sample, with the extra "
+            f"one and without padding, as the third value of {type(self).__name__}."
+            f"_query_document_sample_shuffle_indices; it is missing, or does not fit: {lengths}",
+        )
         lengths[-1] += length - lengths.sum()  # padding
         if len(lengths) > length:  # Too many for the array: leave out the empty ones.
             lengths = lengths[lengths > 0]

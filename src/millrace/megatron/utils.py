@@ -4,6 +4,7 @@ import itertools
 import logging
 import os
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -183,9 +184,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         sequences_per_dataset: Numbers of sequences and of document entries, by prefix.
         token_dtype_code: Dtype code by the size of the vocabulary. Computed; cannot be passed.
         inter_document_masking: Whether samples hold `cu_seqlens` and `max_seqlen` instead of an
-            attention mask. (In Megatron-LM's main, not in megatron-core 0.16.1.)
+            attention mask. (From Megatron-LM 0.19 on.)
         sft_release: Release of Megatron-LM whose samples an `SFTDataset` gives: "0.16", "0.17",
-            "0.18" or "0.19". (Not in Megatron-LM.)
+            "0.18" or "0.19"; None: that of the imported `megatron.core`, or "0.19" without one.
+            (Not in Megatron-LM.)
         loss_ranges: "refuse" a pair with a mask, or "ignore" the mask. (Not in Megatron-LM.)
 
     Raises:
@@ -206,7 +208,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     token_dtype_code: int | None = field(init=False, default=None)
     context_parallel_size: int | None = None
     inter_document_masking: bool = False
-    sft_release: str = "0.19"
+    sft_release: str | None = None
     loss_ranges: str = "refuse"
 
     def __post_init__(self) -> None:
@@ -215,6 +217,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             require(getattr(self, name) is not None, f"{name} is None: give it")
         is_known = self.loss_ranges in ("refuse", "ignore")
         require(is_known, f'loss_ranges is {self.loss_ranges!r}; give "refuse" or "ignore"')
+        self.sft_release = self.sft_release or imported_release() or "0.19"
         vocabulary_size = self.tokenizer.vocab_size
         if vocabulary_size is not None:
             dtype = DType.int32 if vocabulary_size > 2**16 else DType.uint16
@@ -303,6 +306,13 @@ def get_blend_from_list(blend: Sequence[Any] | None) -> Blend | None:
         "before each prefix",
     )
     return [str(prefix) for prefix in prefixes], None if weights is None else list(weights)
+
+
+def imported_release() -> str | None:
+    """The release of the imported `megatron.core`, such as "0.16", at most "0.19"; None without."""
+    version = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    earlier = re.match(r"0\.(\d|1[0-8])\b", version or "")
+    return version and (earlier[0] if earlier else "0.19")
 
 
 def compile_helpers() -> None:
