@@ -1,6 +1,7 @@
 """Each trainer: killed with SIGKILL, resumed on other ranks, and its losses stay bit for bit."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,12 @@ def test_a_killed_run_resumes_on_other_ranks_bit_for_bit(script: str, tmp_path: 
     actual = losses(tmp_path / "killed", tolerance=1e-9)
     for step, loss in expected.items():
         assert float.fromhex(actual[step]) == pytest.approx(float.fromhex(loss), rel=1e-9)
+
+
+def test_the_page_shows_the_provider_that_is_run() -> None:
+    page = (ROOT / "docs" / "trainers.md").read_text()
+    [provider] = re.findall(r"```python\n(def train_valid_test.*?)```", page, re.DOTALL)
+    assert provider in (EXAMPLES / "megatron_external.py").read_text()
 
 
 @pytest.mark.parametrize("cases", ["unfinished", "epochs"])
