@@ -198,8 +198,9 @@ def _check_for_megatron(config: DatasetConfig, tokenizer: Any) -> None:
     """Refuses what Megatron-LM's cache files cannot tell apart."""
     if tokenizer is None:
         raise ConfigError(
-            "the names of Megatron-LM's cache files hold its tokenizer's identifiers: give them as "
-            "in a *-description.txt that it wrote"
+            "the names of Megatron-LM's cache files hold its tokenizer's identifiers: give "
+            "--tokenizer-identifiers (tokenizer=), such as a *-description.txt from a folder that "
+            "was its --data-cache-path with this tokenizer"
         )
     refused = []
     if config.order is not None:

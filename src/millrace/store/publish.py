@@ -86,6 +86,8 @@ def open_pair(
     hint = (
         "A prefix is given without .bin or .idx"
         if prefix.endswith((".bin", ".idx"))
+        else "A list of odd length has prefixes alone: is a weight or a prefix missing?"
+        if prefix.replace(".", "", 1).isdigit()
         else "Both files of a pair are needed: write them again, or give another prefix"
     )
     raise DataError(f"{' and '.join(missing)} not found. {hint}")

@@ -44,7 +44,10 @@ def _index(
     result = indexing.index(run, tokenizer=tokenizer, show_progress=True, **options)
     if as_json:
         return json_text(result)
-    return indexing.format_result(result) + _left_out(unknown, (), "the indices")
+    text = indexing.format_result(result) + _left_out(unknown, (), "the indices")
+    if options.get("megatron_cache_folder") is None:
+        text += "\nthis is millrace's cache; --megatron-cache writes what Megatron-LM itself loads"
+    return text
 
 
 _NAMES = {*run_arguments.NAMES, "save_interval", "micro_batch_size", "tokenizer_identifiers"}
