@@ -506,53 +506,32 @@ def test_document_bounds_follow_from_the_parts(seed: int, tmp_path: Path) -> Non
             oracle.assert_alike(sample[name], plain[number][name])
 
 
-@pytest.mark.parametrize(
-    ("version", "is_masked", "has_lengths"),
-    [
-        (None, False, False),
-        ("0.16.1", False, False),
-        ("0.18.2", False, False),
-        ("0.19.0", False, True),
-        ("1.0.0rc1", False, True),
-        (None, True, True),
-    ],
-)
-def test_the_hook_returns_what_the_imported_release_does(
-    prefix: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    version: Any,
-    is_masked: bool,
-    has_lengths: bool,
+@pytest.mark.parametrize("version", [None, "0.16.1", "0.18.2", "0.19.0", "1.0.0rc1"])
+def test_a_hook_returns_what_the_imported_release_does(
+    version: Any, prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core", SimpleNamespace(__version__=version))
-    dataset = gpt(SIDES[0], prefix, tmp_path / "cache", inter_document_masking=is_masked)
-    text, documents, *lengths = dataset._query_document_sample_shuffle_indices(3)
-    assert [*map(len, lengths)] == [len(documents)] * has_lengths
-    assert [*map(sum, lengths)] == [len(text)] * has_lengths
+    for is_masked in (False, True):
+        dataset = gpt(SIDES[0], prefix, tmp_path / "cache", inter_document_masking=is_masked)
+        text, documents, *lengths = dataset._query_document_sample_shuffle_indices(3)
+        assert len(lengths) == (is_masked or version in ("0.19.0", "1.0.0rc1"))
+        assert all(len(one) == len(documents) and sum(one) == len(text) for one in lengths)
 
 
-@pytest.mark.parametrize("lengths", [["whole"], [], ["whole", 1], [0]])
-def test_the_bounds_are_those_of_the_hooks_documents(
-    lengths: list[Any], prefix: Path, tmp_path: Path
-) -> None:
-    """As Megatron-LM's GPTFIMDataset, which makes one document of a sample."""
-
+@pytest.mark.parametrize("more", [[[17]], [], [[17, 1]], [[0]]])
+def test_the_bounds_are_those_of_a_hook(more: list[Any], prefix: Path, tmp_path: Path) -> None:
     class One(ours.GPTDataset):
         def _query_document_sample_shuffle_indices(self, idx: Any) -> Any:
-            text, documents, _ = super()._query_document_sample_shuffle_indices(idx)
-            own = [len(text) if length == "whole" else length for length in lengths]
-            return text[::-1].copy(), documents, *([own] if own else [])
+            return *super()._query_document_sample_shuffle_indices(idx)[:2], *more
 
-    dataset = gpt(SIDES[0], prefix, tmp_path / "cache", One, inter_document_masking=True)
-    if lengths != ["whole"]:
+    options = {"sequence_length": 16, "inter_document_masking": True}
+    dataset = gpt(SIDES[0], prefix, tmp_path / "cache", One, **options)
+    if more == [[17]]:
+        assert dataset[3]["cu_seqlens"].tolist() == [0] + [16] * 16
+        assert dataset[3]["position_ids"].tolist() == [*range(dataset[3]["max_seqlen"])]
+    else:
         with pytest.raises(ConfigError, match=r"third value of One\._query"):
             dataset[3]
-        return
-    size = len(dataset[3]["tokens"])
-    assert dataset[3]["cu_seqlens"].tolist() == [0] + [size] * size
-    assert dataset[3]["position_ids"].tolist() == list(range(size))
-    assert dataset[3]["max_seqlen"] == size
 
 
 # ---- caches ----

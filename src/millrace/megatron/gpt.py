@@ -133,7 +133,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
             self._open_deferred()
         if self._is_plain():
             tokens, labels, loss_mask, position_ids = self._gather(number)
-            more = [None, self._document_lengths(number)] if config.inter_document_masking else []
+            more = [None, self._span(number)[2]] if config.inter_document_masking else []
         else:
             text, *more = self._query_document_sample_shuffle_indices(number)
             row = np.asarray(text).astype(np.int64, copy=False)
@@ -164,26 +164,29 @@ class GPTDataset(CachedIndices, MegatronDataset):
         """
         if self.shuffle_index is None:
             self._open_deferred()
-        sequences, start, stop = self._span(idx)
-        extra = 1 if self.config.add_extra_token_to_sequence else 0
-        parts = []
-        for place, sequence in enumerate(sequences, start=1):
-            begin = start if place == 1 else 0
-            length = stop + extra - begin if place == len(sequences) else None
-            parts.append(self.dataset.get(sequence, offset=begin, length=length))
-        lengths = [len(part) for part in parts]
-        missing = self.config.sequence_length + extra - sum(lengths)
+        sequences, start, lengths = self._span(idx)
+        parts = [
+            self.dataset.get(sequence, offset=0 if place else start, length=length)
+            for place, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
+        ]
+        row_length = self.config.sequence_length + bool(self.config.add_extra_token_to_sequence)
+        missing = row_length - sum(lengths)
         if missing > 0:
             parts.append([self._pad_token_id] * missing)
         both = np.concatenate(parts, dtype=np.int64), np.array(sequences, dtype=np.int64)
         has_lengths = self.config.inter_document_masking or imported_release() == "0.19"
         return (*both, lengths) if has_lengths else both
 
-    def _span(self, idx: Any) -> tuple[NDArray[np.int32], int, int]:
-        """A sample's sequences, its start in the first, and the next sample's in the last."""
+    def _span(self, idx: Any) -> tuple[NDArray[np.int32], int, list[int]]:
+        """A sample's sequences, its start in the first, and its tokens of each: with the extra one
+        and without padding."""
         row = int(self.shuffle_index[idx])
         (first, start), (last, stop) = self.sample_index[row : row + 2].tolist()
-        return self.document_index[first : last + 1], start, stop
+        sequences = self.document_index[first : last + 1]
+        lengths = self.dataset.sequence_lengths[sequences].tolist()
+        lengths[-1] = stop + bool(self.config.add_extra_token_to_sequence)
+        lengths[0] -= start
+        return sequences, start, lengths
 
     def _is_plain(self) -> bool:
         """Whether the core can read samples: no hook or reader was replaced."""
@@ -244,14 +247,6 @@ class GPTDataset(CachedIndices, MegatronDataset):
                 f"{self.dataset_path}, sample {number}: {error}. Remove the cached indices, and "
                 "see `millrace verify`"
             ) from None
-
-    def _document_lengths(self, idx: Any) -> NDArray[np.int64]:
-        """The tokens of each sequence in a sample, with the extra one and without padding."""
-        sequences, start, stop = self._span(idx)
-        lengths: NDArray[np.int64] = self.dataset.sequence_lengths[sequences].astype(np.int64)
-        lengths[-1] = stop + bool(self.config.add_extra_token_to_sequence)
-        lengths[0] -= start
-        return lengths
 
     def _document_bounds(self, document_lengths: Any = (-1,)) -> dict[str, NDArray[Any]]:
         length, lengths = self.config.sequence_length, np.array(document_lengths, np.int64)
