@@ -155,13 +155,11 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
     os.truncate(f"{cut}.idx", os.path.getsize(f"{cut}.idx") - 3)
     out = tmp_path / "out"
     out.mkdir()
-    index = ["index", "--split", "9,1,0", "--seq-length", 8, "--num-samples", 1, 1, 0]
     for arguments, message in [
         (["inspect", tmp_path / "none"], "none.bin and"),
         (["inspect", good], "--tokenizer is missing"),
         (["inspect", f"{good}.no"], "not found"),
-        ([*index, "--cache", out, "--data-path", "0.5", cut, cut], "is a weight or a prefix miss"),
-        ([*index, "--megatron-cache", out, "--data-path", cut], "--tokenizer-identifiers (token"),
+        (["inspect", "0.5"], "Is it a weight?"),
         (["inspect", cut], "truncated"),
         (["tokenize", "--input", bad, "--tokenizer", tokenizer_file], "bad.jsonl, line 2"),
         (["tokenize", "--input", tmp_path / "no", "--tokenizer", tokenizer_file], "cannot be read"),

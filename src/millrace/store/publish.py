@@ -86,7 +86,7 @@ def open_pair(
     hint = (
         "A prefix is given without .bin or .idx"
         if prefix.endswith((".bin", ".idx"))
-        else "A list of odd length has prefixes alone: is a weight or a prefix missing?"
+        else "Is it a weight? A list of odd length has prefixes alone: one entry is missing"
         if prefix.replace(".", "", 1).isdigit()
         else "Both files of a pair are needed: write them again, or give another prefix"
     )
