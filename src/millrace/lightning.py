@@ -12,6 +12,7 @@ except ImportError:  # the same classes under their older name
 
 from millrace.errors import ConfigError
 from millrace.feed import Loader
+from millrace.feed.state import Position
 
 
 class DataModule(LightningDataModule):  # type: ignore[misc]
@@ -97,20 +98,20 @@ class TrainerBatches:
 
     def __init__(self, loader: Loader, trainer: Trainer) -> None:
         self.loader, self._trainer = loader, trainer
-        self._starts: list[int] = []  # of the unfinished batches
+        self._starts: list[Position] = []  # of the unfinished batches
         self._finished: int | None = None  # number of batches when last asked for
 
     def __iter__(self) -> Iterator[Any]:
-        first = start = self.loader.consumed_samples
+        first = start = self.loader._position
         for batch in self.loader:
             self._drop_finished()
             self._starts.append(start)
             yield batch
-            start = self.loader.consumed_samples
+            start = self.loader._position
         if start == first:  # Lightning would go through empty epochs for ever
             raise ConfigError(
-                f"the training samples end at consumed_samples={start}, before another epoch: "
-                "lower max_steps or max_epochs, or build the dataset with more num_samples"
+                f"the training samples end at consumed_samples={start.consumed_samples}, before "
+                "another epoch: lower max_steps or max_epochs, or give the dataset more num_samples"
             )
 
     def __len__(self) -> int:
@@ -127,7 +128,7 @@ class TrainerBatches:
     def state_dict(self) -> dict[str, Any]:
         """The loader's state at the first unfinished batch."""
         self._drop_finished()
-        return self.loader.state_dict(self._starts[0] if self._starts else None)
+        return self.loader._state_at(self._starts[0] if self._starts else self.loader._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state)

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from millrace import ConfigError, CyclicSampler, Loader
+from millrace.feed import SampleOptions, StreamDataset, TokenBatch
 from millrace.lightning import DataModule
 from millrace.torch import to_tensors
 
@@ -27,6 +28,16 @@ class Numbers:
 
     def fingerprint(self) -> dict[str, Any]:
         return {"kind": "numbers"}
+
+
+class Counting:
+    def read(self, state: Any, count: int) -> Any:
+        start = state or 0
+        tokens = np.repeat(np.arange(start, start + count), 2)
+        return TokenBatch(tokens, 2 * np.arange(1, count + 1)), start + count
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"kind": "counting"}
 
 
 class Model(lightning.LightningModule):
@@ -56,6 +67,11 @@ def endless(rank: int, size: int) -> Loader:
     """Without a length, so Lightning fetches a batch ahead."""
     sampler = CyclicSampler(40, micro_batch_size=4)
     return Loader(Numbers(), sampler=sampler, transform=to_tensors)
+
+
+def streamed(rank: int, size: int) -> Loader:
+    stream = StreamDataset(Counting(), SampleOptions(sequence_length=1))
+    return Loader(stream, micro_batch_size=4, transform=to_tensors)
 
 
 def batches(make: Any, steps: int = -1, *, validation: Any = None, **options: Any) -> Any:
@@ -134,7 +150,7 @@ def epochs(folder: Path) -> None:
 
 
 def unfinished(folder: Path) -> None:
-    for make in (sequential, endless):
+    for make in (sequential, endless, streamed):
         expected = batches(make, 6)
         path = folder / f"{make.__name__}.ckpt"
         before = batches(make, 6, fails_at=3, save=path)
@@ -143,6 +159,8 @@ def unfinished(folder: Path) -> None:
         assert before + after == expected, (make, before, after, expected)
         before = batches(make, 2, save=path)
         assert before + batches(make, 6, resume=path) == expected, make
+        state = torch.load(path, weights_only=True)["DataModule"]
+        assert state.get("stream", {}).get("state") == (8 if make is streamed else None)
     path = folder / "end.ckpt"
     assert len(batches(sequential, 10, save=path)) == 10
     assert batches(sequential, 10, resume=path) == []

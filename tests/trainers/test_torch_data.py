@@ -23,6 +23,7 @@ from millrace.torch import (
     to_device,
     to_tensors,
 )
+from tests.feed.test_external import OPTIONS, Counting
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more than there are cores
@@ -201,6 +202,25 @@ def test_without_workers_an_iteration_that_was_left_goes_on(dataset: Any) -> Non
     assert [list(IterableDataset(Loader(external))) for _ in range(2)] == [[1, 2, 3]] * 2
     again = IterableDataset(Loader(external))
     assert [list(again) for _ in range(2)] == [[1, 2, 3]] * 2
+
+
+def test_an_iteration_after_a_resumed_one_reads_no_stream_from_its_beginning() -> None:
+    places = []
+
+    class Noted(Counting):
+        def read(self, state: Any, count: int) -> Any:
+            places.append(state)
+            return super().read(state, count)
+
+    loader = Loader(millrace.feed.StreamDataset(Noted(), OPTIONS), micro_batch_size=2)
+    saved = [loader.state_dict() for _ in islice(loader, 6)][-1]
+    places.clear()
+    loader.load_state_dict(saved)
+    batches = by_step(loader)
+    first, second = (tokens(batches) for _ in range(2))
+    assert first == second
+    assert len(first) == 4
+    assert None not in places
 
 
 @pytest.mark.parametrize("workers", [0, 2])

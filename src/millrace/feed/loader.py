@@ -260,13 +260,17 @@ class Loader(Renewed):
         Args:
             consumed_samples: Position of the state; None: where the loader stands.
         """
-        now, stream = self._position
-        place = now if consumed_samples is None else consumed_samples
+        now = self._position
+        place = now.consumed_samples if consumed_samples is None else consumed_samples
         place = check_int("consumed_samples", place, 0)
+        return self._state_at(now if place == now.consumed_samples else Position(place))
+
+    def _state_at(self, position: Position) -> dict[str, Any]:
+        place, stream = position
         fingerprint = self._fingerprint.at(place)
         state = {"version": STATE_VERSION, "consumed_samples": place, "fingerprint": fingerprint}
-        if stream is not None and place == now:
-            state["stream"] = {"consumed_samples": now, "state": plain_json(stream)}
+        if stream is not None:
+            state["stream"] = {"consumed_samples": place, "state": plain_json(stream)}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from millrace.checks import check_int, shown
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, ResumeError
 from millrace.feed import Dataset, Loader, Sampler
-from millrace.feed.state import SAMPLER_REMEDY, STATE_VERSION, Fingerprint
+from millrace.feed.state import SAMPLER_REMEDY, STATE_VERSION, Fingerprint, Position
 from millrace.feed.stream_data import IN_TURN
 from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import form_of
@@ -229,7 +229,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         _check_kind("loader", loader, "batch_at", "a millrace.Loader")
         self.loader = loader
         # Of the iterations in this process: where they started, stand, and came to the end.
-        self._start = self._position = self._end = -1
+        self._start, self._position, self._end = Position(-1), -1, -1
 
     def __len__(self) -> int:
         """The number of steps from sample 0: `len(loader)`."""
@@ -255,9 +255,9 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
         """Moves the loader from its end back to where iterations started."""
         loader, position = self.loader, self.loader.consumed_samples
         if position != self._position:  # the first iteration, or the caller has moved the loader
-            self._start = position
+            self._start = loader._position
         elif position == self._end or not loader.sampler.has_step(position):
-            loader.load_state_dict(loader.state_dict(self._start))
+            loader._seek(self._start)
 
     def state_after(self, num_batches: int) -> dict[str, Any]:
         """The loader's state after so many batches of a DataLoader with workers.
@@ -269,7 +269,7 @@ class IterableDataset(data.IterableDataset):  # type: ignore[misc]
             ConfigError: The loader was iterated in this process and has advanced, or fewer batches
                 are left.
         """
-        if self._start >= 0:
+        if self._start.consumed_samples >= 0:
             raise ConfigError(
                 "the loader was iterated in this process, so its position counts: save "
                 "loader.state_dict()"
