@@ -10,7 +10,7 @@ from typing import Any
 
 from millrace.checks import check_float, check_int, plain_json, shown
 from millrace.errors import ConfigError
-from millrace.feed.metrics import batch_metrics, step_metrics
+from millrace.feed.metrics import step_metrics
 from millrace.feed.state import STATE_VERSION, Fingerprint, Position
 from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_printed_after
 from millrace.feed.stream_data import IN_TURN, StreamDataset, check_dataset, sampler_of
@@ -84,7 +84,7 @@ class Loader(Renewed):
     """
 
     _queue: StepQueue | None
-    _last: tuple[Position, float, Any] | None  # of the last step: start, wait; batch of a stream
+    _last: tuple[Position, float, Any] | None  # of the last step: start, wait; metrics of a stream
     _renewed = ("_lock", "_queue", "_stats")
 
     def __init__(
@@ -195,8 +195,7 @@ class Loader(Renewed):
         bounds[1] = self._next  # of a later step, if `transform` has asked for one
         self._stats.steps += 1
         self._position = self._next
-        rows = step.batch if isinstance(self.dataset, IN_TURN) else None  # cannot be read again
-        self._last = start, self._stats.seconds - waited, rows
+        self._last = start, self._stats.seconds - waited, step.metrics
         return batch
 
     def __len__(self) -> int:
@@ -240,16 +239,16 @@ class Loader(Renewed):
         "tokens", "trained_share" (of the tokens), "checksum" (53 bits of the XXH3-64 of its tokens,
         labels, loss mask and position ids), and for each source that it draws from "tokens/NAME"
         and "epoch/NAME", the epochs of the source up to the step's last sample of it. The samples
-        are read again for it, without `prepare` and `transform`.
+        are read again for it, or counted as a stream makes them, before `prepare` and `transform`.
         """
         self._maker.check_thread()
         with self._lock:
             if self._last is None:
                 return {}
-            start, waited, batch = self._last
+            start, waited, metrics = self._last
             values = {"consumed_samples": self.consumed_samples, "wait_seconds": waited}
-        if batch is not None:
-            return values | batch_metrics(batch)
+        if metrics is not None:
+            return {**values, **metrics}
         with self._maker.lock:
             numbers = self.sampler.sample_numbers(start.consumed_samples)
             return values | step_metrics(self.dataset, numbers)

@@ -11,15 +11,15 @@ from millrace.samples.tokens import Numbers
 
 def batch_metrics(batch: Any) -> dict[str, float]:
     """Tokens, the share of them that is trained on, and a checksum; nothing without arrays."""
-    arrays = [batch.get(name) for name in FIELDS] if isinstance(batch, dict) else [None]
-    if not isinstance(arrays[0], np.ndarray):
+    items = [(name, batch.get(name)) for name in FIELDS] if isinstance(batch, dict) else []
+    arrays = {k: v for k, v in items if isinstance(v, np.ndarray) and v.dtype.kind in "biuf"}
+    if "tokens" not in arrays:
         return {}
-    present = [one for one in arrays if isinstance(one, np.ndarray)]
-    metrics: dict[str, float] = {"tokens": present[0].size}
-    if "loss_mask" in batch:
-        metrics["trained_share"] = float(batch["loss_mask"].sum()) / max(present[0].size, 1)
+    metrics: dict[str, float] = {"tokens": arrays["tokens"].size}
+    if "loss_mask" in arrays:
+        metrics["trained_share"] = float(arrays["loss_mask"].sum()) / max(metrics["tokens"], 1)
     # Dashboards keep numbers as float64, which is exact up to 53 bits.
-    metrics["checksum"] = int(checksum(map(np.ascontiguousarray, present)), 16) >> 11
+    metrics["checksum"] = int(checksum(map(np.ascontiguousarray, arrays.values())), 16) >> 11
     return metrics
 
 

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from millrace.checks import check_int, shown
 from millrace.errors import ConfigError, MillraceError
+from millrace.feed.metrics import batch_metrics
 from millrace.feed.state import Position
-from millrace.feed.stream_data import EndOfBatches, StreamDataset
+from millrace.feed.stream_data import IN_TURN, EndOfBatches, StreamDataset
 from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset, batch_of_form
 from millrace.samples.fields import BatchForm
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     batch: Any = None
     error: BaseException | None = None
     cause: str = _PARTS[0]  # the part of the work that took the longest
+    metrics: dict[str, float] | None = None  # of what is read in turn
 
     @property
     def is_end(self) -> bool:
@@ -96,10 +98,12 @@ class StepMaker(Renewed):
                     batch, after = self.dataset.read(before, self.sampler, self.form)
                 else:
                     batch = batch_of_form(self.dataset, numbers, self.form)
+                # Now, as it cannot be read again, and the trainer may change it in place.
+                metrics = batch_metrics(batch) if isinstance(self.dataset, IN_TURN) else None
                 marks.append(time.perf_counter())
                 if self.prepare is not None:
                     batch = self.prepare(batch)
-            step = Step(before, after, batch)
+            step = Step(before, after, batch, metrics=metrics)
         except EndOfBatches:
             return Step(before)
         except BaseException as error:
