@@ -257,6 +257,7 @@ def test_finished_batches_keep_what_the_loader_asks_for(tmp_path: Path) -> None:
         # A sequence holds several documents that end with an EOD, and another one ends without it.
         assert np.count_nonzero(finished.batch([0, 1])["position_ids"] == 0) == 4
     assert finished.is_remote is packs.is_remote
+    assert finished.look_ahead == packs.look_ahead
     sampler = BalancedSampler.of(finished, global_batch_size=3, micro_batch_size=1)
     assert sorted(sampler.sample_numbers(0)) == [0, 1, 2]
     checked = next(Loader(finished, micro_batch_size=1, vocab_size=10))

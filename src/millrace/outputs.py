@@ -85,7 +85,8 @@ class FinishedDataset:
         self._eod_token: int | None = getattr(options, "eod_token", None) if is_by_eod else None
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("prefix", "prefetch", "is_remote", "spans", "order", "source", "datasets"):
+        reading = ("prefetch", "is_remote", "look_ahead")
+        if name not in ("prefix", *reading, "spans", "order", "source", "datasets"):
             raise AttributeError(f"a FinishedDataset has no {name!r}")
         return getattr(self.dataset, name)
 

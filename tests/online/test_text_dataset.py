@@ -290,6 +290,7 @@ def test_threads_encode_rows_of_several_steps_at_once(tmp_path: Path) -> None:
     dataset = TextDataset(path, Watched(), add_extra_token=False, threads=2, **form)
     whole = b"".join(b"%03d" % n for n in range(500))
     for source, threads in itertools.product((dataset, BlendedDataset([dataset])), (1, 3)):
+        assert (source.is_remote, source.look_ahead) == (True, dataset.look_ahead)
         sizes.clear()
         loader = Loader(source, micro_batch_size=5, threads=threads)
         seen = [next(loader)["tokens"] for _ in range(100)]

@@ -21,7 +21,7 @@ from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig, check_starts
 from millrace.run.instant_files import SourceFile, SourceRange, ranges_of
 from millrace.run.skips import Skips
-from millrace.samples import BlendedDataset, GPTDataset, TokenDataset
+from millrace.samples import BlendedDataset, GPTDataset
 from millrace.samples.fields import SampleOptions
 from millrace.samples.stored import Sources
 from millrace.samples.tokens import Numbers
@@ -52,8 +52,8 @@ class PhasedDataset(BlendedDataset):
 
     _place = "{samples} of the run"
     _has_one_kind_of_boundaries = True
-    is_remote = TokenDataset.is_remote
     source, transforms = None, []  # as of a blend
+    _inputs = property(lambda self: self.stores)  # `datasets` are made when they are drawn from
 
     def __init__(
         self,
@@ -117,15 +117,12 @@ class PhasedDataset(BlendedDataset):
             check_starts(self._phases, self._skips, check)
 
     def _draws(self, numbers: Numbers) -> Any:
-        samples = self.run_numbers(numbers)
-        if len(samples) == 0:
+        if len(numbers) == 0:
             # The first of all sources may have too few tokens for a sample, or no file any more.
             first = int(self.order.stretch_of(0).sources[0])
-            return samples, [(first, self.datasets[first], samples, samples)]
-        dataset_numbers, draws = super()._draws(samples)
-        if len(self._views) > 1:
-            dataset_numbers = dataset_numbers % len(self.stores)
-        return dataset_numbers, draws
+            return numbers, [(first, self.datasets[first], numbers, numbers)]
+        dataset_numbers, draws = super()._draws(numbers)
+        return dataset_numbers % len(self.stores), draws  # sources, whatever the sequence length
 
     def _options_of(self, draws: Any) -> SampleOptions:
         if self.options is not None:

@@ -67,6 +67,7 @@ class BlendedDataset(TokenDataset):
         if len(datasets) == 0:
             raise ConfigError("a blend needs at least one dataset")
         self.datasets: list[Any] = list(datasets)
+        self._inputs = self.datasets
         for number, dataset in enumerate(self.datasets):
             if not hasattr(dataset, "batch"):
                 remedy = "a blend needs sample numbers, such as those of a TextDataset"
@@ -113,7 +114,7 @@ class BlendedDataset(TokenDataset):
 
     def _draws(self, sample_numbers: Numbers) -> tuple[NDArray[Any], list[_Draw]]:
         """The dataset of each sample, and the datasets in use, or the first for an empty batch."""
-        dataset_numbers, in_dataset = self.order.draws(sample_numbers)
+        dataset_numbers, in_dataset = self.order.draws(self.run_numbers(sample_numbers))
         used = sorted(set(dataset_numbers.tolist())) or [0]  # np.unique takes ten times as long
         if not 0 <= used[0] <= used[-1] < len(self.datasets):
             found = f"{used[0]} to {used[-1]} for {len(self.datasets)} datasets"
@@ -216,11 +217,6 @@ class BlendedDataset(TokenDataset):
                 raise ConfigError(f"a {type(dataset).__name__} of the blend has no method `spans`")
         parts = [dataset.spans(numbers) for _, dataset, numbers, _ in draws]
         return join_spans(parts, _order(draws))
-
-    @property
-    def is_remote(self) -> bool:
-        """See `TokenDataset.is_remote`."""
-        return any(getattr(one, "is_remote", False) for one in self.datasets)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         for _, dataset, numbers, _ in self._draws(check_numbers(sample_numbers, len(self)))[1]:

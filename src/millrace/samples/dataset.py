@@ -94,6 +94,7 @@ class TokenDataset:
         self.stores: Sequence[StoredTokens | None] = (None,)  # that `part_source` counts
         if isinstance(source, StoredTokens | TokenDataset):
             self.stores = source.stores if isinstance(source, TokenDataset) else (source,)
+        self._inputs: Sequence[Any] = (*self.stores, source)  # that prefetch
 
     @property
     def prefix(self) -> str:
@@ -259,12 +260,12 @@ class TokenDataset:
     @property
     def is_remote(self) -> bool:
         """Whether `prefetch` helps: for files elsewhere, or samples that are made together."""
-        return any(getattr(one, "is_remote", False) for one in (*self.stores, self.source))
+        return any(getattr(one, "is_remote", False) for one in self._inputs)
 
     @property
     def look_ahead(self) -> int:
         """Number of samples to announce, for storage that serves them side by side."""
-        return max([getattr(one, "look_ahead", 0) for one in (*self.stores, self.source)])
+        return max([getattr(one, "look_ahead", 0) for one in self._inputs])
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         """Tells the storage, or the source, that these samples are read soon, without waiting.
