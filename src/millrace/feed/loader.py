@@ -155,20 +155,20 @@ class Loader(Renewed):
 
     def __next__(self) -> Any:
         self._maker.check_thread()
-        bounds: list[Position] = []  # of the step, for the handler below, wherever Ctrl-C comes
+        taken: list[Position] = []  # start and end of the step, once `_draw` has moved past it
         try:
             with self._lock:
-                batch = self._draw(bounds)
+                batch = self._draw(taken)
         except BaseException:
-            if bounds:  # Ctrl-C, perhaps at the release of the lock
+            if taken:  # Ctrl-C, perhaps at the release of the lock
                 with self._lock:
-                    if self._next is bounds[1]:  # no other thread has moved the loader since
-                        self._move(bounds[0])
+                    if self._next is taken[1]:  # no other thread has moved the loader since
+                        self._move(taken[0])
             raise
         return batch  # without a call after the `try`: Ctrl-C comes at calls
 
-    def _draw(self, bounds: list[Position]) -> Any:
-        """The next batch; if `transform` fails, the step comes again."""
+    def _draw(self, taken: list[Position]) -> Any:
+        """The next batch, and into `taken` its bounds: no result would survive each Ctrl-C."""
         self._check_handler()
         start, waited = self._next, self._stats.seconds
         try:
@@ -179,7 +179,7 @@ class Loader(Renewed):
                 raise step.error
             if step.after is None:
                 raise StopIteration
-            bounds += [start, step.after]
+            taken += [start, step.after]
             self._next = step.after
         finally:
             self._is_taking = False
@@ -188,11 +188,11 @@ class Loader(Renewed):
             try:
                 batch = self.transform(batch)
             except BaseException as error:
-                self._move(start)
+                self._move(start)  # the step comes again
                 if isinstance(error, StopIteration):  # it would end the trainer's loop
                     raise RuntimeError("`transform` raised StopIteration") from error
                 raise
-        bounds[1] = self._next  # of a later step, if `transform` has asked for one
+        taken[1] = self._next  # of a later step, if `transform` has asked for one
         self._stats.steps += 1
         self._position = self._next
         self._last = start, self._stats.seconds - waited, step.metrics
