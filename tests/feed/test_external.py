@@ -148,18 +148,21 @@ def test_the_end_of_an_iterator_stays_the_end(prefetch: int, consumed: int) -> N
 
 
 class Counting:
-    """A stream of samples of four tokens each; `answer` changes what `read` returns."""
+    """Samples of four tokens, and states changed in place; `answer` changes what `read` returns."""
 
     def __init__(self, size: int = 20, answer: Any = None) -> None:
-        self.size, self.answer = size, answer
+        self.size, self.answer, self.states = size, answer, []
 
     def read(self, state: Any, count: int) -> Any:
+        self.states.append(state)
         if self.answer is not None:
             return self.answer
-        start = state or 0
+        state = state or {"next": 0}
+        start = state["next"]
         count = min(count, self.size - start)
+        state["next"] += count
         tokens = np.arange(4 * start, 4 * (start + count))
-        return TokenBatch(tokens, 4 * np.arange(1, count + 1)), start + count
+        return TokenBatch(tokens, 4 * np.arange(1, count + 1)), state
 
     def fingerprint(self) -> dict[str, Any]:
         return {"kind": "counting"}

@@ -30,14 +30,11 @@ class Numbers:
         return {"kind": "numbers"}
 
 
-class Counting:
+class Counting(Numbers):
     def read(self, state: Any, count: int) -> Any:
         start = state or 0
         tokens = np.repeat(np.arange(start, start + count), 2)
         return TokenBatch(tokens, 2 * np.arange(1, count + 1)), start + count
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"kind": "counting"}
 
 
 class Model(lightning.LightningModule):
@@ -70,8 +67,8 @@ def endless(rank: int, size: int) -> Loader:
 
 
 def streamed(rank: int, size: int) -> Loader:
-    stream = StreamDataset(Counting(), SampleOptions(sequence_length=1))
-    return Loader(stream, micro_batch_size=4, transform=to_tensors)
+    dataset = StreamDataset(Counting(), SampleOptions(sequence_length=1))
+    return Loader(dataset, micro_batch_size=4, transform=to_tensors)
 
 
 def batches(make: Any, steps: int = -1, *, validation: Any = None, **options: Any) -> Any:

@@ -113,7 +113,7 @@ class StreamDataset:
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
         """The next samples; `own` are the places of those that this rank needs, integers [n]."""
-        tokens, state = self.stream.read(state, count)
+        tokens, state = self.stream.read(plain_json(state), count)  # which may change it in place
         if not isinstance(tokens, TokenBatch) or len(tokens) > count:
             raise ConfigError(
                 f"{type(self.stream).__name__}.read returned {shown(tokens)}; a TokenBatch of at "
