@@ -222,16 +222,33 @@ def hook(event, arguments):
         if left < 0:
             os._exit(9)
 sys.addaudithook(hook)
-split(data, shard, documents=2, checksums=False)
+split(data, shard, documents=2)
 """
     arguments = [str(step), str(tmp_path / "data"), str(tmp_path / "shard")]
     assert subprocess.run([sys.executable, "-c", code, *arguments]).returncode == 9
     names = {path.name for path in tmp_path.glob("shard*")}
     assert {f"{name[:-4]}.idx" for name in names if name.endswith(".bin")} <= names
-    split(tmp_path / "data", tmp_path / "shard", documents=2, checksums=False)
+    split(tmp_path / "data", tmp_path / "shard", documents=2)
     assert {path.name for path in tmp_path.glob("shard*")} == {
-        f"shard_0000{number}.{suffix}" for number in (0, 1) for suffix in ("bin", "idx")
+        f"shard_0000{number}.{suffix}"
+        for number in (0, 1)
+        for suffix in ("bin", "idx", "info.json")
     }
+
+
+def test_a_split_refuses_to_lose_pairs_of_others(tmp_path: Path) -> None:
+    """Of another verb, and without a sidecar; among the new shards, and beyond them."""
+    write_documents(tmp_path / "data", [[number] for number in range(4)], np.int32)
+    split(tmp_path / "data", tmp_path / "shard", documents=1)
+    for number, checksums in ((1, True), (3, False)):
+        pair = tmp_path / f"shard_{number:05}"
+        merge([tmp_path / "data"], pair, checksums=checksums)
+        before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(ConfigError, match=f"or remove {pair}, .* Give another"):
+            split(tmp_path / "data", tmp_path / "shard", documents=2)
+        assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+        for path in tmp_path.glob(f"{pair.name}.*"):
+            path.unlink()
 
 
 def test_a_split_does_not_remove_its_source(tmp_path: Path) -> None:

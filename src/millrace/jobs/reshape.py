@@ -12,11 +12,14 @@ import numpy as np
 
 from millrace.cache.loss_files import joined_ranges, write_loss_ranges
 from millrace.errors import ConfigError
-from millrace.names import IDX
+from millrace.names import BIN, IDX
 from millrace.option_class import StrPath, check_options, option, parse_size
 from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
-from millrace.store.publish import building, files_of
+from millrace.store.info import read_info
+from millrace.store.publish import building, check_prefix, files_of
+
+_SHOWN_OTHERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +111,8 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
 
     Shard i gets the path prefix `{output_prefix}_{i:05}`; merging the shards restores the dataset,
     byte for byte. All shards of an earlier split with this output prefix are replaced or removed,
-    so a glob pattern matches the new shards only.
+    so a glob pattern matches the new shards only. Their sidecars tell them: no other pair of such a
+    name is touched.
 
     Args:
         prefix: Path prefix of the input pair.
@@ -120,7 +124,8 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
         The shards' path prefixes.
 
     Raises:
-        ConfigError: Not exactly one of `documents` and `num_bytes`, or a value below 1.
+        ConfigError: Not exactly one of `documents` and `num_bytes`, a value below 1, or a pair of a
+            shard's name that no sidecar ascribes to a split.
         DataError: A missing or damaged pair, or ranges of tokens that do not fit it.
     """
     own = SplitOptions(prefix=prefix, output_prefix=output_prefix, **options)
@@ -130,20 +135,18 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
         bounds = [*range(0, dataset.num_documents, own.documents), dataset.num_documents]
     elif own.num_bytes is not None:
         bounds = bounds_by_size(dataset, own.num_bytes)
-    shards = []
-    for number, span in enumerate(itertools.pairwise(bounds)):
-        shards.append(f"{own.output_prefix}_{number:05}")
+    shards = [f"{own.output_prefix}_{number:05}" for number in range(len(bounds) - 1)]
+    surplus = _surplus_shards(os.fspath(own.output_prefix), len(shards), dataset.prefix)
+    for shard, span in zip(shards, itertools.pairwise(bounds), strict=True):
         provenance = {"split": dataset.prefix, "documents": list(span)}
-        with pair_builder(own, shards[-1], [dataset], provenance, documents=span) as builder:
+        with pair_builder(own, shard, [dataset], provenance, documents=span) as builder:
             builder.add_index(dataset, span)
-    kept = set(map(os.path.realpath, files_of(dataset.prefix)))
-    for shard in _existing_shards(os.fspath(own.output_prefix), len(shards)):
-        if kept.isdisjoint(map(os.path.realpath, files_of(shard))):
-            with building(shard):  # holds the lock: no other process builds this shard
-                # The index last: a kill leaves no tokens without one, which would be raw tokens.
-                for path in reversed(files_of(shard)):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
+    for shard in surplus:
+        with building(shard):  # holds the lock: no other process builds this shard
+            # The index last: a kill leaves no tokens without one, which would be raw tokens.
+            for path in reversed(files_of(shard)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
     return shards
 
 
@@ -185,14 +188,32 @@ def pair_builder(
         writer.publish()
 
 
-def _existing_shards(output_prefix: str, first: int) -> Iterator[str]:
-    """The path prefixes of the shards on disk from number `first` on."""
+def _surplus_shards(output_prefix: str, count: int, source: str) -> list[str]:
+    """The shards of an earlier split from number `count` on, but not the source.
+
+    A ConfigError if a pair has a shard's name, and no sidecar that ascribes it to a split.
+    """
+    check_prefix(f"{output_prefix}_00000")
     folder, name = os.path.split(output_prefix)
     index_name = re.compile(re.escape(name) + r"_(\d{5}|[1-9]\d{5,})\.idx")
-    for file in sorted(os.listdir(folder or ".")):
-        match = index_name.fullmatch(file)
-        if match is not None and int(match[1]) >= first:
-            yield os.path.join(folder, file.removesuffix(IDX))
+    surplus, others = list[str](), list[str]()
+    for match in filter(None, map(index_name.fullmatch, sorted(os.listdir(folder or ".")))):
+        index, is_surplus = os.path.join(folder, match[0]), int(match[1]) >= count
+        if is_surplus and os.path.realpath(index) == os.path.realpath(source + IDX):
+            continue
+        shard = index.removesuffix(IDX)
+        surplus += [shard] * is_surplus
+        info = read_info(shard)
+        # A split that is killed while it removes a shard leaves an index alone.
+        if os.path.exists(shard + BIN) and (info is None or "split" not in info.provenance):
+            others.append(shard)
+    if others:
+        names = ", ".join([*others[:_SHOWN_OTHERS], "..."][: len(others)])
+        raise ConfigError(
+            f"a split would replace or remove {names}, and no sidecar (.info.json) says that an "
+            "earlier split wrote that. Give another output prefix, or remove it"
+        )
+    return surplus
 
 
 def bounds_by_size(dataset: IndexedDataset, num_bytes: int) -> list[int]:
