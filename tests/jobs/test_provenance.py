@@ -339,6 +339,8 @@ def test_inspect_says_that_another_tokenizer_wrote_the_tokens(
     description = describe(IndexedDataset(prefix), tokenizer=tokenizer)
     assert description.is_same_tokenizer is True
     assert description.tokenizer_warning is None
+    by_file = IndexedDataset(prefix, access="file")  # as it is in a bucket: not mapped
+    assert describe(by_file, tokenizer=tokenizer) == description
     assert describe(IndexedDataset(prefix)).is_same_tokenizer is None
     assert "WARNING" not in format_description(description)
     warning = f"another tokenizer wrote these tokens: {tokenizer_file} ({own['sha256'][:12]}), not"

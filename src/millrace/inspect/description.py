@@ -23,7 +23,7 @@ _EXCERPT = 256  # tokens of a document's head, and of its tail
 _BAR_WIDTH = 40
 _BINS = [0, *(2**n for n in range(32))]  # of lengths: the start of each, and the end
 _QUANTILES = {"p1": 0.01, "p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
-_CHUNK = 4 << 20  # tokens that are counted at a time
+_CHUNK = 1 << 24  # bytes of tokens that are counted at a time
 NO_ORIGINS = "no PREFIX.origins.parquet, which `millrace tokenize` writes, tells file and line"
 
 
@@ -131,8 +131,9 @@ def _histogram(lengths: NDArray[Any]) -> list[tuple[int, int, int]]:
 def _count_special(dataset: IndexedDataset, tokenizer: Tokenizer) -> dict[str, int]:
     special_tokens = tokenizer.special_tokens()
     counts = dict.fromkeys(special_tokens, 0)
-    for start in range(0, dataset.num_tokens, _CHUNK):
-        part = dataset.tokens[start : start + _CHUNK]
+    size = dataset.reader.size
+    for start in range(0, size, _CHUNK):
+        part = dataset.reader.read(start, min(_CHUNK, size - start)).view(dataset.dtype)
         for text, number in special_tokens.items():
             counts[text] += int(np.count_nonzero(part == number))
     return counts
