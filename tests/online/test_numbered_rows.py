@@ -32,6 +32,12 @@ def test_the_rows_of_jsonl_are_those_of_the_reader(
     path.write_bytes(start + b"\n".join(lines) + end)
     expected: dict[int, Any] = {}
     query = Query(keys=("text",), whole=True, reject=lambda line, *_: expected.update({line: None}))
+    if b"".join(lines).lstrip().startswith(b"["):
+        with pytest.raises(TextError, match="is a JSON array; `jq"):
+            open_rows(path)
+        with pytest.raises(TextError, match="is a JSON array; `jq"):
+            list(read_documents(find_inputs([path])[0].part(), query))
+        return
     for part in parts_of(find_inputs([path])[0], 1 << 30):
         for documents in read_documents(part, query):
             expected |= dict(zip(documents.lines.tolist(), documents.texts[0], strict=True))

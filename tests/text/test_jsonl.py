@@ -115,7 +115,7 @@ def test_json_means_what_pythons_json_means(
     tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "lines.jsonl"
-    path.write_bytes(b"[]\n" + b"".join(line + b"\n" for line in lines))
+    path.write_bytes(b"0\n" + b"".join(line + b"\n" for line in lines))
     reading = read_file(path)
     expected = {
         number: document
@@ -126,7 +126,7 @@ def test_json_means_what_pythons_json_means(
     assert dict(zip(reading.lines, documents, strict=True)) == expected
     bad = {n for n, line in enumerate(lines, 1) if line.strip() and n not in expected} | {0}
     assert {line for line, *_ in reading.rejected} == bad
-    assert all(data == ([b"[]", *lines])[line] for line, _, _, data in reading.rejected)
+    assert all(data == ([b"0", *lines])[line] for line, _, _, data in reading.rejected)
 
 
 @pytest.mark.parametrize(

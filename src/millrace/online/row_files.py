@@ -27,7 +27,7 @@ from millrace.storage import FileStream, StoredFile, storage_of
 from millrace.text import BadDocumentError, InputFile, Query, find_inputs, open_part
 from millrace.text.documents import UTF8_BOM, too_long
 from millrace.text.formats.arrow_tables import records_of
-from millrace.text.formats.separated_records import loads, parse_line
+from millrace.text.formats.separated_records import check_lines, loads, parse_line
 from millrace.text.json_values import check_object
 from millrace.text.parts import unchanged
 from millrace.text.streams import is_remote, open_path, readable
@@ -241,8 +241,9 @@ def _read_lines(file: InputFile) -> Notes:
         while data := following.result():
             following = reader.submit(stream.read, _BLOCK)
             digest.update(data)
-            if offset == 0 and data.startswith(UTF8_BOM):
-                mark = len(UTF8_BOM)
+            if offset == 0:
+                mark = len(UTF8_BOM) * data.startswith(UTF8_BOM)
+                check_lines(file.path, data[mark:])
             block = np.frombuffer(data, np.uint8)
             places = np.flatnonzero(block == ord("\n")) + 1  # a line begins there
             starts.append(places + offset)

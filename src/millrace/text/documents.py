@@ -191,6 +191,7 @@ def read_records(
     name: str,
     add: Callable[[bytes, int, int], None],
     add_all: Callable[[list[bytes], int, int], bool] = lambda *records: False,
+    check_start: Callable[[bytes], None] = lambda start: None,
 ) -> Iterator[Documents]:
     """The documents of a stream of records, in blocks of about `query.block_size` bytes.
 
@@ -205,6 +206,7 @@ def read_records(
             raise a BadDocumentError.
         add_all: Function that adds all records of a block faster, from the line and byte offset of
             the first on; or adds none and returns False.
+        check_start: Function of the first bytes of a source, without the mark, which may raise.
     """
     data, line, offset = b"", 0, byte_offset
     if byte_offset == 0:
@@ -212,6 +214,7 @@ def read_records(
             data += more
         offset = len(UTF8_BOM) * data.startswith(UTF8_BOM)
         data = data[offset:]
+        check_start(data)
     breaks, is_inside, is_last = separator.count(b"\n"), False, False
     *records, rest = data.split(separator) if separator else [data]
     while True:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from millrace.checks import shown
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, TextError
 from millrace.text.documents import Batch, Documents, Query, read_records
 from millrace.text.json_values import (
     NOT_UNICODE,
@@ -41,6 +41,13 @@ def parse_line(line: bytes) -> Any:
         return loads(line)
     except ValueError:
         return parse_json(line)
+
+
+def check_lines(source: str, start: bytes) -> None:
+    """TextError if a source that should be lines of JSON starts as an array: most of it would be
+    lines that are not documents, which a job may skip."""
+    if start.lstrip().startswith(b"["):
+        raise TextError(f"{source} is a JSON array; `jq -c '.[]'` makes JSONL of it")
 
 
 class JsonLines(Format):
@@ -104,7 +111,10 @@ class JsonLines(Format):
 
         with open_part(part) as stream:
             offset = part.byte_offset + stream.first_byte
-            yield from read_records(stream, b"\n", query, batch, offset, "line", add, add_all)
+            check = functools.partial(check_lines, part.source)
+            yield from read_records(
+                stream, b"\n", query, batch, offset, "line", add, add_all, check
+            )
 
 
 class PlainText(Format):
