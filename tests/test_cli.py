@@ -143,12 +143,23 @@ def test_an_option_names_a_file_that_cannot_be_read() -> None:
     assert "--input-list: none cannot be read: No such file" in result.stderr
 
 
+IDLE = [
+    (["--eod-token", "<|endoftext|>"], "eod_token: add --append-eod or --chat"),
+    (["--bos-token", "<|endoftext|>"], "bos_token: add --prepend-bos or --chat"),
+    (["--lang", "german", "--keep-newlines"], "lang, keep_newlines: add --split-sentences"),
+    (["--keep-sequential-samples"], "keep_sequential_samples: add --partitions"),
+    (["--separator", "x"], "good.jsonl is read as jsonl: leave it out"),
+]
+
+
 def test_a_job_that_fails_exits_with_1_and_one_message(
     tmp_path: Path, tokenizer_file: Path
 ) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", ["a"])
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "a"}\n{"text"\n')
+    array = tmp_path / "array.jsonl"
+    array.write_text('[\n{"text": "a"},\n{"text": "b"}\n]\n')
     two_ends = conftest.train_tokenizer(tmp_path / "two.json", ["<eos>", "</s>"])
     cut = tmp_path / "cut"
     conftest.write_documents(cut, [[1], [2]])
@@ -168,6 +179,14 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
         (
             ["tokenize", "--input", good, "--tokenizer", tokenizer_file, "--json-keys", "body"],
             'no key "body"',
+        ),
+        *(
+            (["tokenize", "--input", good, "--tokenizer", "bytes", *own], text)
+            for own, text in IDLE
+        ),
+        (
+            ["tokenize", "--input", array, "--tokenizer", "bytes", "--on-error", "skip"],
+            "array.jsonl is a JSON array; `jq -c '.[]'` makes",
         ),
     ]:
         extra = ["--output-prefix", out / "data"] if arguments[0] == "tokenize" else []

@@ -43,7 +43,8 @@ def find_inputs(
         others: List to which files of folders with an unknown ending are appended.
 
     Raises:
-        ConfigError: No inputs, an argument of a wrong type, or a pipe that is given twice.
+        ConfigError: No inputs, an argument of a wrong type, a pipe that is given twice, or a
+            separator without plain text files.
         TextError: A file that cannot be read, a folder without documents, or a pattern that
             matches no file.
 
@@ -67,7 +68,11 @@ def find_inputs(
             )
         formats = [format]
     finder = _Finder(formats, [] if others is None else others)
-    return [file for entry in entries for file in finder.files(entry)]
+    files = [file for entry in entries for file in finder.files(entry)]
+    if separator is not None and not any(isinstance(one.format, PlainText) for one in files):
+        kinds = f"{files[0].path} is read as {files[0].format.name}"
+        raise ConfigError(f"separator is for plain text, and {kinds}: leave it out, or name a .txt")
+    return files
 
 
 def _check_input(name: str, value: Any) -> str | InputFile:

@@ -132,13 +132,12 @@ def _tokenize(
         inputs = [*inputs, *read_input_list(input_list)]
     elif not inputs:
         raise ConfigError("there is no input; give --input or --input-list")
+    _check_effects(options)
     settings = take_options(TokenizerOptions, options)
     sentences = take_options(SentenceOptions, options)
     if "library" in sentences:
         options["splitter"] = SentenceSplitter(**sentences)
     chats, is_chat = take_options(ChatOptions, options), options.pop("chat", False)
-    if chats and not is_chat:
-        raise ConfigError(f"{', '.join(chats)}: add --chat, or leave this out")
     if is_chat and "json_keys" in options:
         raise ConfigError("--chat reads whole rows, and writes PREFIX_chat: leave out json_keys")
     # Ray writes about lost nodes to stdout, which is the report's.
@@ -149,6 +148,25 @@ def _tokenize(
             options["json_keys"] = ("chat",)
         result = tokenize(inputs, show_progress=True, **options)
     return _tokenize_report(result, as_json)
+
+
+def _check_effects(options: dict[str, Any]) -> None:
+    """Raises a ConfigError for options that change nothing without another one."""
+    for names, needed, flags in _WITHOUT_EFFECT:
+        # Scripts for Megatron-LM pass the default language.
+        idle = [name for name in names if options.get(name) not in (None, SentenceOptions.lang)]
+        if idle and options.keys().isdisjoint(needed):
+            raise ConfigError(f"{', '.join(idle)}: add {flags}, or leave this out")
+
+
+_WITHOUT_EFFECT: Sequence[tuple[Sequence[str], Sequence[str], str]] = (
+    (["eod_token"], ["append_eod", "chat"], "--append-eod or --chat"),
+    (["bos_token"], ["prepend_bos", "chat"], "--prepend-bos or --chat"),
+    (["lang", "keep_newlines"], ["library"], "--split-sentences"),
+    (["keep_sequential_samples"], ["partitions"], "--partitions"),
+    ([field.name for field in dataclasses.fields(ChatOptions)], ["chat"], "--chat"),
+)
+"""Options that change nothing unless one of others is given, and the flags of those."""
 
 
 def _tokenize_report(result: TokenizeResult, as_json: bool) -> str:
