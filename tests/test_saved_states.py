@@ -26,6 +26,7 @@ def write_data(folder: Path) -> None:
         with millrace.IndexedDatasetBuilder(folder / name, np.uint16) as builder:
             for length in random.integers(1, 90, 60).tolist():
                 builder.add_document(np.append(random.integers(2, 500, length), EOD))
+    sharded(folder)  # before the mask, which a shuffle refuses
     millrace.write_loss_ranges(folder / "a", [(0, 0, 1), (3, 1, 2)])
 
 

@@ -204,8 +204,12 @@ def test_what_cannot_keep_a_mask_refuses_it(pair: Path, verb: Any) -> None:
         convert(pair, f"{to}.npy")
     with pytest.raises(ConfigError, match=r"append_eod, .* --no-loss-ranges"):
         convert(pair, to, append_eod=256)
-    with pytest.raises(ConfigError, match="millrace convert --no-loss-ranges"):
-        shuffle(None, input_list=[(1, pair)], output_dir=to, seq_len=4)
+    info = Path(f"{pair}.info.json").read_bytes()
+    for _ in range(2):  # with the sidecar, and with nothing but the mask beside the pair
+        with pytest.raises(ConfigError, match="millrace convert --no-loss-ranges"):
+            shuffle(None, input_list=[(1, pair)], output_dir=to, seq_len=4)
+        Path(f"{pair}.info.json").unlink(missing_ok=True)
+    Path(f"{pair}.info.json").write_bytes(info)
     convert(pair, f"{to}.npy", loss_ranges=False)
     verb("merge", pair, "--output-prefix", to, "--no-loss-ranges")
     assert ranges_of(to) is None

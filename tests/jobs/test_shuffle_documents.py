@@ -20,10 +20,10 @@ def some_documents(count: int) -> list[Document]:
     return [Document([np.array([number, number + 1])]) for number in range(count)]
 
 
-def run(folder: Path) -> ShuffleResult:
+def run(folder: Path, **own: Any) -> ShuffleResult:
     """Shuffles the documents of a folder into one shard."""
     shutil.rmtree(folder / "out", ignore_errors=True)
-    options: dict[str, Any] = {"num_shards": 1, "workers": 1}
+    options: dict[str, Any] = {"num_shards": 1, "workers": 1, **own}
     return shuffle(folder / "in", folder / "out", documents=True, **options)
 
 
@@ -51,9 +51,11 @@ def test_the_common_tokenizer_is_in_the_sidecar(tmp_path: Path) -> None:
     provenance = {"tokenizer": {"name": "other", "sha256": "b" * 64}}
     build(tmp_path / "in" / "d", some_documents(2), provenance=provenance)
     with pytest.raises(
-        ConfigError, match=r"the same ids mean different texts.*Tokenize one of them again"
+        ConfigError, match=r"the same ids mean different texts.*or shuffle .* --any-tokenizer"
     ):
         run(tmp_path)
+    run(tmp_path, any_tokenizer=True)
+    assert not (tmp_path / "out" / "shard_0000.info.json").exists()
 
 
 def test_bad_inputs_are_refused(tmp_path: Path) -> None:

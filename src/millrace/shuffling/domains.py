@@ -21,7 +21,7 @@ from millrace import _native
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below, is_of_the_process
-from millrace.names import BIN, INFO, JOURNAL, LOSS_ARRAY
+from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
@@ -68,6 +68,7 @@ class Input:
 
     domains: Sequence[Domain]
     notices: Sequence[str]
+    any_tokenizer: bool = False
 
     @property
     def files(self) -> list[TokenFile]:
@@ -98,19 +99,18 @@ class Input:
         return first.dtype
 
     def tokenizer(self) -> dict[str, Any] | None:
-        """The tokenizer that all files name; a ConfigError if two files differ."""
-        for file in self.files:
-            if file.prefix is not None and has_mask(file.prefix):
+        """The tokenizer that all files name; a ConfigError if two differ, or one has a mask."""
+        for prefix in filter(None, [file.prefix for file in self.files]):
+            if has_mask(prefix) or os.path.exists(prefix + LOSS):
                 raise ConfigError(
-                    f"{file.prefix}{INFO} says which tokens are not trained on, which a shuffle "
-                    "would lose: train on it as it is, or leave it out first with `millrace "
-                    "convert --no-loss-ranges`"
+                    f"{prefix} has a mask, which a shuffle would lose: train on it as it is, or "
+                    "leave the mask out first with `millrace convert --no-loss-ranges`"
                 )
         records = [None if f.prefix is None else read_tokenizer(f.prefix) for f in self.files]
-        if conflict := tokenizer_conflict(records):
+        if not self.any_tokenizer and (conflict := tokenizer_conflict(records)):
             raise ConfigError(
-                f"{conflict}. Tokenize one of them again. If they are in fact the same tokenizer, "
-                "delete the .info.json file of one of them"
+                f"{conflict}. Tokenize one of them again, or shuffle them as they are with "
+                "--any-tokenizer (any_tokenizer=True)"
             )
         return common_tokenizer(records)
 
@@ -244,8 +244,7 @@ def _token_paths(paths: Sequence[str]) -> list[str]:
                 f"{path} has no {os.path.basename(path)[:-4]}.bin beside it: restore that file, or "
                 "remove the .idx"
             )
-    paths = [path for path in paths if not path.endswith(LOSS_ARRAY)]
-    return [path for path in paths if path.endswith((".bin", ".npy"))]
+    return [p for p in paths if p.endswith((".bin", ".npy")) and not p.endswith(LOSS_ARRAY)]
 
 
 def _notices_of(files: Sequence[TokenFile], raw_dtype: np.dtype[Any]) -> Iterator[str]:

@@ -210,8 +210,7 @@ def choose_plan(
     if name == "auto":
         return _best_plan(items, sizes, budget, workers, free)
     plan = fit_plan(name, sizes, budget, workers)
-    remedy = "give the plan gather, "
-    _check_free(f"plan {name}: it writes", plan.num_bytes, free, output_dir, remedy)
+    _check_free(f"plan {name}: it writes", plan.num_bytes, free, output_dir, "give --plan gather, ")
     return plan
 
 

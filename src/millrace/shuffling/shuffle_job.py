@@ -62,8 +62,7 @@ class ShuffleOptions:
         metavar="DIR", identity="never", group="input")
     input_list: Any | None = option(
         "file with a weight and a path on each line: 2.5 data/web (instead of --input-dir)", None,
-        metavar="FILE", check=_entries, parse=read_input_list, identity="never",
-        group="input")
+        metavar="FILE", check=_entries, parse=read_input_list, identity="never", group="input")
     dtype: Any = option(
         "dtype of .bin files without .idx", "uint32",
         choices=tuple(dtype.name for dtype in DTYPES), check=_raw_dtype, group="input")
@@ -71,6 +70,8 @@ class ShuffleOptions:
     carry: bool = _input("continue the remainder of a file in the next file of its domain", False)
     documents: bool = _input(
         "shuffle whole documents of indexed datasets instead of sequences", False)
+    any_tokenizer: bool = _input(
+        "shuffle data of different tokenizers or splitters, too", False, identity="never")
     output_dir: StrPath = option(
         "folder for the shards: a new one, or an empty one",
         metavar="DIR", identity="never", group="output")
@@ -204,6 +205,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
     start = time.monotonic()
     checked = ShuffleOptions(input_dir=input_dir, output_dir=output_dir, **options)
     found = find_domains(checked.inputs, dtype=checked.dtype, has_documents=checked.documents)
+    found = replace(found, any_tokenizer=checked.any_tokenizer)
     _check_apart(checked)
     folder = checked.folder
     job = Run(
