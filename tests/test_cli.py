@@ -18,9 +18,7 @@ from unittest import mock
 import pytest
 
 from millrace import IndexedDataset, cli, demo, jobs
-from millrace.encoding.training import train_tokenizer
 from millrace.jobs import cache, indexing
-from millrace.verbs.corpus import TrainOptions
 from millrace.verbs.runs import DemoOptions
 from tests import conftest
 from tests.conftest import make_texts, write_jsonl
@@ -399,7 +397,6 @@ def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Pat
     [
         (jobs.index, indexing.IndexOptions),
         (jobs.prune_cache, cache.PruneOptions),
-        (train_tokenizer, TrainOptions),
         (demo.run_demo, DemoOptions),
     ],
 )

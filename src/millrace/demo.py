@@ -44,6 +44,7 @@ def run_demo(folder: str) -> None:
         vocabulary_size=8192,
         special_tokens=SPECIAL_TOKENS,
         max_bytes=TRAINING_BYTES,
+        replace=True,
     ).tokenizer
     print(f"   {tokenizer.vocabulary_size:,} tokens   {tokenizer.path}")
 

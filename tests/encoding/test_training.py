@@ -55,7 +55,11 @@ def test_the_text_to_train_on_is_taken_evenly(tmp_path: Path) -> None:
     result = train_tokenizer(paths, tmp_path / "t.json", vocabulary_size=270, max_bytes=10_000)
     assert result.num_bytes == 10_000
     assert [len(ids) for ids in result.tokenizer.encode(["aaaa", "bbbb"])] == [1, 1]
-    more = train_tokenizer(paths, tmp_path / "t.json", vocabulary_size=270, max_bytes=10**9)
+    options = {"vocabulary_size": 270, "max_bytes": 10**9}
+    with pytest.raises(ConfigError, match=r"t\.json is there already.* give --replace"):
+        train_tokenizer(paths, tmp_path / "t.json", **options)
+    assert Tokenizer(tmp_path / "t.json").fingerprint == result.tokenizer.fingerprint
+    more = train_tokenizer(paths, tmp_path / "t.json", **options, replace=True)
     assert more.num_bytes == 200_000
 
 
@@ -68,7 +72,7 @@ def test_a_text_is_cut_between_characters() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"vocabulary_size": 256}, "vocabulary_size must be at least 257, not 256"),
+        ({"vocabulary_size": 256}, r"\(--vocab-size\) must be at least 257, not 256"),
         ({"vocabulary_size": 3.5}, "vocabulary_size must be a whole number, not 3.5"),
         ({"special_tokens": "<s>"}, "special_tokens are '<s>'; give some texts"),
         ({"special_tokens": ["a", "a"]}, "each once"),
@@ -95,10 +99,10 @@ def test_a_bad_line_is_an_error_with_its_place(tmp_path: Path) -> None:
     path.write_text('{"text": "a"}\n{"text": 3}\n')
     (tmp_path / "t.json").write_text("old")
     with pytest.raises(TextError, match=r"a\.jsonl, line 2: "):
-        train_tokenizer([path], tmp_path / "t.json", vocabulary_size=300)
+        train_tokenizer([path], tmp_path / "t.json", vocabulary_size=300, replace=True)
     path.write_text("")
     with pytest.raises(TextError, match="have no text to train on"):
-        train_tokenizer([path], tmp_path / "t.json", vocabulary_size=300)
+        train_tokenizer([path], tmp_path / "t.json", vocabulary_size=300, replace=True)
     assert (tmp_path / "t.json").read_text() == "old"
 
 
@@ -110,5 +114,5 @@ def test_the_command_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main([*command, *more]) == 0
     assert capsys.readouterr().out.startswith(f"{output}: 280 tokens, trained on 50 texts of 0.0")
     assert Tokenizer(output).special_tokens() == {"<eos>": 0, "<pad>": 1}
-    assert main([*command, "--vocab-size", "10"]) == 1
-    assert "vocabulary_size must be at least 257, not 10" in capsys.readouterr().err
+    assert main([*command, *more[2:], "--vocab-size", "10"]) == 1
+    assert "--vocab-size) must be at least 258, not 10" in capsys.readouterr().err

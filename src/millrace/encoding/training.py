@@ -12,9 +12,49 @@ from millrace.checks import package
 from millrace.encoding.tokenizer import Tokenizer
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
+from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
 
 _NUM_BYTES = 256
 _PART_SIZE, _MOST_PARTS = 1 << 24, 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """The options of a training; a ConfigError for one that cannot work."""
+
+    # fmt: off
+    inputs: Sequence[StrPath] = option(
+        "files, folders and patterns; - is standard input", flags="--input",
+        check=lambda name, value: value)
+    output: StrPath = option("the tokenizer.json to write", metavar="FILE")
+    vocabulary_size: int = option(
+        "number of tokens: the special ones, the 256 bytes, and merges", flags="--vocab-size")
+    json_keys: Sequence[str] = option(
+        "text keys", ("text",), metavar="KEY", check=lambda name, value: text.check_keys(value))
+    special_tokens: Sequence[str] = option(
+        "special tokens, with the first ids", ("<|endoftext|>",), metavar="TOKEN", nargs="*",
+        check=lambda name, value: _special_tokens(value))
+    max_bytes: int | None = option(
+        "text to train on, taken evenly from all inputs: 500M, 2G", None, least=1,
+        default_text="all", parse=parse_size, metavar="SIZE")
+    separator: str | None = option(
+        r"text between the documents of a plain text file: '\n\n'", None,
+        default_text="a file is a document", parse=parse_escapes)
+    replace: bool = option("replace an old file", False)
+    show_progress: bool = option("show progress on stderr", False, flags=None)
+    # fmt: on
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        output, least = os.fspath(self.output), _NUM_BYTES + len(self.special_tokens)
+        checks.check_int("vocabulary_size (--vocab-size)", self.vocabulary_size, least)
+        if os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
+            raise ConfigError(f"output must be a file in a folder that exists, not {output}")
+        if os.path.exists(output) and not self.replace:
+            raise ConfigError(
+                f"{output} is there already, and what it has encoded cannot be decoded without it: "
+                "give --replace (replace=True), or another output"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,68 +67,45 @@ class TrainingResult:
     seconds: float
 
 
-def train_tokenizer(
-    inputs: Sequence[str | os.PathLike[str]],
-    output: str | os.PathLike[str],
-    *,
-    vocabulary_size: int,
-    json_keys: Sequence[str] = ("text",),
-    special_tokens: Sequence[str] = ("<|endoftext|>",),
-    max_bytes: int | None = None,
-    separator: str | None = None,
-    show_progress: bool = False,
-) -> TrainingResult:
+def train_tokenizer(inputs: Sequence[StrPath], output: StrPath, **options: Any) -> TrainingResult:
     """Trains a byte-level BPE tokenizer and writes it as a Hugging Face `tokenizer.json`.
 
     The same files and arguments give the same tokenizer.
 
     Args:
         inputs: Files, folders and patterns, as for `millrace tokenize`.
-        output: Path of the `tokenizer.json`; an old file is replaced.
-        vocabulary_size: Number of tokens: at least the special ones and the 256 bytes. Fewer are
-            written if the texts have no more pairs to merge.
-        json_keys: Keys of the texts in each document.
-        special_tokens: Special tokens, which get the first ids.
-        max_bytes: Bytes of text to train on, taken evenly from all the inputs. None: all.
-        separator: Text between the documents of a plain text file; None: the file is a document.
-        show_progress: Whether to show progress on stderr.
+        output: Path of the `tokenizer.json`; `replace=True` replaces an old file.
+        options: The other fields of `TrainOptions`, of which `vocabulary_size` is required. Fewer
+            tokens are written if the texts have no more pairs to merge.
 
     Raises:
         TextError: An input that cannot be read, a document without text under a key, or no text.
-        ConfigError: An argument of a wrong type, or a vocabulary that is too small.
+        ConfigError: An argument of a wrong type, a vocabulary that is too small, or an old file.
     """
-    output = checks.check_path("output", output)
-    keys = text.check_keys(json_keys)
-    special = _special_tokens(special_tokens)
-    size = checks.check_int("vocabulary_size", vocabulary_size, _NUM_BYTES + len(special))
-    if max_bytes is not None:
-        max_bytes = checks.check_int("max_bytes", max_bytes, 1)
-    show_progress = checks.check_bool("show_progress", show_progress)
-    if os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
-        raise ConfigError(f"output must be a file in a folder that exists, not {output}")
+    own = TrainOptions(inputs=inputs, output=output, **options)
     start = time.monotonic()
-    files = text.find_inputs(inputs, separator=separator)
+    files = text.find_inputs(own.inputs, separator=own.separator)
     part_size = max(_PART_SIZE, sum(file.size or 0 for file in files) // _MOST_PARTS)
     parts = [part for file in files for part in text.parts_of(file, part_size)]
-    texts = _Texts(parts, keys, max_bytes)
+    texts = _Texts(parts, tuple(own.json_keys), own.max_bytes)
 
     tokenizers = package("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=special,
+        vocab_size=own.vocabulary_size,
+        special_tokens=list(own.special_tokens),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=show_progress,
+        show_progress=own.show_progress,
     )
     model.train_from_iterator(texts, trainer)
     if texts.num_bytes == 0:
         raise TextError("the inputs have no text to train on; give files with documents")
-    with atomic_file(output) as file:
+    with atomic_file(os.fspath(own.output)) as file:
         file.write(model.to_str(pretty=True).encode())
     return TrainingResult(
-        tokenizer=Tokenizer(output),
+        tokenizer=Tokenizer(own.output),
         num_texts=texts.num_texts,
         num_bytes=texts.num_bytes,
         seconds=time.monotonic() - start,

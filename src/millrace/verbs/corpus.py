@@ -12,11 +12,11 @@ from typing import Any
 
 from millrace.chats import ChatEncoder, ChatOptions
 from millrace.encoding import ENCODERS, Tokenizer
-from millrace.encoding.training import train_tokenizer
+from millrace.encoding.training import TrainOptions, train_tokenizer
 from millrace.engine import ALREADY, ENVIRONMENT
 from millrace.errors import ConfigError
 from millrace.inspect import format_report
-from millrace.option_class import StrPath, option, parse_escapes, parse_size, take_options
+from millrace.option_class import option, take_options
 from millrace.shuffling import shuffle
 from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.text import SentenceSplitter, read_input_list
@@ -84,38 +84,6 @@ class InputOptions:
         "PREFIX_chat_document",
         False,
         group="input",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """The options of `train-tokenizer`."""
-
-    inputs: Sequence[StrPath] = option(
-        "files, folders and patterns; - is standard input", flags="--input"
-    )
-    output: StrPath = option("the tokenizer.json to write", metavar="FILE")
-    vocabulary_size: int = option(
-        "number of tokens: the special ones, the 256 bytes, and merges",
-        flags="--vocab-size",
-        least=1,
-    )
-    json_keys: Sequence[str] = option("text keys", ("text",), metavar="KEY")
-    special_tokens: Sequence[str] = option(
-        "special tokens, with the first ids", ("<|endoftext|>",), metavar="TOKEN", nargs="*"
-    )
-    max_bytes: int | None = option(
-        "text to train on, taken evenly from all inputs: 500M, 2G",
-        None,
-        default_text="all",
-        parse=parse_size,
-        metavar="SIZE",
-    )
-    separator: str | None = option(
-        r"text between the documents of a plain text file: '\n\n'",
-        None,
-        default_text="a file is a document",
-        parse=parse_escapes,
     )
 
 

@@ -204,7 +204,7 @@ VERBS = (
         _merge,
         (MergeOptions,),
         "Concatenates token files. Documents keep their order and their origins. Data of "
-        "different tokenizers are refused.",
+        "different tokenizers are refused. An output that is there is replaced.",
     ),
     Verb(
         "split",
@@ -219,6 +219,7 @@ VERBS = (
         (ConvertOptions,),
         "Converts token arrays to token files and back, or changes the dtype. NAME.npy is a "
         "NumPy array (one dimension: a stream of tokens; two: each row a document), NAME.bin "
-        "without NAME.idx holds raw tokens, and any other name is a path prefix.",
+        "without NAME.idx holds raw tokens, and any other name is a path prefix. A target that is "
+        "there is replaced.",
     ),
 )
