@@ -159,13 +159,15 @@ def test_a_job_that_fails_exits_with_1_and_one_message(
     array = tmp_path / "array.jsonl"
     array.write_text('[\n{"text": "a"},\n{"text": "b"}\n]\n')
     two_ends = conftest.train_tokenizer(tmp_path / "two.json", ["<eos>", "</s>"])
-    cut = tmp_path / "cut"
+    cut = tmp_path / "c_u"
     conftest.write_documents(cut, [[1], [2]])
     os.truncate(f"{cut}.idx", os.path.getsize(f"{cut}.idx") - 3)
     out = tmp_path / "out"
     out.mkdir()
     for arguments, message in [
         (["inspect", tmp_path / "none"], "none.bin and"),
+        (["verify", tmp_path / "none"], "none.bin and"),
+        (["inspect", tmp_path / "c"], f"not found. There is {tmp_path}/c_u"),
         (["inspect", good], "--tokenizer is missing"),
         (["inspect", f"{good}.no"], "not found"),
         (["inspect", "0.5"], "Is it a weight?"),

@@ -234,7 +234,10 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 def check_local(path: str) -> str:
     """A path in a file system; ConfigError for one in a bucket, where no file can be written."""
     if SCHEME.match(path):
-        raise ConfigError(f"{path} must be a path in a file system, where files are written")
+        remedy = (
+            "give a local path (and to tokenize and shuffle --upload-to, which moves the output)"
+        )
+        raise ConfigError(f"{path} is not in a file system, where files are written: {remedy}")
     return path
 
 

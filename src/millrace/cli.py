@@ -34,11 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")  # names may not fit the encoding
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
-    except (KeyboardInterrupt, SystemError) as error:
-        # A call in C that Ctrl-C interrupts may have a result too, which is a SystemError.
-        if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
-            raise
-        status = _fail("interrupted; nothing half-written was left behind")
+    except KeyboardInterrupt:
+        status = _fail("interrupted")
     if is_process:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the exit of Python
     return status
@@ -64,6 +61,11 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     except OSError as error:
         return _fail(_describe_error(error, options))
+    except (KeyboardInterrupt, SystemError) as error:
+        # A call in C that Ctrl-C interrupts may have a result too, which is a SystemError.
+        if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        return _fail(f"interrupted; run {_what_remains(options)}")
 
 
 def _print(report: str) -> int:
@@ -109,7 +111,8 @@ def _what_remains(options: dict[str, Any]) -> str:
     journal = f"{prefix}{JOURNAL}" if prefix else os.path.join(folder or "", SHUFFLE_JOURNAL)
     if (prefix or folder) and os.path.isdir(journal):
         continues = f"it continues with what is done, in {journal}"
-        return f"the same command again: {continues}. An old file is as it was"
+        command = f"the same command{' without --restart' * bool(options.get('restart'))}"
+        return f"{command} again: {continues}. An old file is as it was"
     return "again: nothing half-written was left behind, and an old file is as it was"
 
 

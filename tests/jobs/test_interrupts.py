@@ -21,7 +21,7 @@ from millrace.interrupts import interruptible, interrupts_held
 from tests.conftest import make_texts, write_jsonl
 from tests.jobs.kills import members_of
 
-MESSAGE = "millrace: error: interrupted; nothing half-written was left behind\n"
+MESSAGE = "millrace: error: interrupted; run "  # what remains
 OLD = {f"out_text_document{suffix}": b"old" for suffix in (".bin", ".idx")}
 
 
@@ -56,7 +56,8 @@ def interrupt_tokenize(folder: Path, command: Sequence[object], pauses: Sequence
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert (process.returncode, stderr) == (1, MESSAGE), pauses
+    assert (process.returncode, stderr.count("\n")) == (1, 1), (stderr, pauses)
+    assert stderr.startswith(MESSAGE)
     # The journal is what the next run continues with.
     paths = [path for path in folder.iterdir() if path.name != "out.journal"]
     assert {path.name: path.read_bytes() for path in paths} == OLD
@@ -147,4 +148,5 @@ def test_ctrl_c_counts_again_after_python_has_dropped_one() -> None:
     result = subprocess.run(
         [sys.executable, "-c", _FINALIZER], capture_output=True, text=True, timeout=60
     )
-    assert (result.returncode, result.stdout, result.stderr) == (1, "dropped\n", MESSAGE)
+    expected = 1, "dropped\n", "millrace: error: interrupted\n"
+    assert (result.returncode, result.stdout, result.stderr) == expected

@@ -154,7 +154,7 @@ def test_columns_of_text(tmp_path: Path, type_: Any) -> None:
         assert reading.lines == [0, 1, 2]
         [(line, offset, reason, data)] = reading.rejected
         assert (line, offset, data) == (3, -1, b'{"text": null}')
-        assert 'the value of "text" is None, not a string' in reason
+        assert 'the value of "text" is null, not a string' in reason
 
 
 def test_nested_columns_and_lists(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_json_means_what_pythons_json_means(
     ("line", "reason"),
     [
         (b'{"text": 1}', 'the value of "text" is 1, not a string or a list'),
-        (b'{"text": null}', "is None, not"),
+        (b'{"text": null}', "is null, not"),
         (b'{"text": ["a", 1]}', "is ['a', 1], not"),
         (b'{"a": 1}', 'there is no key "text"; its keys are: a'),
         (b"[1]", "a JSON list, not an object"),

@@ -285,8 +285,9 @@ class Tokenizer:
                     what = f"the lone surrogate U+{ord(lone[0]):04X}: repair the text"
                     raise TextError(f"character {lone.start() + 1} is {what}") from None
             which = "the text" if len(texts) == 1 else f"one of {len(texts)} texts (try each alone)"
-            reason = str(error) or type(error).__name__
-            raise TextError(f"{self.encoder_name} cannot encode {which}: {reason}") from error
+            name = self.path if self.encoder_name == "function" else self.encoder_name
+            reason = f"{type(error).__name__}: {error}"
+            raise TextError(f"{name} cannot encode {which}: {reason}") from error
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, as lists; `encode_batch` is faster."""

@@ -131,7 +131,8 @@ def read_file(path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise TextError(f"{path} cannot be read: {error.strerror}") from None
+        remedy = "Give a file or folder of this machine: nothing is downloaded"
+        raise TextError(f"{path} cannot be read: {error.strerror}. {remedy}") from None
 
 
 def sha256(*parts: bytes) -> str:

@@ -26,13 +26,13 @@ _SHOWN_OTHERS = 4
 class PairOptions:
     """The options of everything that writes pairs."""
 
+    # fmt: off
     checksums: bool = option(
-        "write no sidecar PREFIX.info.json; `verify` then checks the structure only", True
-    )
+        "write no sidecar PREFIX.info.json; `verify` then checks the structure only", True)
     origins: bool = option("leave out the origins of the documents, PREFIX.origins.parquet", True)
     loss_ranges: bool = option(
-        "leave out which tokens are not trained on, PREFIX.loss.json: train on all", True
-    )
+        "leave out which tokens are not trained on, PREFIX.loss.json: train on all", True)
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -40,30 +40,26 @@ class PairOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(PairOptions):
+    # fmt: off
     prefixes: Sequence[StrPath] = option(
-        "path prefixes of the inputs", flags="prefixes", metavar="PREFIX"
-    )
+        "path prefixes of the inputs", flags="prefixes", metavar="PREFIX")
     output_prefix: StrPath = option("path prefix of the output", metavar="PREFIX")
     any_tokenizer: bool = option(
-        "merge data of different tokenizers or splitters of sentences, too", False
-    )
+        "merge data of different tokenizers or splitters of sentences, too", False)
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitOptions(PairOptions):
+    # fmt: off
     prefix: StrPath = option(
-        "path prefix of the input, without .bin or .idx", flags="prefix", metavar="PREFIX"
-    )
+        "path prefix of the input, without .bin or .idx", flags="prefix", metavar="PREFIX")
     output_prefix: StrPath = option("path prefix of the output", metavar="PREFIX")
     documents: int | None = option("documents per shard", None, least=1)
     num_bytes: int | None = option(
-        "bytes per shard: 500M, 20G",
-        None,
-        least=1,
-        flags="--size",
-        parse=parse_size,
-        metavar="SIZE",
-    )
+        "bytes per shard: 500M, 20G", None, least=1, flags="--size", parse=parse_size,
+        metavar="SIZE")
+    # fmt: on
 
     def __post_init__(self) -> None:
         super().__post_init__()

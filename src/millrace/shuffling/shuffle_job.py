@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.checks import MAX_INT32, MAX_INT64, shown
+from millrace.checks import MAX_INT32, MAX_INT64, check_local, shown
 from millrace.engine import ALREADY, ENGINES, Run
 from millrace.engine.uploading import Upload, check_target
 from millrace.errors import ConfigError
@@ -115,7 +115,7 @@ class ShuffleOptions:
 
     @property
     def folder(self) -> str:
-        return os.fspath(self.output_dir)
+        return check_local(os.fspath(self.output_dir))
 
     @property
     def final_folder(self) -> str:

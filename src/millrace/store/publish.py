@@ -22,6 +22,7 @@ new pair is never older than its tokens.
 """
 
 import contextlib
+import glob
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -83,13 +84,13 @@ def open_pair(
     missing = [path for path in needed if not exists(storage, path)]
     if not missing:
         raise DataError(f"{prefix}.bin/.idx were replaced at every attempt to open them; try again")
-    hint = (
-        "A prefix is given without .bin or .idx"
-        if prefix.endswith((".bin", ".idx"))
-        else "Is it a weight? A list of odd length has prefixes alone: one entry is missing"
-        if prefix.replace(".", "", 1).isdigit()
-        else "Both files of a pair are needed: write them again, or give another prefix"
-    )
+    hint = "Both files of a pair are needed: write them again, or give another prefix"
+    if prefix.endswith((".bin", ".idx")):
+        hint = "A prefix is given without .bin or .idx"
+    elif prefix.replace(".", "", 1).isdigit():
+        hint = "Is it a weight? A list of odd length has prefixes alone: one entry is missing"
+    elif others := sorted(glob.glob(f"{glob.escape(prefix)}_*{IDX}")):
+        hint = f"There is {others[0].removesuffix(IDX)}"
     raise DataError(f"{' and '.join(missing)} not found. {hint}")
 
 

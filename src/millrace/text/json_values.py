@@ -12,7 +12,7 @@ Text: TypeAlias = "str | list[str]"
 
 NOT_UNICODE = "not valid Unicode: it has half of a surrogate pair"
 _MISSING = object()
-_RENAME = "Name the text's key: --json-keys, or key of TextRows"
+_RENAME = "Name the text's key (--json-keys)"
 
 
 class BadDocumentError(Exception):
@@ -67,8 +67,8 @@ def check_object(record: Any) -> dict[str, Any]:
     if isinstance(record, dict):
         return record
     raise BadDocumentError(
-        f"a JSON {type(record).__name__}, not an object; each line must be an object such as "
-        '{"text": "..."}'
+        f"a JSON {'null' if record is None else type(record).__name__}, not an object; each line "
+        'must be an object such as {"text": "..."}'
     )
 
 
@@ -80,9 +80,9 @@ def check_text(value: Any, key: str) -> Text:
     if any(isinstance(item, bytes) for item in items):
         raise BadDocumentError(f'the value of "{key}" is not UTF-8: {checks.shown(value, 60)}')
     if not all(isinstance(item, str) for item in items):
+        shown = "null" if value is None else checks.shown(value, 60)
         raise BadDocumentError(
-            f'the value of "{key}" is {checks.shown(value, 60)}, not a string or a list of '
-            f"strings. {_RENAME}"
+            f'the value of "{key}" is {shown}, not a string or a list of strings. {_RENAME}'
         )
     return items
 

@@ -207,7 +207,7 @@ class _Decompressed(ByteStream):
                 # At the end, what zlib still has inside.
                 data = self._current.decompress(compressed, size)
                 if is_at_end and not data and not self._current.eof:
-                    raise self._damaged("end too early")
+                    raise self._damaged("end too early, or with other bytes")
         except self._errors as error:
             raise self._damaged(f"are damaged ({error})") from None
         self.position = self._raw.position

@@ -1,5 +1,6 @@
 """The options of a tokenise job: each is described once, as a field."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,8 @@ _input = partial(option, group="input")
 _encoding = partial(option, group="tokenizer")
 _documents = partial(option, group="documents", identity="never")
 _job = partial(option, group="job", identity="never")
-_size = partial(_job, default=None, least=1, parse=parse_size, metavar="SIZE")
+_resources = partial(option, group="resources", identity="never")
+_size = partial(_resources, default=None, least=1, parse=parse_size, metavar="SIZE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +109,10 @@ class TokenizeOptions:
         "first part of the paths in a bucket to which the finished output moves", None,
         check=check_target, metavar="s3://BUCKET/KEY")
     checksums: bool = _job("write no checksums of the output, for `verify`", True)
-    engine: str = _job(
+    engine: str = _resources(
         "where the job runs: here, or on the Ray cluster of RAY_ADDRESS, or one of its own",
         "local", choices=ENGINES)
-    workers: int | None = _job(
+    workers: int | None = _resources(
         "worker processes", None, least=1, default_text="one per core, fewer for a small input")
     memory: int | None = _size(
         "limit for all processes, which may mean fewer workers: 280 MB and 20 times "
@@ -125,6 +127,7 @@ class TokenizeOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+        checks.check_local(os.fspath(self.output_prefix))
         if self.prepend_bos and self.first_token is None:
             raise ConfigError(
                 f"{self.tokenizer.path} does not say which token starts a document: name it with "

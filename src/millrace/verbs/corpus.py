@@ -24,67 +24,55 @@ from millrace.tokenizing import TokenizeOptions, TokenizeResult, tokenize
 from millrace.verbs import JsonOption, Verb
 
 _tokenizer = partial(option, group="tokenizer")
-_documents = partial(option, group="documents")
+_sentences = partial(option, group="sentences")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerOptions:
     """The options of `tokenize` that are arguments of `Tokenizer`."""
 
+    # fmt: off
     encoder: str = _tokenizer(
-        "tokenizing library; auto: the fastest that agrees with the reference",
-        "auto",
-        choices=("auto", *ENCODERS),
-    )
+        "tokenizing library; auto: the fastest that agrees with the reference", "auto",
+        choices=("auto", *ENCODERS))
     tiktoken_pattern: str | None = _tokenizer(
-        "for a .tiktoken file: gpt2, cl100k_base, o200k_base, ..., or a regular expression",
-        None,
-        metavar="PATTERN",
-    )
+        "for a .tiktoken file: gpt2, cl100k_base, o200k_base, ..., or a regular expression", None,
+        metavar="PATTERN")
     add_special_tokens: bool = _tokenizer(
-        "add the special tokens of the tokenizer's post-processor to each text", False
-    )
+        "add the special tokens of the tokenizer's post-processor to each text", False)
     special_tokens_in_text: bool = _tokenizer(
-        'encode "<|endoftext|>" in a text as plain text, not as that token',
-        True,
-        flags="--plain-special-tokens",
-    )
+        'encode "<|endoftext|>" in a text as plain text, not as that token', True,
+        flags="--plain-special-tokens")
     eod_token: str | None = _tokenizer(
-        "end-of-document token",
-        None,
-        default_text="the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is",
-    )
+        "end-of-document token", None,
+        default_text="the one of <|endoftext|>, <|end_of_text|>, </s>, <eos> there is")
     bos_token: str | None = _tokenizer("token of --prepend-bos and of chat templates", None)
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentenceOptions:
     """The options of `tokenize` that are arguments of `SentenceSplitter`."""
 
-    library: str | None = _documents(
+    # fmt: off
+    library: str | None = _sentences(
         "make each sentence a sequence, split by this library (without a name: punkt, as in "
-        "Megatron-LM's script); writes PREFIX_KEY_sentence",
-        None,
-        choices=("punkt", "sentencex"),
-        flags="--split-sentences",
-        nargs="?",
-        const="punkt",
-    )
-    lang: str = _documents("language of the sentences", "english", metavar="NAME")
-    keep_newlines: bool = _documents("keep the space between sentences", False)
+        "Megatron-LM's script); writes PREFIX_KEY_sentence", None,
+        choices=("punkt", "sentencex"), flags="--split-sentences", nargs="?", const="punkt")
+    lang: str = _sentences("language of the sentences", "english", metavar="NAME")
+    keep_newlines: bool = _sentences("keep the space between sentences", False)
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
+    # fmt: off
     input_list: str | None = option(
-        "file with an input per line", None, group="input", metavar="FILE"
-    )
+        "file with an input per line", None, group="input", metavar="FILE")
     chat: bool = option(
         "encode conversations by a chat template, and write which tokens are trained on; writes "
-        "PREFIX_chat_document",
-        False,
-        group="input",
-    )
+        "PREFIX_chat_document", False, group="input")
+    # fmt: on
 
 
 def _tokenize(

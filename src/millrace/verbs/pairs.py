@@ -18,11 +18,13 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
+from millrace.names import BIN, IDX
 from millrace.online import open_rows
 from millrace.option_class import check_options, option, take_options
 from millrace.run.arguments import built_config_from, read_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
+from millrace.storage import exists, storage_of
 from millrace.store import IndexedDataset, verify
 from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
@@ -128,6 +130,10 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
 def _verify(as_json: bool = False, **values: Any) -> str:
     options = VerifyOptions(**values)
     num_bytes, lock = 0, threading.Lock()
+    for prefix in options.prefixes:
+        paths = [prefix, prefix + BIN, prefix + IDX]
+        if not any(exists(storage_of(path), path) for path in paths):
+            IndexedDataset(prefix)  # raises the error that names what is missing
     with Progress("verify") as progress:
 
         def on_bytes(count: int) -> None:
