@@ -143,7 +143,8 @@ class Field(NamedTuple):
         if value is None and self.allows_none:
             return None
         details = self.option
-        value = (details.check or _KINDS[self.kind][0])(self.name, value)
+        name = self.name + " (a number of bytes)" * (details.parse is parse_size)
+        value = (details.check or _KINDS[self.kind][0])(name, value)
         if details.choices:
             checks.check_choice(self.name, value, details.choices)
         checks.check_within(self.name, value, details.least, details.most)

@@ -31,13 +31,12 @@ class CacheOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(CacheOptions):
+    # fmt: off
     older_than_days: float | None = option(
-        "also remove older runs, and older entries that cannot be judged",
-        None,
-        flags="--older-than",
-        metavar="DAYS",
-    )
+        "also remove older runs, and older entries that cannot be judged", None,
+        flags="--older-than", metavar="DAYS")
     dry_run: bool = option("remove nothing, only list", False)
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,12 +39,11 @@ _ROW_FILES = re.compile(
 class ShardOptions:
     """The options of verbs that also take the output folder of a shuffle."""
 
+    # fmt: off
     dtype: str | None = option(
-        "dtype of a folder whose metadata.json does not say it",
-        None,
-        default_text="uint32",
-        choices=("uint16", "uint32", "int32"),
-    )
+        "dtype of a folder whose metadata.json does not say it", None, default_text="uint32",
+        choices=("uint16", "uint32", "int32"))
+    # fmt: on
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -52,26 +51,22 @@ class ShardOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions(ShardOptions):
+    # fmt: off
     prefix: str = option(
         "path prefix of a token file, folder of a shuffle, YAML or TOML file of a run that packs "
         "documents, or file of conversations (JSONL, Parquet, Arrow, CSV)",
-        flags="prefix",
-        metavar="PREFIX",
-    )
+        flags="prefix", metavar="PREFIX")
     tokenizer: str | None = option("tokenizer file or folder to decode with", None, metavar="FILE")
     tiktoken_pattern: str | None = option(
-        "for a .tiktoken file, as in `tokenize`", None, metavar="PATTERN"
-    )
+        "for a .tiktoken file, as in `tokenize`", None, metavar="PATTERN")
     document: int = option("document number", 0)
     svg: str | None = option(
         "write a picture: of a shuffle the domains' shares along the output, of a run the work of "
-        "its ranks",
-        None,
-        metavar="FILE",
-    )
+        "its ranks", None, metavar="FILE")
     ranks: int = option("of a run: data-parallel ranks that share a global batch", 8, least=1)
     micro_batches: int = option("of a run: packs of a rank in a global batch", 4, least=1)
     row: int = option("of conversations: number of the row, from 0", 0, least=0)
+    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
