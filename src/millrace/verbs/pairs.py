@@ -127,7 +127,7 @@ def _verify(as_json: bool = False, **values: Any) -> str:
     num_bytes, lock = 0, threading.Lock()
     for prefix in options.prefixes:
         paths = [prefix, prefix + BIN, prefix + IDX]
-        if not any(exists(storage_of(path), path) for path in paths):
+        if not (is_shards_folder(prefix) or any(exists(storage_of(p), p) for p in paths)):
             IndexedDataset(prefix)  # raises the error that names what is missing
     with Progress("verify") as progress:
 
