@@ -234,10 +234,10 @@ def absolute_path(path: str | os.PathLike[str]) -> str:
 def check_local(path: str) -> str:
     """A path in a file system; ConfigError for one in a bucket, where no file can be written."""
     if SCHEME.match(path):
-        remedy = (
-            "give a local path (and to tokenize and shuffle --upload-to, which moves the output)"
+        raise ConfigError(
+            f"{path} is in a bucket, and files are written in a file system: give a local path "
+            "(`tokenize` and `shuffle` move their output to a bucket with --upload-to)"
         )
-        raise ConfigError(f"{path} is not in a file system, where files are written: {remedy}")
     return path
 
 
