@@ -13,6 +13,7 @@ except ImportError:  # the same classes under their older name
 from millrace.errors import ConfigError
 from millrace.feed import Loader
 from millrace.feed.state import Position
+from millrace.sampling.samplers import num_steps
 
 
 class DataModule(LightningDataModule):  # type: ignore[misc]
@@ -55,17 +56,29 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     def train_dataloader(self) -> TrainerBatches:
         """The training batches from the checkpoint's position, or from the first unfinished one."""
         state, self._state = self._state, None
-        if state is None and self._batches is not None:
-            state = self._batches.state_dict()
-        elif state is None:
+        if state is None and self._batches is None:
             states: Any = getattr(self.trainer.fit_loop, "_combined_loader_states_to_load", ())
             state = states[0] if len(states) == 1 else None
         if self.train_loader is None:
             self.train_loader = self._train(*self._rank_and_size())
+            self._check_end(self.train_loader)
         if state is not None:
             self.train_loader.load_state_dict(state)
-        self._batches = TrainerBatches(self.train_loader, self.trainer)
+        elif self._batches is not None:
+            self.train_loader.load_state_dict(self._batches.state_dict())
+        self._batches = TrainerBatches(self.train_loader, self.trainer, state)
         return self._batches
+
+    def _check_end(self, loader: Loader) -> None:
+        trainer = self.trainer
+        has_limit = trainer.max_steps != -1 or isinstance(trainer.limit_train_batches, int)
+        if getattr(loader.sampler, "num_steps", None) or has_limit or trainer.max_epochs == -1:
+            return
+        raise ConfigError(
+            f"a {type(loader.sampler).__name__} has no end, so max_epochs={trainer.max_epochs} "
+            "would never be reached: set max_steps, limit_train_batches to a number of batches, "
+            "or max_epochs=-1"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         if self._state is not None:
@@ -96,10 +109,14 @@ class TrainerBatches:
     Lightning may load a checkpoint's state here once more: it is that of the data module.
     """
 
-    def __init__(self, loader: Loader, trainer: Trainer) -> None:
+    def __init__(self, loader: Loader, trainer: Trainer, state: dict[str, Any] | None) -> None:
         self.loader, self._trainer = loader, trainer
         self._starts: list[Position] = []  # of the unfinished batches
-        self._finished: int | None = None  # number of batches when last asked for
+        # Number of finished batches: a state's, because Lightning may restore its own only later.
+        self._finished: int = (state or {}).get("finished_batches", 0)
+        self._drop_finished()
+        self._earlier: int | None = self._finished if state is None or self._finished else None
+        self._first = loader.consumed_samples
 
     def __iter__(self) -> Iterator[Any]:
         first = start = self.loader._position
@@ -115,25 +132,26 @@ class TrainerBatches:
             )
 
     def __len__(self) -> int:
-        """The number of steps from sample 0. Without it, Lightning reads a batch ahead."""
-        return len(self.loader)
+        """Number of batches, earlier ones in sizes of then. Else Lightning reads one ahead."""
+        if self._earlier is None:  # a state of an earlier version
+            return len(self.loader)
+        return self._earlier + num_steps(self.loader.sampler, self._first)
 
     def _drop_finished(self) -> None:
-        # Only the change of this number matters.
-        finished = int(self._trainer.fit_loop.epoch_loop.batch_progress.total.processed)
-        if self._finished is not None:
-            del self._starts[: max(0, finished - self._finished)]
+        total = self._trainer.fit_loop.epoch_loop.batch_progress.total
+        finished = max(self._finished, int(total.processed))
+        del self._starts[: finished - self._finished]
         self._finished = finished
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's state at the first unfinished batch."""
         self._drop_finished()
-        return self.loader._state_at(self._starts[0] if self._starts else self.loader._position)
+        state = self.loader._state_at(self._starts[0] if self._starts else self.loader._position)
+        return state | {"finished_batches": self._finished}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state)
         self._starts.clear()
-        self._finished = None
 
 
 class _Restarting:
@@ -148,4 +166,4 @@ class _Restarting:
         return iter(self._loader)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return num_steps(self._loader.sampler, self._state["consumed_samples"])

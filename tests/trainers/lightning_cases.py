@@ -38,12 +38,16 @@ class Counting(Numbers):
 
 
 class Model(lightning.LightningModule):
+    estimates_steps = False
+
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(1))
         self.fails_at, self.batches = fails_at, []
 
     def configure_optimizers(self) -> Any:
+        if Model.estimates_steps:  # Lightning asks for len before it restores its counts
+            assert self.trainer.estimated_stepping_batches >= 1
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def training_step(self, batch: Any, batch_index: int) -> Any:
@@ -56,8 +60,12 @@ class Model(lightning.LightningModule):
         self.batches.append(["validation", *batch["tokens"].tolist()])
 
 
-def sequential(rank: int, size: int) -> Loader:
-    return Loader(Numbers(), micro_batch_size=4, transform=to_tensors)
+def of_size(size: int, start: int = 0) -> Any:
+    options = {"micro_batch_size": size, "consumed_samples": start, "transform": to_tensors}
+    return lambda *_: Loader(Numbers(), **options)
+
+
+sequential = of_size(4)
 
 
 def endless(rank: int, size: int) -> Loader:
@@ -170,5 +178,31 @@ def unfinished(folder: Path) -> None:
     assert validated.count(["validation", 0, 1, 2, 3]) == 2, validated
 
 
+def sizes(folder: Path) -> None:
+    """An epoch goes on to its end, and to its validation, with batches of any size."""
+    Model.estimates_steps = True
+    cases: Any = (
+        (4, 4, 0, {}),
+        (4, 8, 0, {}),
+        (8, 4, 0, {}),
+        (4, 8, 8, {}),
+        (4, 8, 0, {"val_check_interval": 0.5}),
+        (4, 8, 0, {"limit_train_batches": 5, "max_epochs": 2}),
+    )
+    for number, (first, second, start, options) in enumerate(cases):
+        options = {"max_epochs": 1, "validation": sequential, **options}
+        path = folder / str(number)
+        saves = ModelCheckpoint(path, "{step}", every_n_train_steps=2, save_top_k=-1)
+        make, fail = of_size(first, start), 3 if first == 8 else 4
+        batches(make, **options, fails_at=fail, save=path / "failed", callbacks=[saves])
+        for saved in path.iterdir():
+            after = batches(of_size(second), **options, resume=saved)
+            samples = [sample for batch in trained(after) for sample in batch]
+            assert samples == list(range(samples[0], 40)), (saved, after)
+            assert "validation" in [batch[0] for batch in after], (saved, after)
+    with pytest.raises(ConfigError, match=r"^a CyclicSampler has no end, so max_epochs=2 would"):
+        batches(endless, max_epochs=2)
+
+
 if __name__ == "__main__":
-    {"epochs": epochs, "unfinished": unfinished}[sys.argv[2]](Path(sys.argv[1]))
+    {"epochs": epochs, "unfinished": unfinished, "sizes": sizes}[sys.argv[2]](Path(sys.argv[1]))

@@ -88,7 +88,7 @@ def test_the_page_shows_the_provider_that_is_run() -> None:
     assert last.split("```")[0] in (EXAMPLES / "megatron_external.py").read_text()
 
 
-@pytest.mark.parametrize("cases", ["unfinished", "epochs"])
+@pytest.mark.parametrize("cases", ["unfinished", "epochs", "sizes"])
 def test_lightning_goes_on_after_the_last_finished_batch(cases: str, tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "lightning_cases.py")
     runs = [{"ranks": 1, "arguments": [str(tmp_path), cases]}]
