@@ -2,8 +2,9 @@
 
 The Trainer resumes at `global_step * gradient_accumulation_steps` batches, skips them in the
 sampler without reading them, and gives each rank the micro batches that Megatron-LM would: all it
-needs is the dataset by sample number, in sequential order. See `lightning_trainer.py` for why one
-and two ranks have the same losses.
+needs is the dataset by sample number, in sequential order. `ResumeCheck` refuses a resume with
+another number of samples per step, which would start at another sample. See `lightning_trainer.py`
+for why one and two ranks have the same losses.
 
     torchrun --nproc-per-node 2 examples/trainers/huggingface_trainer.py FOLDER
 """
@@ -14,22 +15,10 @@ import torch
 from torch import distributed
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from millrace.torch import MapDataset, collate
+from millrace.huggingface import ResumeCheck, causal_lm_batch
+from millrace.torch import MapDataset
 
 MICRO_BATCHES = 2  # in a global batch
-
-
-def causal_lm_batch(samples):
-    """The names of a Hugging Face model. Its labels are the inputs, which it shifts; ours are
-    shifted already, and `shift_labels` says so."""
-    batch = collate(samples)
-    labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, -100)
-    return {
-        "input_ids": batch["tokens"],
-        "position_ids": batch["position_ids"],
-        "labels": labels,
-        "shift_labels": labels,
-    }
 
 
 class Losses(TrainerCallback):
@@ -82,7 +71,7 @@ def train(options, dataset, collator) -> None:
         arguments,
         train_dataset=dataset,
         data_collator=collator,
-        callbacks=[Losses(options)],
+        callbacks=[Losses(options), ResumeCheck()],
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(options.folder / "checkpoints"))
     if distributed.is_initialized():

@@ -45,8 +45,8 @@ CASES = {
     "torch_dataloader.py": ("torch,millrace.torch", (1, 2, 4)),
     "torch_checkpoint.py": ("torch,torch.distributed.checkpoint,millrace.torch", (1, 4, 2)),
     "lightning_trainer.py": ("lightning.pytorch,millrace.lightning,millrace.torch", (1, 2, 1)),
-    "huggingface_trainer.py": ("transformers.trainer,millrace.torch", (1, 2, 1)),
-    "chats_huggingface.py": ("transformers.trainer,millrace.torch", (1, 2, 1)),
+    "huggingface_trainer.py": ("transformers.trainer,millrace.huggingface", (1, 2, 1)),
+    "chats_huggingface.py": ("transformers.trainer,millrace.huggingface", (1, 2, 1)),
     "packed_balance.py": ("torch,millrace.torch", (1, 2, 4)),
     "accelerate_loop.py": ("accelerate,millrace.torch", (1, 2, 4)),
     "jax_loop.py": ("jax,millrace", (1, 4, 2)),
@@ -93,3 +93,8 @@ def test_lightning_goes_on_after_the_last_finished_batch(cases: str, tmp_path: P
     script = str(Path(__file__).parent / "lightning_cases.py")
     runs = [{"ranks": 1, "arguments": [str(tmp_path), cases]}]
     launch(script, "millrace.lightning,millrace.torch", runs)
+
+
+def test_huggingface_resumes_at_the_same_sample_or_not_at_all(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent / "huggingface_cases.py")
+    launch(script, "millrace.huggingface", [{"ranks": 1, "arguments": [str(tmp_path)]}])
