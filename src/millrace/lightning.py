@@ -11,7 +11,7 @@ except ImportError:  # the same classes under their older name
     from pytorch_lightning import LightningDataModule, Trainer
 
 from millrace.errors import ConfigError
-from millrace.feed import Loader
+from millrace.feed import CyclicSampler, Loader
 from millrace.feed.state import Position
 from millrace.sampling.samplers import num_steps
 
@@ -72,13 +72,12 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     def _check_end(self, loader: Loader) -> None:
         trainer = self.trainer
         has_limit = trainer.max_steps != -1 or isinstance(trainer.limit_train_batches, int)
-        if getattr(loader.sampler, "num_steps", None) or has_limit or trainer.max_epochs == -1:
-            return
-        raise ConfigError(
-            f"a {type(loader.sampler).__name__} has no end, so max_epochs={trainer.max_epochs} "
-            "would never be reached: set max_steps, limit_train_batches to a number of batches, "
-            "or max_epochs=-1"
-        )
+        if isinstance(loader.sampler, CyclicSampler) and not has_limit and trainer.max_epochs != -1:
+            raise ConfigError(
+                f"a CyclicSampler has no end, so max_epochs={trainer.max_epochs} would never be "
+                "reached: set max_steps, limit_train_batches to a number of batches, or "
+                "max_epochs=-1"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         if self._state is not None:

@@ -33,6 +33,7 @@ class Numbers:
 class Counting(Numbers):
     def read(self, state: Any, count: int) -> Any:
         start = state or 0
+        count = min(count, 40 - start)
         tokens = np.repeat(np.arange(start, start + count), 2)
         return TokenBatch(tokens, 2 * np.arange(1, count + 1)), start + count
 
@@ -196,6 +197,7 @@ def sizes(folder: Path) -> None:  # an epoch goes on to its end and its validati
             assert "validation" in [batch[0] for batch in after], (saved, after)
     with pytest.raises(ConfigError, match=r"^a CyclicSampler has no end, so max_epochs=2 would"):
         batches(endless, max_epochs=2)
+    assert batches(streamed, max_epochs=1) == steps(0, 10)
 
 
 if __name__ == "__main__":
