@@ -50,7 +50,7 @@ LARGER_ROOMS = {
     "text": (2070, "many formats, and what each of them refuses"),
     "shuffling": (2240, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2320, "the names of another library"),
-    "order": (2020, "three orders, each with its mixture; windows of mixed documents"),
+    "order": (2025, "three orders, each with its mixture; windows of mixed documents"),
     "run": (2250, "two orders, each with a configuration and datasets; trials"),
     "store": (2270, "verification could be a room of its own"),
     "samples": (2290, "token batches, rows, transforms, and the way through the core"),

@@ -107,8 +107,7 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
 
     Shard i gets the path prefix `{output_prefix}_{i:05}`; merging the shards restores the dataset,
     byte for byte. All shards of an earlier split with this output prefix are replaced or removed,
-    so a glob pattern matches the new shards only. Their sidecars tell them: no other pair of such a
-    name is touched.
+    so a glob pattern matches the new shards only. Their sidecars tell them from other pairs.
 
     Args:
         prefix: Path prefix of the input pair.
@@ -121,7 +120,7 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
 
     Raises:
         ConfigError: Not exactly one of `documents` and `num_bytes`, a value below 1, or a pair of a
-            shard's name that no sidecar ascribes to a split.
+            shard's name that no earlier split wrote.
         DataError: A missing or damaged pair, or ranges of tokens that do not fit it.
     """
     own = SplitOptions(prefix=prefix, output_prefix=output_prefix, **options)
@@ -187,7 +186,8 @@ def pair_builder(
 def _surplus_shards(output_prefix: str, count: int, source: str) -> list[str]:
     """The shards of an earlier split from number `count` on, but not the source.
 
-    A ConfigError if a pair has a shard's name, and no sidecar that ascribes it to a split.
+    A ConfigError for a pair with a shard's name that another command wrote, as its sidecar says, or
+    that would be removed, though no sidecar says who wrote it.
     """
     check_prefix(f"{output_prefix}_00000")
     folder, name = os.path.split(output_prefix)
@@ -201,7 +201,8 @@ def _surplus_shards(output_prefix: str, count: int, source: str) -> list[str]:
         surplus += [shard] * is_surplus
         info = read_info(shard)
         # A split that is killed while it removes a shard leaves an index alone.
-        if os.path.exists(shard + BIN) and (info is None or "split" not in info.provenance):
+        is_others = is_surplus if info is None else "split" not in info.provenance
+        if is_others and os.path.exists(shard + BIN):
             others.append(shard)
     if others:
         names = ", ".join([*others[:_SHOWN_OTHERS], "..."][: len(others)])

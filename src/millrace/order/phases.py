@@ -136,10 +136,9 @@ class Phases:
         while last is None or last.tree is None or sample_number >= last.end:
             last = self._next(last)
             self._recent = (last, *self._recent[:1])
-            if last.start not in self._known:
-                self._known[last.start] = last.phase
-                if len(self._known) % _KEPT == 0:
-                    self._kept[last.start] = last._replace(tree=None)
+            if last.start not in self._known and len(self._known) % _KEPT == 0:
+                self._kept[last.start] = last._replace(tree=None)
+            self._known[last.start] = last.phase
         return last
 
     def draws(self, sample_numbers: Numbers) -> tuple[NDArray[np.int32], Numbers]:
