@@ -72,6 +72,7 @@ class TextDataset(TokenDataset):
 
     Example:
         >>> from millrace.encoding import Tokenizer
+        >>> from millrace.online import TextRows
         >>> rows = [{"text": "mill"}, {"text": "race"}]
         >>> dataset = TextDataset(rows, TextRows(Tokenizer("bytes")), sequence_length=5)
         >>> dataset[0]["labels"].tolist(), dataset[0]["loss_mask"].tolist()
