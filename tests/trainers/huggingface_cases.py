@@ -24,11 +24,12 @@ def train(steps: int, batch: int, accumulation: int, seed: int = 3) -> None:
     huggingface_trainer.train(options, MapDataset(dataset), causal_lm_batch)
 
 
-for steps, *sizes in (2, 4, 2), (4, 8, 1), (7, 2, 4):
-    train(steps, *sizes)
-for message, *arguments in (
-    ("sample 56 of epoch 0; the Trainer would resume at sample 28 of epoch 0", 4, 1),
-    ("seed: saved 3, now 4", 4, 2, 4),
-):
-    with pytest.raises(millrace.ResumeError, match=message):
-        train(9, *arguments)
+if __name__ == "__main__":
+    for steps, *sizes in (2, 4, 2), (4, 8, 1), (7, 2, 4):
+        train(steps, *sizes)
+    for message, *arguments in (
+        ("sample 56 of epoch 0; the Trainer would resume at sample 28 of epoch 0", 4, 1),
+        ("seed: saved 3, now 4", 4, 2, 4),
+    ):
+        with pytest.raises(millrace.ResumeError, match=message):
+            train(9, *arguments)
