@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from millrace import build_datasets
+from millrace.checks import MAX_INT64
 from millrace.inspect import Trace, forecast
+from millrace.order.instant import num_windows
 from millrace.run import InstantConfig
 from tests.conftest import write_documents
 from tests.run.test_instant_runs import History, write_sources
@@ -70,11 +73,34 @@ def test_it_counts_what_the_model_draws(seed: int, tmp_path: Path) -> None:
         counts = [drawn[number, name] for number in range(len(one.samples))]
         assert one.samples[:, place].tolist() == counts
         source = model.sources[name]
-        assert one.repeats[:, place].sum() == source.repeated
+        assert one.repeats[:, place].sum() <= source.repeated  # which may not be drawn again yet
         if (position := source.position) is not None:
             size = (history.sizes[name] // position.window - 1) * position.window
             assert one.epochs[-1, place] == pytest.approx(position.epoch + position.past / size)
             assert one.unseen[-1, place] == history.sizes[name] - size < 2 * position.window
+
+
+@pytest.mark.parametrize(
+    ("mix_window", "num_samples"), [(1, 4500), (1, 5400), (1, 9000), (3, 5400), (2, 5000)]
+)
+def test_repeats_are_about_those_that_are_drawn(
+    mix_window: int, num_samples: int, tmp_path: Path
+) -> None:
+    phases = [{"until": 4000}, {"until": 4800, "seq-length": 16}, {}]
+    options: Any = {"sequence_length": 8, "seed": 2, "phases": phases, "mix_window": mix_window}
+    sources = write_sources(tmp_path, {"web": 50_000}, web=1)
+    config = InstantConfig(sources=sources, num_samples=(num_samples, 0, 0), **options)
+    train, size = build_datasets(config).train, num_windows(50_000, 16 * mix_window) * mix_window
+    before = train.batch(range(4000))["tokens"]
+    stops = [4000, *(min(stop, num_samples, 4000 + size) for stop in (4800, MAX_INT64))]
+    repeats = [
+        len(numbers) and np.isin(train.batch(numbers)["tokens"], before).sum()
+        for numbers in map(range, stops, stops[1:])
+    ]
+    one = forecast(config)
+    assert one.repeats[1:, 0].tolist() == pytest.approx(repeats[: len(one.repeats) - 1], rel=0.1)
+    is_told = any("`mix-window: 2` avoids it" in text for text in one.warnings)
+    assert is_told == (mix_window != 2)
 
 
 def test_the_report(folder: Path, verb: Any) -> None:
@@ -85,7 +111,7 @@ def test_the_report(folder: Path, verb: Any) -> None:
         "phase 1: samples 100 to 120, 8 tokens each, steps 24 to 29",
         "phase 2: samples 120 to 304, 5 tokens each, steps 29 to 75",
         "warning: phase 1 has 5 steps, fewer than the 10 from a checkpoint",
-        "source web: 760 tokens are drawn again before their epoch is over, as 5 does not divide",
+        "source web: about 756 tokens are drawn again, as a sequence length that does not divide",
         "code reaches max_epochs at sample 120",
         "arguments that do not concern the data were left out: alfa",
     ):

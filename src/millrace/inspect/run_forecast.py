@@ -2,6 +2,8 @@
 
 import bisect
 import contextlib
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,8 +41,8 @@ class Forecast:
         num_tokens: Tokens of each source; 0: it is never drawn.
         samples: Samples that are trained on: [phases, sources], as the next three.
         epochs: Epochs of the source that are done at the end of the phase, with a fraction.
-        repeats: Tokens that are drawn again before their epoch is over, as the sequence length
-            does not divide the one before.
+        repeats: Tokens that are drawn again, about, as a sequence length that does not divide the
+            one before broke their epoch off: expected ones, as the next epoch is another shuffle.
         unseen: Tokens outside the windows of the epoch at the end of the phase.
         caps: Sources, and the samples from which on they take no part, as they reach max_epochs.
         windows: Samples in parts of the run: [parts, sources].
@@ -95,11 +97,13 @@ def forecast(
                 f"phase {number} has {count:,} steps, fewer than the {save_interval:,} from a "
                 "checkpoint to the next one"
             )
+    lengths = itertools.combinations(one.sequence_lengths, 2)
+    mix_window = math.lcm(*(new // math.gcd(old, new) for old, new in lengths))
     repeats = (
-        f"phase {number}, source {one.sources[place]}: {one.repeats[number, place]:,} tokens are "
-        f"drawn again before their epoch is over, as {one.sequence_lengths[number]} does not "
-        "divide the sequence length before. Keep a range of it for this phase: give it a smaller "
-        "`part`, and the rest to another source"
+        f"phase {number}, source {one.sources[place]}: about {one.repeats[number, place]:,} tokens "
+        "are drawn again, as a sequence length that does not divide the one before breaks an "
+        f"epoch off. Before the run begins, `mix-window: {mix_window}` avoids it, or a smaller "
+        "`part` of the source, with the rest as another one; later, both would change the past"
         for number, place in np.argwhere(one.repeats).tolist()
     )
     one.warnings.extend(_first(repeats))
@@ -133,6 +137,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
     shape = len(starts), len(mixture.names)
     samples, repeats, unseen = np.zeros((3, *shape), np.int64)
     total, in_epoch, num_tokens = np.zeros((3, shape[1]), np.int64)
+    is_again = np.zeros(shape[1])  # share of the source that was drawn of an epoch broken off
     epochs, windows = np.zeros(shape), np.zeros((num_parts + 1, shape[1]), np.int64)
     edges = np.linspace(0, end, num_parts + 1).astype(np.int64)
     position = mixture.stretch_of(0).begins
@@ -153,10 +158,14 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         sizes, length, _ = mixture.cuts(here, number)
         is_over, position = new.epoch > old.epoch, ends
         is_cut = (old.window_length % length > 0) & (old.drawn < old.epoch_size(sizes))
-        cut = here[is_over & is_cut]
-        repeats[number, cut] += in_epoch[cut]
-        in_epoch[here] = np.where(is_over, new.drawn, in_epoch[here] + counts[here] * length)
-        size = new.epoch_size(sizes)
+        is_cut &= is_over
+        size, tokens = new.epoch_size(sizes), counts[here] * length
+        left = np.where(is_cut, size, old.epoch_size(sizes) - old.drawn)  # of the next epoch
+        is_again[here] = np.where(is_cut, in_epoch[here] / sizes, is_again[here])
+        again = np.rint(is_again[here] * np.minimum(tokens, left)).astype(np.int64)
+        repeats[number, here] += again
+        is_again[here] *= tokens < left
+        in_epoch[here] = np.where(is_over, new.drawn, in_epoch[here] + tokens)
         num_tokens[here], unseen[number:, here] = sizes, sizes - size
         epochs[number:, here] = new.epoch + new.drawn / size
     return {
@@ -313,7 +322,7 @@ def format_forecast(one: Forecast) -> str:
             + (f", steps {steps[0]:,} to {steps[1]:,}" if steps else "")
             + (f", {end - start - count:,} are skipped" if end - start > count else "")
         )
-        rows = [["source", "share", "samples", "tokens", "epochs", "repeats", "unseen"]]
+        rows = [["source", "share", "samples", "tokens", "epochs", "repeats, about", "unseen"]]
         places = np.argsort(-samples, kind="stable")[: np.count_nonzero(samples)].tolist()
         for place in places[:_MOST_ROWS]:
             part = int(samples[place])
