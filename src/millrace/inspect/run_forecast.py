@@ -16,6 +16,7 @@ from millrace.checks import differences, place_of, printable, shown, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import bands_picture
 from millrace.order import GPTPlan, normalize, plan_gpt
+from millrace.order.phases import Phases
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
 from millrace.run.instant_config import AnyConfig, InstantConfig, check_starts
@@ -26,6 +27,7 @@ from millrace.sampling import BatchSizeSchedule
 from millrace.shuffling.permutations import Parts
 
 _MOST_EPOCHS, _LEAST_SHARE = 4, 0.01  # of a source; beyond them there are warnings
+_MOST_MOVED = 0.05  # of its share
 _MOST_ROWS = 20  # sources of a phase, and warnings of a kind, that people see
 
 
@@ -132,14 +134,13 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         raise ConfigError("the run has no end: give train_samples, train_iters or num_samples")
     skips, mixture = Skips(config.skips), train.order
     end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
-    num_parts = min(num_parts, end)
     starts = [0, *(phase.until for phase in config.phases[:-1] if phase.until < end)]
     shape = len(starts), len(mixture.names)
-    samples, repeats, unseen = np.zeros((3, *shape), np.int64)
-    total, in_epoch, num_tokens = np.zeros((3, shape[1]), np.int64)
-    is_again = np.zeros(shape[1])  # share of the source that was drawn of an epoch broken off
-    epochs, windows = np.zeros(shape), np.zeros((num_parts + 1, shape[1]), np.int64)
-    edges = np.linspace(0, end, num_parts + 1).astype(np.int64)
+    samples, unseen = np.zeros((2, *shape), np.int64)
+    total, num_tokens, *windows = np.zeros((min(num_parts, end) + 3, shape[1]), np.int64)
+    # Broken off: the share of a source that was drawn of an epoch which another length ended.
+    epochs, repeats, broken_off = *np.zeros((2, *shape)), np.zeros(shape[1])
+    edges = np.linspace(0, end, len(windows)).astype(np.int64)
     position = mixture.stretch_of(0).begins
     caps, at_cap = list[tuple[str, int]](), np.empty(0, np.int64)
     for stretch, stop in mixture.stretches(end):
@@ -154,18 +155,14 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         for first, behind in np.clip(skips.ranges, start, stop).tolist():
             samples[number] -= count_up_to(behind) - count_up_to(first)
         here, ends = np.flatnonzero(counts), mixture.ends(stretch, stop)
-        old, new = position.select(here), ends.select(here)
+        position, old, new = ends, position.select(here), ends.select(here)
         sizes, length, _ = mixture.cuts(here, number)
-        is_over, position = new.epoch > old.epoch, ends
-        is_cut = (old.window_length % length > 0) & (old.drawn < old.epoch_size(sizes))
-        is_cut &= is_over
         size, tokens = new.epoch_size(sizes), counts[here] * length
-        left = np.where(is_cut, size, old.epoch_size(sizes) - old.drawn)  # of the next epoch
-        is_again[here] = np.where(is_cut, in_epoch[here] / sizes, is_again[here])
-        again = np.rint(is_again[here] * np.minimum(tokens, left)).astype(np.int64)
-        repeats[number, here] += again
-        is_again[here] *= tokens < left
-        in_epoch[here] = np.where(is_over, new.drawn, in_epoch[here] + tokens)
+        left = old.epoch_size(sizes) - old.drawn
+        is_cut = (old.window_length % length > 0) & (left > 0)
+        share, left = np.where(is_cut, (old.drawn / sizes, size), (broken_off[here], left))
+        repeats[number, here] += share * np.minimum(tokens, left)
+        broken_off[here] = share * (tokens < left)
         num_tokens[here], unseen[number:, here] = sizes, sizes - size
         epochs[number:, here] = new.epoch + new.drawn / size
     return {
@@ -176,12 +173,24 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "num_tokens": num_tokens,
         "samples": samples,
         "epochs": epochs,
-        "repeats": repeats,
+        "repeats": np.rint(repeats).astype(np.int64),
         "unseen": unseen,
         "caps": caps,
         "windows": np.diff(windows, axis=0),
-        "warnings": _first(_copies(config, train)),
+        "warnings": [*_first(_copies(config, train)), *_first(_moved(train.order, num_tokens))],
     }
+
+
+def _moved(mixture: Phases, num_tokens: Any) -> Iterator[str]:
+    """Tells of drawn sources whose ends were moved to documents far away."""
+    wanted = mixture.nominal_sizes
+    is_far = abs(num_tokens - wanted) > _MOST_MOVED * wanted
+    for place in np.flatnonzero(is_far & (num_tokens > 0)).tolist():
+        yield (
+            f"{mixture.names[place]} has {num_tokens[place]:,} tokens to draw from, not its share "
+            f"of {wanted[place]:,}, as ranges start and end with documents: its epochs have "
+            "another size. Give `part`, `split` or `trial` another share, or shorten documents"
+        )
 
 
 def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:

@@ -96,6 +96,7 @@ class Phases:
 
     Attributes:
         names: The names of all sources, sorted.
+        nominal_sizes: Differences of the sources' bounds: [sources].
 
     Raises:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
@@ -109,7 +110,8 @@ class Phases:
         self._mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
         self._weights = np.array([one.weight for one in self._sources], np.float64)
         self._sizes = np.full(len(self.names), -1)  # in tokens, as far as they were asked for
-        weights, sizes = self._weights, np.diff([one.bounds for one in self._sources])[:, 0]
+        self.nominal_sizes = sizes = np.diff([one.bounds for one in self._sources])[:, 0]
+        weights = self._weights
         for number in range(len(phases)):
             weights = self._changed_weights(weights, number)
             if not weights.any():
