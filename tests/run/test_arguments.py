@@ -14,6 +14,7 @@ from millrace.run.arguments import config_from, parse_blend, read_arguments
 
 REST: dict[str, Any] = {"seq_length": 8, "num_samples": [10, 5, 5]}
 ARGUMENTS: dict[str, Any] = {**REST, "data_path": ["a"]}
+RAMP = {"num_samples": None, "train_iters": 9, "rampup_batch_size": [2, 2, 8]}
 
 
 def test_yaml_and_toml_give_the_same_configuration(tmp_path: Path) -> None:
@@ -224,6 +225,8 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ({"num_samples": None}, "number of samples to train on"),
         ({"num_samples": [1, 2, "x"]}, "num_samples must be .*'x'"),
         ({"num_samples": None, "train_samples": 5}, "give global_batch_size"),
+        (RAMP, "rampup_batch_size is given, and train_iters 9, .* give train_samples"),
+        (RAMP | {"order": "instant"}, "rampup_batch_size is given, and train_iters 9"),
         ({"eval_interval": 0}, "eval_interval must be at least 1, not 0"),
         ({"data_path": None, "train_data_path": ["a"], "split": "1,1,1"}, "goes with data_path"),
         ({"data_path": None, "data_args_path": "/nowhere"}, "/nowhere: No such file"),

@@ -413,6 +413,11 @@ def _training(arguments: Mapping[str, Any], batch: int) -> tuple[int, list[int]]
     samples, iterations = arguments.get("train_samples"), arguments.get("train_iters")
     if samples is not None and iterations is not None:
         raise ConfigError(f"train_samples is {samples}, train_iters {iterations}: leave one out")
+    if iterations is not None and arguments.get("rampup_batch_size"):
+        raise ConfigError(
+            f"rampup_batch_size is given, and train_iters {iterations}, which Megatron-LM refuses: "
+            "give train_samples in place of it"
+        )
     if samples is None and iterations is not None and batch:
         return iterations * batch, [iterations]
     if samples is None:
