@@ -5,7 +5,7 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,6 +93,7 @@ class Phases:
             (before the first phase), `max_epochs` (after which it takes no part; None: no limit)
             and `mix_window` (samples in a window).
         phases: Phases, each with its sequence length. `InstantConfig` checks them.
+        position: Function of a sample number: how many before it no skip leaves out.
 
     Attributes:
         names: The names of all sources, sorted.
@@ -102,8 +103,13 @@ class Phases:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
     """
 
-    def __init__(self, sources: Mapping[str, Any], phases: Sequence[Phase]) -> None:
-        self.names = sorted(sources)
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        phases: Sequence[Phase],
+        position: Callable[[int], int] = int,
+    ) -> None:
+        self.names, self._position_of = sorted(sources), position
         self._sources, self._phases = [sources[name] for name in self.names], list(phases)
         self._ends: list[Any] = [*(phase.until for phase in phases[:-1]), MAX_INT64]
         self._caps = np.array([one.max_epochs or MAX_INT64 for one in self._sources], np.int64)
@@ -207,9 +213,11 @@ class Phases:
         lefts = self._draws_left(new, capped)
         sources = np.setdiff1d(sources, capped[lefts == 0], assume_unique=True)
         if len(sources) == 0:
+            count, is_last = self._position_of(start), new.phase == len(self._phases) - 1
+            end_there = f"end the run after {count} samples" if is_last else "end the phase there"
             raise ConfigError(
-                f"phase {new.phase}: all of its sources have reached max_epochs at sample {start}: "
-                "raise max_epochs, add a source, or let the phase end there"
+                f"phase {new.phase}: all of its sources have reached max_epochs at sample {start}, "
+                f"position {count} without skips: raise max_epochs, add a source, or {end_there}"
             )
         tree = MixtureTree(whole_shares(new.weights[sources].tolist()), new.debts[sources])
         if lefts.any():

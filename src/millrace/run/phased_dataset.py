@@ -86,7 +86,7 @@ class PhasedDataset(BlendedDataset):
     def order(self) -> Phases:
         """Which dataset, and which of its samples, each sample number of the run is."""
         if self._is_training:
-            return Phases(self._ranges, self._phases)
+            return Phases(self._ranges, self._phases, self._skips.position)
         (phase,), ranges = self._phases, self._ranges
         length, weights = phase.sequence_length, {n: one.weight for n, one in ranges.items()}
         for name, weight in (weights | {**(phase.weights or {})}).items():
