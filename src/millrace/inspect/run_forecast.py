@@ -183,7 +183,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
 
 def _moved(mixture: Phases, num_tokens: Any) -> Iterator[str]:
     """Tells of drawn sources whose ends were moved to documents far away."""
-    wanted = mixture.nominal_sizes
+    wanted = np.diff([one.bounds for one in mixture.sources])[:, 0]
     is_far = abs(num_tokens - wanted) > _MOST_MOVED * wanted
     for place in np.flatnonzero(is_far & (num_tokens > 0)).tolist():
         yield (

@@ -5,7 +5,7 @@ what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,28 +96,23 @@ class Phases:
         position: Function of a sample number: how many before it no skip leaves out.
 
     Attributes:
-        names: The names of all sources, sorted.
-        nominal_sizes: Differences of the sources' bounds: [sources].
+        names, sources: The names of all sources, sorted, and the sources.
 
     Raises:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
     """
 
     def __init__(
-        self,
-        sources: Mapping[str, Any],
-        phases: Sequence[Phase],
-        position: Callable[[int], int] = int,
+        self, sources: Mapping[str, Any], phases: Sequence[Phase], position: Any = int
     ) -> None:
         self.names, self._position_of = sorted(sources), position
-        self._sources, self._phases = [sources[name] for name in self.names], list(phases)
+        self.sources, self._phases = [sources[name] for name in self.names], list(phases)
         self._ends: list[Any] = [*(phase.until for phase in phases[:-1]), MAX_INT64]
-        self._caps = np.array([one.max_epochs or MAX_INT64 for one in self._sources], np.int64)
-        self._mix_windows = np.array([one.mix_window for one in self._sources], np.int64)
-        self._weights = np.array([one.weight for one in self._sources], np.float64)
+        self._caps = np.array([one.max_epochs or MAX_INT64 for one in self.sources], np.int64)
+        self._mix_windows = np.array([one.mix_window for one in self.sources], np.int64)
+        self._weights = np.array([one.weight for one in self.sources], np.float64)
         self._sizes = np.full(len(self.names), -1)  # in tokens, as far as they were asked for
-        self.nominal_sizes = sizes = np.diff([one.bounds for one in self._sources])[:, 0]
-        weights = self._weights
+        weights, sizes = self._weights, np.diff([one.bounds for one in self.sources])[:, 0]
         for number in range(len(phases)):
             weights = self._changed_weights(weights, number)
             if not weights.any():
@@ -213,11 +208,10 @@ class Phases:
         lefts = self._draws_left(new, capped)
         sources = np.setdiff1d(sources, capped[lefts == 0], assume_unique=True)
         if len(sources) == 0:
-            count, is_last = self._position_of(start), new.phase == len(self._phases) - 1
-            end_there = f"end the run after {count} samples" if is_last else "end the phase there"
+            part = "run" if new.phase == len(self._phases) - 1 else "phase"
             raise ConfigError(
                 f"phase {new.phase}: all of its sources have reached max_epochs at sample {start}, "
-                f"position {count} without skips: raise max_epochs, add a source, or {end_there}"
+                f"position {self._position_of(start)}: raise it, or end the {part} there"
             )
         tree = MixtureTree(whole_shares(new.weights[sources].tolist()), new.debts[sources])
         if lefts.any():
@@ -239,7 +233,7 @@ class Phases:
         """Tokens of some sources, the sequence length of a phase, and the sources' windows: what
         the methods of a `Position` take."""
         for place in places[self._sizes[places] < 0].tolist():
-            self._sizes[place] = self._sources[place].num_tokens
+            self._sizes[place] = self.sources[place].num_tokens
         sizes = self._sizes[places]
         self._check_windows(places, sizes, phase)
         return sizes, self.length_of(phase), self._mix_windows[places]
