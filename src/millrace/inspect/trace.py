@@ -4,6 +4,7 @@ Nothing is logged while a run trains: what it draws follows from its file and it
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,7 @@ class Trace:
             )
         self._schedule, self._micro_batch_size = schedule, micro_batch_size
         self._tokenizer, self._skips = tokenizer, Skips([])
+        self._decoder, self._load = functools.cache(self._read_decoder), functools.cache(Tokenizer)
         self._num_positions = min(len(dataset), MAX_INT64 if num_samples is None else num_samples)
         if isinstance(dataset, PhasedDataset):
             dataset, self._skips = dataset.unskipped()
@@ -202,7 +204,7 @@ class Trace:
         """The sample number with which a step starts."""
         return self._sample_at(self.schedule.consumed_at(step))
 
-    def _decoder(self, source: int) -> Tokenizer | None:
+    def _read_decoder(self, source: int) -> Tokenizer | None:
         """The tokenizer of a source; None if it is not known, or no longer there."""
         store, tokenizer = self.store(source), self._tokenizer
         record = read_tokenizer(store.prefix, getattr(store, "storage", None))
@@ -212,7 +214,7 @@ class Trace:
             wrong = f"{record} wrote {store.prefix}, not {tokenizer.path}"
             raise ConfigError(f"{wrong}: give another --tokenizer, or none")
         with contextlib.suppress(MillraceError, OSError):
-            tokenizer = tokenizer or Tokenizer(str(record.entry.get("path")))
+            tokenizer = tokenizer or self._load(str(record.entry.get("path")))
             return tokenizer if record.is_same(tokenizer.fingerprints) else None
         return None
 
