@@ -218,6 +218,7 @@ def test_a_change_of_a_run_that_ends_at_its_caps(folder: Path, verb: Any) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"weight": "5e1"}, "source code: weight must be a number (in YAML 50 or 5.0e+1"),
         ({"weight": ".nan"}, "source code: weight must be between 0 and 1e+300, not nan"),
         ({"until": 122}, "phase 2, from sample 122, has another sequence length, and must start"),
         ({"more": "train-iters: 5"}, "train_samples is 300, train_iters 5: leave one out"),

@@ -96,7 +96,9 @@ def check_float(
             raise TypeError
         number = float(value)
     except (TypeError, ValueError):
-        raise _refusal(name, "a number", value) from None
+        is_text = isinstance(value, str) and re.fullmatch(r"[-+\d.]+[eE][-+\d]+", value)
+        needed = "a number (in YAML 50 or 5.0e+1, as 5e1 is a text)" if is_text else "a number"
+        raise _refusal(name, needed, value) from None
     except OverflowError:
         raise ConfigError(f"{name} must fit float64, which {shown(value)} does not") from None
     check_within(name, number, least, most)

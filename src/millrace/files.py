@@ -86,9 +86,11 @@ def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
                 if durable:
                     flush_to_disk(file)
             os.rename(temporary, path)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
+            if isinstance(error, OSError) and error.filename == temporary:
+                error.filename = path
             raise
         if durable:
             fsync_folder(path)

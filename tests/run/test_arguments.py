@@ -225,6 +225,7 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ({"num_samples": None}, "number of samples to train on"),
         ({"num_samples": [1, 2, "x"]}, "num_samples must be .*'x'"),
         ({"num_samples": None, "train_samples": 5}, "give global_batch_size"),
+        ({"data_path": None, "order": "instant"}, "give data_path, or sources"),
         (RAMP, "rampup_batch_size is given, and train_iters 9, .* give train_samples"),
         (RAMP | {"order": "instant"}, "rampup_batch_size is given, and train_iters 9"),
         ({"eval_interval": 0}, "eval_interval must be at least 1, not 0"),

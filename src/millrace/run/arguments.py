@@ -246,7 +246,7 @@ def schedule_from(arguments: Mapping[str, Any]) -> BatchSizeSchedule | None:
 
 def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The sources in Megatron-LM's list, named by the last parts of their prefixes."""
-    blend, _ = _blends(arguments)
+    blend = _blends(arguments)[0] if {*_DATA} & arguments.keys() else None
     if blend is None:
         raise ConfigError("the instant order splits each source: give data_path, or sources")
     prefixes, weights = blend

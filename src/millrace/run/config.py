@@ -286,6 +286,8 @@ def _checked_options(name: str, value: Any, options: Any) -> dict[str, Any] | No
 
 def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
     """The class or function that makes plans; None for Megatron-LM's."""
+    if order == "instant":
+        raise ConfigError("order is instant, which is a configuration of its own: InstantConfig")
     order = _imported("order", order)
     if order is None:
         return None

@@ -70,7 +70,7 @@ class SourceFile:
         if rest:
             raise DataError(
                 f"source {name}: {path} has {size} bytes, which is not a multiple of "
-                f"{dtype.itemsize} ({dtype}): it is truncated, or the dtype is wrong"
+                f"{dtype.itemsize}, the bytes of a token: it is truncated, or the dtype is wrong"
             )
         self.part = part_range(self.num_tokens, source.part)
 

@@ -79,7 +79,7 @@ class TraceOptions:
     held_out: str | None = option("JSONL, or text with FILE:N on each line", None, metavar="FILE")
     source: str | None = option("source of --document or --line", None, metavar="NAME")
     until: int | None = option("sample before which to look", None, least=0)
-    rank: str | None = option("of a step: the samples of rank R of N", None, metavar="R/N")
+    rank: str | None = option("of a step: the samples of rank R, from 0, of N", None, metavar="R/N")
     limit: int = option("most samples to print of a document", 100, least=1)
     tokenizer: str | None = option(
         "tokenizer to decode with", None, default_text="the token file's", metavar="FILE"
@@ -160,6 +160,8 @@ def _plan(as_json: bool = False, **values: Any) -> str:
     own = PlanOptions(**values)
     if own.picture is not None and not own.picture.endswith((".svg", ".html")):
         raise UsageError(f"--picture is {own.picture}: give a name that ends with .svg or .html")
+    if own.picture is not None and own.diff is not None:
+        raise UsageError("--picture is of one run, and --diff compares two: leave one out")
     arguments, config = run_arguments.read_run(own.config)
     batches = run_arguments.schedule_from(arguments)
     if own.diff is not None:
