@@ -59,7 +59,7 @@ WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "RunConfig"), "Megatron-LM's arguments"),
     "Loader": "a sampler's place, a queue, the last step",
     **dict.fromkeys(("TokenizeOptions", "ShuffleOptions"), "the options of a verb"),
-    **dict.fromkeys(("Description", "Measurement", "Forecast"), "a report"),
+    **dict.fromkeys(("Description", "BenchResult", "Measurement", "Forecast"), "a report"),
     **dict.fromkeys(("TokenizeResult", "ShuffleResult"), "a report"),
     "Output": "every file that a job writes",
     "ShardsMetadata": "the entries of metadata.json",

@@ -68,7 +68,7 @@ def test_bench_takes_the_samples_before_another_sequence_length(config: DatasetC
         sequence_length=16, seed=1, sources=sources, dtype="uint16", phases=phases, skips=[[3, 11]]
     )
     result = bench(run, micro_batch_size=4, **SHORT)
-    assert result.sequence_length == 8
+    assert (result.sequence_length, result.num_measured) == (8, 16)  # without those skipped
     assert [one.num_steps for one in result.measurements[:2]] == [3, 3]  # after a first batch
 
 

@@ -64,7 +64,8 @@ class BenchResult:
     Attributes:
         num_files: Number of token files of the training data.
         num_samples: Number of training samples.
-        sequence_length: Tokens in a sample.
+        num_measured: Number of those before another sequence length; others are not measured.
+        sequence_length: Tokens in a sample of those.
         token_bytes: Bytes of a token in the first token file.
         options: The `BenchOptions`, with the fields that the batches had.
         num_cores: Number of cores that this process may use.
@@ -79,6 +80,7 @@ class BenchResult:
 
     num_files: int
     num_samples: int
+    num_measured: int
     sequence_length: int
     token_bytes: int
     options: dict[str, Any]
@@ -96,8 +98,9 @@ def format_result(result: BenchResult) -> str:
     options = result.options
     prefetch = "automatic" if options["prefetch"] is None else options["prefetch"]
     lines = [
-        f"data         token files {result.num_files}, {result.num_samples:,} samples of "
-        f"{result.sequence_length:,} tokens, {result.token_bytes} bytes a token",
+        f"data         token files {result.num_files}, {result.num_measured:,} samples of "
+        f"{result.sequence_length:,} tokens, of {result.num_samples:,} in all, "
+        f"{result.token_bytes} bytes a token",
         f"loader       micro batch {options['micro_batch_size']}, ranks {options['ranks']}, "
         f"threads {options['threads']}, prefetch {prefetch}",
         f"batch        {', '.join(options['fields'])} ({options['token_dtype']})",

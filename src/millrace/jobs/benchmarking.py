@@ -263,7 +263,8 @@ def measure_rank(
         raise ConfigError("the split leaves no training data to measure: give train a share")
     opening_seconds = time.perf_counter() - start
     rank = {"data_parallel_rank": task.number, "data_parallel_size": own.ranks}
-    num_samples = len(dataset)
+    # Megatron-LM's order of one prefix has the samples of whole epochs.
+    num_samples = of_run = min(len(dataset), config.num_samples[0] or len(dataset))
     if isinstance(config, InstantConfig):  # those of one sequence length
         changes = length_changes(config.whole_phases, Skips(config.skips))
         num_samples = min([num_samples, *changes.values()])
@@ -284,14 +285,15 @@ def measure_rank(
     )
     with loader_of(sampler=sampler) as loader:
         facts = {
-            "num_samples": len(dataset),
+            "num_samples": of_run,
+            "num_measured": num_samples,
             "token_bytes": first_file.store.dtype.itemsize,
             "fields": list(next(loader)),
             "opening_seconds": opening_seconds,
             "first_batch_seconds": time.perf_counter() - start,
         }
         rate = own.accelerator_tokens_per_second / config.sequence_length
-        facts["buckets"] = budget_of(dataset, own, sampler.block_size, rate)
+        facts["buckets"] = budget_of(dataset, own, sampler.block_size, rate, of_run)
         passes = [_draw(job, loader, own.step_time if "paced" in task.payload else 0.0)]
     if "warm" in task.payload:
         with loader_of(sampler=sampler) as loader:
