@@ -206,11 +206,16 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     counts = f"seq-length: 255\nglobal-batch-size: 8\nnum-samples: [{len(dataset)}, 0, 0]\n"
     mirror = f"mirror: {tmp_path}/mirror\nmirror-limit: 1M\n"
     (tmp_path / "run.yaml").write_text(source + counts + mirror)
+    half = f"data-path: [{prefix}]\nsplit: 1,0,0\n" + counts.replace(
+        f"{len(dataset)}", f"{len(dataset) // 2}"
+    )
+    (tmp_path / "half.yaml").write_text(half)
     bench = f"bench {prefix} --sequence-length=255 --seconds=0.1 --micro-batch-size=8 --mirror=100M"
-    for command in (bench, f"plan {tmp_path}/run.yaml"):
+    of_half = bench.replace(f"{prefix} --sequence-length=255", f"{tmp_path}/half.yaml")
+    for command in (bench, of_half, f"plan {tmp_path}/run.yaml"):
         text = verb(*command.split(), "--get-price=1000")
         (requests, price), *_ = re.findall(r"the run +([\d,]+) requests, .* ([\d,]+)\.00", text)
-        assert int(requests.replace(",", "")) == expected
+        assert int(requests.replace(",", "")) * (1 + (command == of_half)) == expected
         assert price == requests
         assert "mirrors      save 0." in text or command != bench  # one epoch
     assert [*(tmp_path / "mirror").glob("*.data")]  # of the plan
@@ -222,6 +227,29 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     budget, third = (budget_of(train, whole, 8, 1.0, count) or {} for count in (None, 33))
     assert budget["requests_per_step"] == pytest.approx(4, abs=1)
     assert third["total_requests"] == pytest.approx(budget["total_requests"] / 3, abs=1)
+
+
+def test_a_mirror_saves_what_each_source_draws_again(tmp_path: Path, bucket: Bucket) -> None:
+    for name in "ab":  # 512 samples each
+        write_documents(tmp_path / name, np.zeros((32, 1 << 10), int))
+    (prefix, other), whole = (f"{bucket.upload(tmp_path)}/{name}" for name in "ab"), 1 << 30
+    web, code = ({"prefix": one, "weight": 1.0} for one in (prefix, other))
+    quarter, rare = web | {"part": [0, 0.25]}, code | {"weight": 1e-4}
+    phases = [{"until": 512}, {"sequence_length": 32}]
+    for mirror, nodes, count, run, expected in [
+        (whole, 1, 512, {"sources": {"web": quarter}}, 3 / 4),
+        (1 << 13, 1, 512, {"sources": {"web": quarter}}, 3 / 8),
+        (whole, 2, 512, {"sources": {"web": quarter}}, 1 / 2),
+        (whole, 1, 2048, {"sources": {"web": web, "code": rare}}, 3 / 4),
+        (whole, 1, 2048, {"sources": {"web": quarter, "code": code}}, (7 / 8 + 1 / 2) / 2),
+        (whole, 1, 1536, {"sources": {"web": web}, "phases": phases}, 1 / 2),
+        (whole, 1, 1024, {"data_path": [prefix], "order": None}, 1 / 2),
+        (whole, 1, 300, {"data_path": [prefix], "order": None}, 0),  # of an epoch
+    ]:
+        rest = {"split": "1,0,0", "seq_length": 64, "num_samples": [count, 0, 0]}
+        train = build_datasets(config_from({"order": "instant", **run, **rest})).train
+        budget = budget_of(train, BucketOptions(mirror=mirror, nodes=nodes), 16, 1.0, count) or {}
+        assert budget["mirror_saving"] == pytest.approx(expected, abs=0.02), (run, mirror)
 
 
 def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:

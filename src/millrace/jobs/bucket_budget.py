@@ -1,6 +1,7 @@
 """What a run asks of buckets, computed before it begins: requests, bytes, seconds and money."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from millrace.storage.transfers import start_pieces
 RATE_OF_PREFIX = 5_500  # GETs a second that a store promises for the objects of one prefix
 _REQUESTS = 64  # in flight, of `ObjectStorage`
 _STEPS = 32  # that are computed, from all over the run
+_SAMPLES = 4096  # of whose sources the epochs are computed
 
 _priced = partial(option, group="of data in buckets")
 
@@ -55,14 +57,15 @@ def budget_of(
     """
     if not dataset.is_remote:
         return None
-    block_size, fetched = min(block_size, len(dataset)), list[int]()
+    num_samples = min(num_samples or len(dataset), len(dataset))
+    block_size, fetched = min(block_size, num_samples), list[int]()
 
     def count(start: int, stop: int) -> "Future[Any]":
         fetched.append(stop - start)
         return Future()
 
-    num_steps = min(_STEPS, len(dataset) // block_size)
-    starts = np.linspace(0, len(dataset) - block_size, num_steps).astype(np.int64)
+    num_steps = min(_STEPS, num_samples // block_size)
+    starts = np.linspace(0, num_samples - block_size, num_steps).astype(np.int64)
     starts -= starts % block_size  # a step has one sequence length
     used = 0
     for start in starts.tolist():
@@ -73,27 +76,40 @@ def budget_of(
     begins = time.perf_counter()
     dataset.tokens(starts[:1])
     round_trip = time.perf_counter() - begins
-    per_step, all_steps = len(fetched) / num_steps, (num_samples or len(dataset)) / block_size
+    per_step, all_steps = len(fetched) / num_steps, num_samples / block_size
     total_requests = round(per_step * all_steps)
     total_bytes = round(sum(fetched) / num_steps * all_steps)
-    rate_of_accelerator = per_step / block_size * tokens_per_second
     budget = {
         "requests_per_step": per_step,
         "bytes_per_step": sum(fetched) / num_steps,
         "bytes_over_used": sum(fetched) / max(used, 1),
         "seconds_per_step": max(per_step / _REQUESTS, 1) * round_trip,
         "requests_per_sample": per_step / block_size,
-        "accelerators_per_prefix": int(RATE_OF_PREFIX / rate_of_accelerator),
+        "accelerators_per_prefix": int(RATE_OF_PREFIX * block_size / per_step / tokens_per_second),
         "total_requests": total_requests,
         "total_bytes": total_bytes,
         "price": total_requests / 1e3 * own.get_price + total_bytes / 1e9 * own.gigabyte_price,
     }
-    if own.mirror is not None:  # a node reads epochs / nodes of the data; its part comes once
-        stores = [one for one in dataset.stores if one.is_remote]
-        size = sum({one.prefix: one.store.reader.size for one in stores}.values())
-        reads = max(total_bytes / max(size, 1) / own.nodes, 1)
-        budget["mirror_saving"] = min(own.mirror / max(size, 1), 1) * (1 - 1 / reads)
+    if own.mirror is not None:
+        budget["mirror_saving"] = _mirror_saving(dataset, own, num_samples)
     return budget
+
+
+def _mirror_saving(dataset: Any, own: BucketOptions, num_samples: int) -> float:
+    """A node reads epochs / nodes of what a source draws from; the mirror's part comes once."""
+    files = defaultdict[Any, Any](lambda: np.zeros(2))  # bytes of the run, and epochs
+    some = np.linspace(0, num_samples - 1, _SAMPLES).astype(np.int64)
+    for source, numbers in _sources(dataset, some):
+        order, end = source.order, int(numbers.max()) + 1
+        num_bytes = source.ranges(numbers)[1].sum() / len(numbers) * end
+        epochs = num_bytes / source.store.reader.size
+        if hasattr(order, "epochs"):  # which begin behind those of another sequence length
+            epochs = order.epochs(end) - order.epochs(0)
+        files[source.store] += num_bytes, epochs
+    num_bytes, epochs = np.array([*files.values()]).T
+    kept = min((own.mirror or 0) / (num_bytes / epochs).sum(), 1)
+    saved = num_bytes * (1 - 1 / np.maximum(epochs / own.nodes, 1))
+    return float(kept * saved.sum() / num_bytes.sum())
 
 
 def _sources(dataset: Any, numbers: Any) -> Iterator[tuple[StoredTokens, Any]]:
