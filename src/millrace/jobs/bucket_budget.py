@@ -13,6 +13,7 @@ import numpy as np
 from millrace.feed import BlendedDataset
 from millrace.option_class import option, parse_size
 from millrace.samples.stored import StoredTokens
+from millrace.shuffling.shuffle_items import in_units
 from millrace.storage.transfers import start_pieces
 
 RATE_OF_PREFIX = 5_500  # GETs a second that a store promises for the objects of one prefix
@@ -127,21 +128,21 @@ def _sources(dataset: Any, numbers: Any) -> Iterator[tuple[StoredTokens, Any]]:
 
 def budget_lines(budget: dict[str, float]) -> list[str]:
     """The budget as text for people."""
-    megabytes, gigabytes = budget["bytes_per_step"] / 1e6, budget["total_bytes"] / 1e9
+    step, run = in_units(budget["bytes_per_step"]), in_units(budget["total_bytes"])
     lines = [*_LINES]
     if "mirror_saving" in budget:
         lines.append("mirrors      save {mirror_saving:.1%} of the bytes")
     if budget["requests_per_sample"] > 2:
         lines.append(_REMEDY)
-    return [line.format(megabytes=megabytes, gigabytes=gigabytes, **budget) for line in lines]
+    return [line.format(step=step, run=run, **budget) for line in lines]
 
 
 _LINES = (
-    "\nbuckets      a step: {requests_per_step:,.1f} requests, {megabytes:,.2f} MB "
+    "\nbuckets      a step: {requests_per_step:,.1f} requests, {step} "
     "({bytes_over_used:.2f} times what is used), {seconds_per_step:.3f} s with "
     f"{_REQUESTS} in flight",
     f"one prefix   {RATE_OF_PREFIX:,} GETs/s feed {{accelerators_per_prefix:,}} accelerators",
-    "the run      {total_requests:,} requests, {gigabytes:,.1f} GB, price {price:,.2f}",
+    "the run      {total_requests:,} requests, {run}, price {price:,.2f}",
 )
 _REMEDY = (
     "remedy       a sample takes {requests_per_sample:.1f} requests, as its documents are short: "
