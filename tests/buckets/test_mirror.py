@@ -108,6 +108,16 @@ def test_shards_come_before_they_are_needed(tmp_path: Path, bucket: Bucket) -> N
         assert results_of_processes("fork", read, [()]) == [tokens[samples].tolist()]
 
 
+def test_a_pair_brings_what_is_read_alone(tmp_path: Path, bucket: Bucket) -> None:
+    """As a source's part may end there."""
+    storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
+    file: Any = storage.open(bucket.put("a", DATA.tobytes()), "file")
+    for place in range(0, 3 * BLOCK, SAMPLE):
+        file.prefetch(np.array([place]), np.array([SAMPLE]))
+    storage.pool.shutdown()
+    assert 3 * BLOCK <= taken(tmp_path / "mirror") <= 3 * BLOCK + METADATA
+
+
 def test_a_forked_child_keeps_no_lock(tmp_path: Path, bucket: Bucket) -> None:
     storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
     file = storage.open(bucket.put("a", DATA.tobytes()), "file")

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -107,7 +107,7 @@ class Shards(OpenTokens):
 
         for number in range(self.metadata.num_shards):
             check_shard(self.prefix, self.metadata, number, size_of)
-        for reader, following in pairwise(readers):
+        for reader, following in zip_longest(readers, readers[1:], fillvalue=False):
             if hasattr(reader, "following"):
                 reader.following = following
         self.reader: JoinedFiles = JoinedFiles(readers)

@@ -29,7 +29,7 @@ from millrace.storage.copies import own_folder
 BLOCK = 4 << 20  # bytes: those of the checksums of a sidecar
 FIRST = 3 << 19  # bytes that a process reads exactly: for a fingerprint, and a first batch at once
 _THERE, _ROOM = b"\1", b"\2"
-_AHEAD = 12  # blocks that are asked for where an order reads on
+_AHEAD = 12  # blocks that are asked for where an order reads on in shards
 _SPARE = 256  # descriptors that are left for requests, locks of blocks and other files
 _EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")

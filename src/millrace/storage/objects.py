@@ -357,7 +357,7 @@ class ObjectFile(Ahead):
 
     def after_fork(self) -> None:
         super().after_fork()
-        self.following: ObjectFile | None = None  # which is read after this one
+        self.following: Any = None  # what is read after this one; False: nothing, None: unknown
 
     def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
         if self._copy is None or not self._copy.is_whole():
@@ -388,13 +388,14 @@ class ObjectFile(Ahead):
         return self._storage.pool.submit(work, *arguments, partial(self._fetch, time.monotonic()))
 
     def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
-        """Asks for the blocks that come next where bytes [start, stop) read on.
+        """Asks for the blocks that come next where bytes [start, stop) of a shard read on.
 
-        A forked child does not: it cannot fetch, and its parent's threads may hold the locks.
+        A random order, which does by chance, may not need those. A forked child does not ask: it
+        cannot fetch, and its parent's threads may hold the locks.
         """
-        file: ObjectFile | None = self
-        first, end = (0, 0) if _use["was_forked"] else copy.blocks_ahead(start, stop)
-        while file is not None and file._copy is not None and end > first:
+        file, is_refused = self, _use["was_forked"] or self.following is None
+        first, end = (0, 0) if is_refused else copy.blocks_ahead(start, stop)
+        while file and file._copy is not None and end > first:
             for block in file._copy.new_blocks(first, end):
                 file._submit(file._copy.fill, *block, file._sums)
             first, end = 0, end - file._copy.num_blocks
