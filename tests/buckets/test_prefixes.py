@@ -206,10 +206,8 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     counts = f"seq-length: 255\nglobal-batch-size: 8\nnum-samples: [{len(dataset)}, 0, 0]\n"
     mirror = f"mirror: {tmp_path}/mirror\nmirror-limit: 1M\n"
     (tmp_path / "run.yaml").write_text(source + counts + mirror)
-    half = f"data-path: [{prefix}]\nsplit: 1,0,0\n" + counts.replace(
-        f"{len(dataset)}", f"{len(dataset) // 2}"
-    )
-    (tmp_path / "half.yaml").write_text(half)
+    half = counts.replace(str(len(dataset)), str(len(dataset) // 2))
+    (tmp_path / "half.yaml").write_text(f"data-path: [{prefix}]\nsplit: 1,0,0\n{half}")
     bench = f"bench {prefix} --sequence-length=255 --seconds=0.1 --micro-batch-size=8 --mirror=100M"
     of_half = bench.replace(f"{prefix} --sequence-length=255", f"{tmp_path}/half.yaml")
     for command in (bench, of_half, f"plan {tmp_path}/run.yaml"):
@@ -232,8 +230,8 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
 def test_a_mirror_saves_what_each_source_draws_again(tmp_path: Path, bucket: Bucket) -> None:
     for name in "ab":  # 512 samples each
         write_documents(tmp_path / name, np.zeros((32, 1 << 10), int))
-    (prefix, other), whole = (f"{bucket.upload(tmp_path)}/{name}" for name in "ab"), 1 << 30
-    web, code = ({"prefix": one, "weight": 1.0} for one in (prefix, other))
+    folder, whole = bucket.upload(tmp_path), 1 << 30
+    web, code = ({"prefix": f"{folder}/{name}", "weight": 1.0} for name in "ab")
     quarter, rare = web | {"part": [0, 0.25]}, code | {"weight": 1e-4}
     phases = [{"until": 512}, {"sequence_length": 32}]
     for mirror, nodes, count, run, expected in [
@@ -243,8 +241,8 @@ def test_a_mirror_saves_what_each_source_draws_again(tmp_path: Path, bucket: Buc
         (whole, 1, 2048, {"sources": {"web": web, "code": rare}}, 3 / 4),
         (whole, 1, 2048, {"sources": {"web": quarter, "code": code}}, (7 / 8 + 1 / 2) / 2),
         (whole, 1, 1536, {"sources": {"web": web}, "phases": phases}, 1 / 2),
-        (whole, 1, 1024, {"data_path": [prefix], "order": None}, 1 / 2),
-        (whole, 1, 300, {"data_path": [prefix], "order": None}, 0),  # of an epoch
+        (whole, 1, 1024, {"data_path": [f"{folder}/a"], "order": None}, 1 / 2),
+        (whole, 1, 300, {"data_path": [f"{folder}/a"], "order": None}, 0),  # of an epoch
     ]:
         rest = {"split": "1,0,0", "seq_length": 64, "num_samples": [count, 0, 0]}
         train = build_datasets(config_from({"order": "instant", **run, **rest})).train

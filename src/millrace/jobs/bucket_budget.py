@@ -109,8 +109,7 @@ def _mirror_saving(dataset: Any, own: BucketOptions, num_samples: int) -> float:
         files[source.store] += num_bytes, epochs
     num_bytes, epochs = np.array([*files.values()]).T
     kept = min((own.mirror or 0) / (num_bytes / epochs).sum(), 1)
-    saved = num_bytes * (1 - 1 / np.maximum(epochs / own.nodes, 1))
-    return float(kept * saved.sum() / num_bytes.sum())
+    return float(kept * np.average(1 - 1 / np.maximum(epochs / own.nodes, 1), weights=num_bytes))
 
 
 def _sources(dataset: Any, numbers: Any) -> Iterator[tuple[StoredTokens, Any]]:
