@@ -500,6 +500,29 @@ def test_a_dataset_may_keep_the_batches_that_it_returns() -> None:
     assert dataset.batch([3, 1])["loss_mask"].all()
 
 
+@pytest.mark.parametrize("boundaries", ["eod", "documents"])
+@pytest.mark.parametrize("changes_tokens", [False, True])
+def test_what_is_known_of_tokens_stays_where_none_has_moved(
+    two_files: list[str], boundaries: str, changes_tokens: bool
+) -> None:
+    """Also if the transform returns nothing but tokens and ends."""
+    dataset = gpt(two_files[0], boundaries=boundaries, loss_ranges="apply")
+    mark = Own(lambda batch: (None, batch.with_field("own", "token", batch.tokens)))
+
+    def known(take: Any) -> dict[str, Any]:
+        own = Own(lambda batch: (take(batch), TokenBatch(batch.tokens + 1, batch.ends)))
+        own.changes_tokens = changes_tokens
+        batch = transform(dataset, mark, own).tokens(range(40))
+        return {"tokens": batch.tokens, "starts": batch.part_starts, "trained": batch.trained} | {
+            name: array for name, (_, array) in batch._columns().items()
+        }
+
+    stays, moved = known(lambda _: None), known(lambda batch: np.arange(len(batch.tokens)))
+    rows_equal(stays, moved)
+    assert np.array_equal(stays["own"] + 1, stays["tokens"])
+    assert 0 < stays["trained"].mean() < 1
+
+
 def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:
     def add_a_token(batch: TokenBatch) -> Any:
         tokens = np.insert(batch.tokens, batch.ends, 5)

@@ -206,6 +206,13 @@ class TokenBatch:
             columns[name] = kind, array
         return _from_columns(new.tokens, new.ends, starts, columns)
 
+    def kept(self, new: TokenBatch) -> TokenBatch:
+        """The batch after a transform that moves no token: with what the new one does not tell."""
+        starts, old = self.part_starts, self
+        if new.part_starts is not None:
+            starts, old = new.part_starts, without_parts(self)
+        return _from_columns(new.tokens, new.ends, starts, old._columns() | new._columns())
+
     def _columns(self) -> dict[str, Field]:
         """All that is known of tokens, parts and samples, by name."""
         columns: dict[str, Field] = dict(self.fields)

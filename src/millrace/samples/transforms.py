@@ -45,7 +45,7 @@ class Transform(Protocol):
         Returns:
             The old place in the batch of each new token, int64 [n], -1 for an inserted one; None if
             no token has moved. The new batch, of which tokens and ends are enough: what is known of
-            a token follows it (see `TokenBatch.moved`).
+            a token follows it (see `TokenBatch.moved` and, for None, `TokenBatch.kept`).
         """
 
     def fingerprint(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def transformed(transform: Any, batch: TokenBatch, sample_numbers: Numbers) -> T
     if stays and not np.array_equal(batch.ends, new.ends):
         remedy = "`take` must say where tokens were, and changes_tokens be True"
         raise ConfigError(f"{name} changed where samples end: {remedy}")
-    return new if take is None else batch.moved(np.asarray(take), new)
+    return batch.kept(new) if take is None else batch.moved(np.asarray(take), new)
 
 
 def check_transforms(source: Any, transforms: Iterable[Any], boundaries: str = "") -> list[Any]:
