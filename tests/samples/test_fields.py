@@ -183,6 +183,13 @@ def test_samples_of_an_order_may_have_empty_spans(make_dataset: Make) -> None:
             assert sample_numbers.tolist() == [0, 1, 2]
             return spans
 
+    class Flat(Runs):
+        def spans(self, sample_numbers: NDArray[np.int64]) -> Spans:
+            return super().spans(sample_numbers)._replace(sequences=None)
+
+    options: dict[str, Any] = {"sequence_length": 8, "boundaries": "documents"}
+    with pytest.raises(ConfigError, match=r"documents are not known: .* return spans of sequences"):
+        GPTDataset(make_dataset([9] * 20), order=Flat(20, 4), **options).batch([0])
     dataset = GPTDataset(make_dataset([9] * 20), sequence_length=8, order=Gaps(20, 4))
     batch = dataset.batch([0, 1, 2], BatchForm(fields=("document_ids", "document_numbers")))
     assert batch["document_ids"].tolist() == [[0] * 3 + [1] * 5, [0] * 8, [0] * 8]

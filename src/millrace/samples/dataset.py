@@ -213,6 +213,8 @@ class TokenDataset:
         name, tokens = f"{type(self.source).__name__}.tokens", self.source.tokens(numbers)
         batch = check_tokens(name, tokens, len(numbers))
         is_by_eod = self.options is None or self.options.boundaries == "eod"
+        if not is_by_eod and isinstance(self.source, StoredTokens) and batch.part_sequence is None:
+            raise ConfigError("documents are not known: the order must return spans of sequences")
         for transform in self.transforms:
             if transform.changes_tokens and is_by_eod:
                 batch = without_parts(batch)  # EOD tells documents apart, where it is now
