@@ -508,19 +508,16 @@ def test_what_is_known_of_tokens_stays_where_none_has_moved(
     """Also if the transform returns nothing but tokens and ends."""
     dataset = gpt(two_files[0], boundaries=boundaries, loss_ranges="apply")
     mark = Own(lambda batch: (None, batch.with_field("own", "token", batch.tokens)))
-
-    def known(take: Any) -> dict[str, Any]:
-        own = Own(lambda batch: (take(batch), TokenBatch(batch.tokens + 1, batch.ends)))
+    known: list[dict[str, Any]] = []
+    for take in (None, np.arange(40 * 25)):
+        own = Own(lambda batch, take=take: (take, TokenBatch(batch.tokens + 1, batch.ends)))
         own.changes_tokens = changes_tokens
         batch = transform(dataset, mark, own).tokens(range(40))
-        return {"tokens": batch.tokens, "starts": batch.part_starts, "trained": batch.trained} | {
-            name: array for name, (_, array) in batch._columns().items()
-        }
-
-    stays, moved = known(lambda _: None), known(lambda batch: np.arange(len(batch.tokens)))
-    rows_equal(stays, moved)
-    assert np.array_equal(stays["own"] + 1, stays["tokens"])
-    assert 0 < stays["trained"].mean() < 1
+        known.append({"tokens": batch.tokens, "starts": batch.part_starts})
+        known[-1] |= {name: array for name, (_, array) in batch._columns().items()}
+    rows_equal(*known)
+    assert np.array_equal(known[0]["own"] + 1, known[0]["tokens"])
+    assert 0 < known[0]["trained"].mean() < 1
 
 
 def test_a_text_may_not_outgrow_its_sample(two_files: list[str]) -> None:

@@ -208,9 +208,8 @@ class TokenBatch:
 
     def kept(self, new: TokenBatch) -> TokenBatch:
         """The batch after a transform that moves no token: with what the new one does not tell."""
-        starts, old = self.part_starts, self
-        if new.part_starts is not None:
-            starts, old = new.part_starts, without_parts(self)
+        old = self if new.part_starts is None else without_parts(self)
+        starts = old.part_starts if new.part_starts is None else new.part_starts
         return _from_columns(new.tokens, new.ends, starts, old._columns() | new._columns())
 
     def _columns(self) -> dict[str, Field]:
