@@ -12,7 +12,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from millrace import BlendedDataset, ConfigError, DataError, IndexedDataset, Loader
+from millrace import (
+    BlendedDataset,
+    ConfigError,
+    DataError,
+    IndexedDataset,
+    Loader,
+    TransformedDataset,
+)
 from millrace.feed import BalancedSampler, GPTDataset
 from millrace.order import PackedOrder
 from millrace.outputs import (
@@ -279,6 +286,30 @@ def test_finished_batches_keep_what_the_loader_asks_for(tmp_path: Path) -> None:
     for dataset, output in wrong:
         with pytest.raises(ConfigError, match=r"pad_token|give a dataset|'sequence_length': give"):
             FinishedDataset(dataset, output)  # type: ignore[arg-type]
+
+
+def test_a_blend_splits_its_documents_at_one_eod(tmp_path: Path) -> None:
+    write_documents(tmp_path / "text", [[3, 1, 0, 4, 5, 0]] * 4)
+    data = IndexedDataset(tmp_path / "text")
+    order = PackedOrder(data.sequence_lengths, 6, seed=1)
+
+    def finished(**options: Any) -> FinishedDataset:
+        looks: list[Any] = [{"eod_token": 0}, {"eod_token": 0} | options]
+        same: Any = {"sequence_length": 6, "add_extra_token": False, "order": order}
+        packs = BlendedDataset([GPTDataset(data, **same, **look) for look in looks])
+        return FinishedDataset(TransformedDataset(packs, []), padding_free)
+
+    for options in ({}, {"eod_mask_loss": True}):
+        loader = Loader(dataset := finished(**options), micro_batch_size=8)
+        labels = next(loader)["labels"]
+        num_targets = count_targets(dataset.documents(range(8)))
+        assert num_targets == np.count_nonzero(labels != IGNORED) == 8 * 4
+        metrics = loader.metrics()
+        assert (metrics["tokens"], metrics["trained_share"]) == (48, 32 / 48)
+        assert metrics["checksum"] > metrics[f"tokens/{tmp_path / 'text'}"] == 48
+    for options in ({"boundaries": "documents"}, {"eod_token": 3}, {"pad_token": 9}):
+        with pytest.raises(ConfigError, match=r"split at EOD .*same eod_token|no padding"):
+            finished(**options)
 
 
 def test_samples_that_fit_no_row_and_unknown_documents_are_refused() -> None:

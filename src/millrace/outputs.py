@@ -50,7 +50,7 @@ class FinishedDataset:
 
     Raises:
         ConfigError: A dataset without `tokens`, or with a `pad_token`, which documents do not have;
-            a function that needs more arguments.
+            a blend that splits at several EODs; a function that needs more arguments.
     """
 
     takes_form = True
@@ -76,17 +76,20 @@ class FinishedDataset:
             pass
         if micro_batch_size is not None:
             check_int("micro_batch_size", micro_batch_size, 1)
-        options = getattr(dataset, "options", None)
-        if getattr(options, "pad_token", None) is not None:
+        views = getattr(dataset, "all_options", [getattr(dataset, "options", None)])
+        if any(getattr(view, "pad_token", None) is not None for view in views):
             raise ConfigError(
                 "tokens of documents are no padding: leave out the dataset's pad_token"
             )
-        is_by_eod = getattr(options, "boundaries", None) == "eod"
-        self._eod_token: int | None = getattr(options, "eod_token", None) if is_by_eod else None
+        eods = {one.eod_token if getattr(one, "boundaries", 0) == "eod" else None for one in views}
+        if len(eods) > 1:
+            remedy = "give all of them the same eod_token and boundaries"
+            raise ConfigError(f"the blend's datasets split at EOD {shown([*eods])}: {remedy}")
+        self._eod_token: int | None = eods.pop()
 
     def __getattr__(self, name: str) -> Any:
         reading = ("prefetch", "is_remote", "look_ahead")
-        if name not in ("prefix", *reading, "spans", "order", "source", "datasets"):
+        if name not in ("prefix", *reading, "spans", "order", "source", "sources_of", "datasets"):
             raise AttributeError(f"a FinishedDataset has no {name!r}")
         return getattr(self.dataset, name)
 
@@ -99,11 +102,7 @@ class FinishedDataset:
         Of the form, `vocab_size` checks the tokens, and `fields` selects arrays. Its dtype and
         sharing are refused with a ConfigError: the function decides them.
         """
-        tokens = self.dataset.tokens(sample_numbers)
-        if self._eod_token is not None:
-            by_eod = split_at_eod(tokens, self._eod_token)
-            starts = [one for one in (tokens.part_starts, by_eod.part_starts) if one is not None]
-            tokens = by_eod.with_arrays(part_starts=np.unique(np.concatenate(starts)))
+        tokens = self.documents(sample_numbers)
         if form is not None:
             if form.token_dtype != "int64" or form.share_labels:
                 raise ConfigError("the output makes arrays: leave out token_dtype and share_labels")
@@ -113,6 +112,20 @@ class FinishedDataset:
         ends = range(self.micro_batch_size, len(tokens), self.micro_batch_size)
         parts = np.split(np.arange(len(tokens)), ends)
         return {"micro_batches": [self._finished(tokens.select(part), form) for part in parts]}
+
+    def documents(self, sample_numbers: ArrayLike) -> TokenBatch:
+        """The token batch that the function gets, whose parts are documents: to `count_targets`."""
+        tokens: TokenBatch = self.dataset.tokens(sample_numbers)
+        if self._eod_token is None:
+            return tokens
+        by_eod = split_at_eod(tokens, self._eod_token)
+        starts = [one for one in (tokens.part_starts, by_eod.part_starts) if one is not None]
+        return by_eod.with_arrays(part_starts=np.unique(np.concatenate(starts)))
+
+    def counted(self, sample_numbers: ArrayLike) -> Batch:
+        """Tokens, labels and loss mask, by the names of `Loader.metrics`, whatever the output."""
+        one = _documents(self.documents(sample_numbers))
+        return {"tokens": one.tokens, "labels": one.labels, "loss_mask": one.labels != IGNORED}
 
     def _finished(self, tokens: TokenBatch, form: BatchForm | None) -> dict[str, Any]:
         arrays = dict(self.output(tokens))
@@ -165,8 +178,9 @@ def count_targets(samples: TokenBatch | Spans) -> int:
     """The number of tokens that samples train on.
 
     Args:
-        samples: Their tokens; or their spans, if every token of a document but its first is trained
-            on. Then no token is read: any rank can count those of a large global batch.
+        samples: Their tokens, of `FinishedDataset.documents`; or their spans, if every token but
+            the first of each is trained on, and no EOD splits them. Then no token is read: any rank
+            can count those of a large global batch.
     """
     if isinstance(samples, Spans):
         return int(np.maximum(samples.counts - 1, 0).sum())

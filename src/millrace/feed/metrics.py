@@ -25,7 +25,7 @@ def batch_metrics(batch: Any) -> dict[str, float]:
 
 def step_metrics(dataset: Any, numbers: Numbers) -> dict[str, float]:
     """The same of some samples, which are read for it; and tokens and epochs by source."""
-    metrics = batch_metrics(dataset.batch(numbers))
+    metrics = batch_metrics(getattr(dataset, "counted", dataset.batch)(numbers))
     sources = dataset.sources_of(numbers) if hasattr(dataset, "sources_of") else {}
     for name, (count, epochs) in sources.items():
         metrics[f"tokens/{name}"] = count * (metrics["tokens"] // max(len(numbers), 1))

@@ -72,11 +72,11 @@ class PhasedDataset(BlendedDataset):
         self.stores: Any = [one.file for one in self._ranges.values()]
         lengths = itertools.groupby(phase.sequence_length for phase in self._phases)
         look = config.sample_options
-        self._views = [replace(look, sequence_length=length) for length, _ in lengths]
-        self.options = self._views[0] if len(self._views) == 1 else None
-        num_sources, num_views = len(self.stores), len(self._views)
-        self.datasets: Any = _OnDemand(num_sources * num_views, self._make_dataset)
-        self._first_stores = np.tile(np.arange(num_sources, dtype=np.int32), num_views)
+        self.all_options = [replace(look, sequence_length=length) for length, _ in lengths]
+        self.options = self.all_options[0] if len(self.all_options) == 1 else None
+        num_sources, numviews = len(self.stores), len(self.all_options)
+        self.datasets: Any = _OnDemand(num_sources * numviews, self._make_dataset)
+        self._first_stores = np.tile(np.arange(num_sources, dtype=np.int32), numviews)
         self._shares: dict[int, Any] = {}  # of each stretch, for fingerprints
 
     def __len__(self) -> int:
@@ -129,12 +129,12 @@ class PhasedDataset(BlendedDataset):
             return self.options
         first, last = (draws[place][0] // len(self.stores) for place in (0, -1))
         if first < last:
-            lengths = [view.sequence_length for view in self._views[first:]]
+            lengths = [view.sequence_length for view in self.all_options[first:]]
             raise ConfigError(
                 f"the batch has samples of {lengths[0]} and of {lengths[1]} tokens, as a phase "
                 "starts in it: start that phase with a batch of this loader"
             )
-        view: SampleOptions = self._views[first]
+        view: SampleOptions = self.all_options[first]
         return view
 
     def sources_of(self, numbers: Numbers) -> Sources:
@@ -164,7 +164,7 @@ class PhasedDataset(BlendedDataset):
 
     def _make_dataset(self, number: int) -> GPTDataset:
         segment, place = divmod(number, len(self.stores))
-        name, options = self.order.names[place], self._views[segment]
+        name, options = self.order.names[place], self.all_options[segment]
         source, choice = self._ranges[name], self._config.loss_ranges
         _ = source.file.loss_ranges  # of now: other ranges may take their place
         order: Any = InstantOrder(

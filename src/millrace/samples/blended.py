@@ -82,7 +82,8 @@ class BlendedDataset(TokenDataset):
                 name = f"dataset {number} ({name_of(dataset)})"
                 raise ConfigError(f"{name} has {form}, dataset 0 has {first}: make them equal")
         self.source = None  # of tokens, to hand to TokenDataset
-        views = [getattr(dataset, "options", None) for dataset in self.datasets]
+        inner = [getattr(one, "all_options", [getattr(one, "options", None)]) for one in datasets]
+        self.all_options = views = [*itertools.chain(*inner)]
         self.options = views[0] if views.count(views[0]) == len(views) else None
         self.transforms = []
         self.order: Any = order

@@ -59,6 +59,7 @@ class TokenDataset:
     Attributes:
         source: Where the tokens come from.
         options: What a sample looks like; None: the datasets of a blend differ in it.
+        all_options: The options in a list; in such a blend those of its datasets.
         transforms: The transforms.
 
     Raises:
@@ -91,6 +92,8 @@ class TokenDataset:
         self.options = options
         boundaries = "" if options is None else options.boundaries
         self.transforms = check_transforms(source, transforms, boundaries)
+        inner = getattr(source, "all_options", [None])
+        self.all_options: Sequence[Any] = inner if options is None else [options]
         self.stores: Sequence[StoredTokens | None] = (None,)  # that `part_source` counts
         if isinstance(source, StoredTokens | TokenDataset):
             self.stores = source.stores if isinstance(source, TokenDataset) else (source,)
