@@ -12,15 +12,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from millrace import (
-    BlendedDataset,
-    ConfigError,
-    DataError,
-    IndexedDataset,
-    Loader,
-    TransformedDataset,
-)
-from millrace.feed import BalancedSampler, GPTDataset
+from millrace import BlendedDataset, ConfigError, DataError, IndexedDataset, Loader
+from millrace.feed import BalancedSampler, GPTDataset, TransformedDataset
 from millrace.order import PackedOrder
 from millrace.outputs import (
     IGNORED,

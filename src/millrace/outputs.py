@@ -178,9 +178,8 @@ def count_targets(samples: TokenBatch | Spans) -> int:
     """The number of tokens that samples train on.
 
     Args:
-        samples: Their tokens, of `FinishedDataset.documents`; or their spans, if every token but
-            the first of each is trained on, and no EOD splits them. Then no token is read: any rank
-            can count those of a large global batch.
+        samples: Their tokens, of `FinishedDataset.documents`; or, where all tokens are trained on
+            and no EOD splits documents, their spans, for which no rank needs to read a token.
     """
     if isinstance(samples, Spans):
         return int(np.maximum(samples.counts - 1, 0).sum())
