@@ -72,7 +72,9 @@ def test_special_tokens_in_contents(folder: Path) -> None:
         {"messages": CHAT, "tools": [{"name": "<s>"}]},
         {"messages": [CHAT[0], {"role": "assistant", "content": "a\ud800"}]},
     ]
-    problems = ChatEncoder(tokenizer).encode(rows).problems
+    encoder = ChatEncoder(tokenizer)
+    assert encoder.edge_tokens == [tokenizer.special_tokens()["<|im_end|>"]]  # no pad_token
+    problems = encoder.encode(rows).problems
     starts = ["message 1 holds", "message 0 holds", "message 1 holds", "the tools holds"]
     starts.append("message 1 has the lone surrogate U+D800")
     assert all(problems[number].startswith(start) for number, start in enumerate(starts))

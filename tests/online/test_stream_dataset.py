@@ -263,6 +263,7 @@ def test_bad_rows_stop_at_their_sample(packing: str) -> None:
         ({"rows_per_sample": 0}, "rows_per_sample"),
         ({"shuffle_buffer": -1}, "shuffle_buffer"),
         ({"seed": -1}, "seed"),
+        ({"pad_token": EOD}, "pad_token is 256, with which"),
         ({"sequence_length": 0}, "sequence_length"),
         ({"fingerprint": 3}, "fingerprint is 3; give a dict"),
         ({"source": lambda first: None}, r"source\(0\) returned None"),

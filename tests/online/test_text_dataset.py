@@ -432,6 +432,7 @@ def test_a_temporary_folder_goes_with_its_process(tmp_path: Path) -> None:
         ({"order": "packs", "seed": 1, "order_options": {"room": 1}}, "no option room"),
         ({"order": "gpt", "seed": 1, "order_options": {"room": 1}}, "order_options"),
         ({"seed": -1}, "seed must be at least 0"),
+        ({"pad_token": 256}, "pad_token is 256, with which .* Leave pad_token out"),
         ({"threads": 0}, "threads must be between 1 and 1024"),
         ({"sequence_length": 0}, "sequence_length"),
         ({"rows": iter([])}, "StreamDataset"),

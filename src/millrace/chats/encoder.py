@@ -66,7 +66,8 @@ class ChatEncoder:
         self.options = ChatOptions(template=template, **options)
         chat_template = find_template(tokenizer, self.options)
         self._borders = BorderEncoder(tokenizer)
-        tokens = {*tokenizer.special_tokens()}
+        ids = tokenizer.special_tokens()
+        tokens = {*ids}
         special = re.compile(f"{any_of(tokens)}|{LOOKS_SPECIAL}")
         rules = Rules(options=self.options, template=chat_template, special=special)
         self.rules, probes = learn(rules)
@@ -75,6 +76,7 @@ class ChatEncoder:
         written = {text for one in probes for text in re.findall(LOOKS_SPECIAL, one.text)}
         handled = {*chat_template.literals}
         handled |= {text.replace("/", "", 1) for text in handled}
+        self.edge_tokens = [ids[text] for text in self.rules.stops if text in ids]
         self._special = re.compile(any_of(tokens | {*self.rules.stops} | (written - handled)))
         if problems := _Masks(self._borders, probes).problems:
             raise ConfigError(

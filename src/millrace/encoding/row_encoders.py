@@ -52,9 +52,15 @@ class RowEncoder(Protocol):
         """All that decides the tokens, as plain values."""
 
 
-def check_encoder(name: str, encoder: Any) -> RowEncoder:
-    """An encoder of rows, which a tokenizer is not; else a ConfigError."""
+def check_encoder(name: str, encoder: Any, pad_token: int | None = None) -> RowEncoder:
+    """An encoder of rows, which a tokenizer is not, and which ends nothing with the padding token;
+    else a ConfigError."""
     if isinstance(encoder, RowEncoder) and callable(encoder.fingerprint):
+        if pad_token is not None and pad_token in getattr(encoder, "edge_tokens", ()):
+            raise ConfigError(
+                f"pad_token is {pad_token}, with which documents or turns begin or end: it would "
+                "become token 0 and not be trained on. Leave pad_token out: rows need none"
+            )
         return encoder
     remedy = "give TextRows(tokenizer), or another RowEncoder"
     raise ConfigError(f"{name} is a {type(encoder).__name__}: {remedy}")
@@ -155,7 +161,8 @@ class TextRows:
         self.append_eod = check_bool("append_eod", append_eod)
         self.prepend_bos = check_bool("prepend_bos", prepend_bos)
         # Reads `eod` here, so that a tokenizer without one is an error now and not in a loader.
-        self._edges = tokenizer.bos if prepend_bos else None, tokenizer.eod if append_eod else None
+        last = tokenizer.eod if append_eod else None
+        self.edge_tokens = tokenizer.bos if prepend_bos else None, last
         if prepend_bos and tokenizer.bos is None:
             raise ConfigError(
                 f"{tokenizer.path} does not say which token starts a document: give bos_token"
@@ -192,7 +199,7 @@ class TextRows:
         return [text] if isinstance(text, str) else text
 
     def _encode(self, texts: Sequence[list[str]]) -> EncodedTexts:
-        return encode_texts(self.tokenizer, texts, *self._edges)
+        return encode_texts(self.tokenizer, texts, *self.edge_tokens)
 
     def checked(self, rows: Sequence[Mapping[str, Any]]) -> "TextRows":
         """The same with an encoder that agrees with the reference library on some rows' texts."""
@@ -206,7 +213,8 @@ class TextRows:
     def fingerprint(self) -> dict[str, Any]:
         """See `RowEncoder.fingerprint`."""
         tokenizer = self.tokenizer
-        entries: dict[str, Any] = {"kind": "texts", "key": self.key, "edges": list(self._edges)}
+        edges = list(self.edge_tokens)
+        entries: dict[str, Any] = {"kind": "texts", "key": self.key, "edges": edges}
         if type(self) is not TextRows:  # which encodes in its own way
             entries["class"] = type(self).__qualname__
         entries |= {"tokenizer": tokenizer.fingerprint, "versions": tokenizer.versions}

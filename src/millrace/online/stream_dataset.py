@@ -59,7 +59,8 @@ class RowStream(Renewed):
                 f"source is a {type(source).__name__}; give an iterable of rows, or a function "
                 "from a row number to the rows from there on"
             )
-        self._source, self._encoder = source, check_encoder("encoder", encoder)
+        self._source = source
+        self._encoder = check_encoder("encoder", encoder, samples.pad_token)
         self._capacity = samples.sequence_length + samples.add_extra_token
         self._extra = int(samples.add_extra_token)
         check_choice("packing", options["packing"], _PACKINGS)

@@ -100,7 +100,8 @@ class TextDataset(TokenDataset):
     ) -> None:
         options = choose_options(None, sample_options, self)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
-        encoder, threads = check_encoder("encoder", encoder), check_int("threads", threads, 1, 1024)
+        encoder = check_encoder("encoder", encoder, options.pad_token)
+        threads = check_int("threads", threads, 1, 1024)
         order = _plan_of(order, order_options)
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)

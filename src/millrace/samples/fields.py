@@ -66,7 +66,8 @@ class SampleOptions(SampleFields):
             label is missing and masked.
         eod_token: The end-of-document token; `reset_position_ids` and `eod_mask_loss` need it.
         pad_token: The padding token, never trained on: where a label equals it, the loss mask is 0,
-            and it becomes token 0 in tokens and labels. None: every token is trained on.
+            and it becomes token 0 in tokens and labels. None: every token is trained on. If it is
+            the EOD, no end of a document is (Megatron-LM's `allow_ambiguous_pad_tokens`).
         reset_position_ids: Whether position ids start again after each EOD.
         eod_mask_loss: Whether the loss mask is 0 where the input is EOD.
         boundaries: What tells documents apart. "eod": the EOD token, wherever it stands, as in
