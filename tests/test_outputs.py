@@ -27,7 +27,8 @@ from millrace.outputs import (
     torchtitan,
 )
 from millrace.samples import TokenBatch
-from millrace.torch import to_device, to_tensors
+from millrace.torch import MapDataset, to_device, to_tensors
+from millrace.torch.ranks import _checksums
 from tests.conftest import write_documents
 
 ROW = 16
@@ -266,10 +267,18 @@ def test_finished_batches_keep_what_the_loader_asks_for(tmp_path: Path) -> None:
     for wrong in ({"vocab_size": 5}, {"token_dtype": "int32"}, {"fields": ["loss_mask"]}):
         with pytest.raises((ConfigError, DataError), match=r"token id|leave out|no loss_mask"):
             [*Loader(finished, micro_batch_size=3, **wrong)]
-    parts = FinishedDataset(packs, padding_free, micro_batch_size=2).batch([2, 0, 1])
-    for part, numbers in zip(parts["micro_batches"], ([2, 0], [1]), strict=True):
-        for name, array in finished.batch(numbers).items():
-            np.testing.assert_array_equal(part[name], array)
+    halves = FinishedDataset(packs, padding_free, micro_batch_size=2)
+    for prepare in (dict, to_tensors, to_device("cpu")):
+        parts = prepare(halves.batch([2, 0, 1]))
+        for part, numbers in zip(parts["micro_batches"], ([2, 0], [1]), strict=True):
+            for name, array in finished.batch(numbers).items():
+                assert type(part[name]) is type(prepare({name: array})[name])
+                np.testing.assert_array_equal(part[name], array)
+    loader = Loader(halves, micro_batch_size=3, consumed_samples=3)
+    assert [*_checksums(loader, 1)] == [*_checksums(loader, 1)]
+    for one in (halves, finished):
+        with pytest.raises(ConfigError, match="belongs to a whole batch"):
+            MapDataset(one)[0]
     tensors = to_tensors(finished.batch([0]))
     assert type(tensors["max_length_q"]) is int
     with pytest.raises(ConfigError, match=r"max_length_q, max_length_k cannot be mixed"):

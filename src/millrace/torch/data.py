@@ -118,7 +118,7 @@ class _Rows(Sequence[Tensors]):
         if not self._length:
             raise IndexError(f"the batch has no samples: if batches may be empty, {remedy}")
         for name, tensor in self.batch.items():
-            if tensor.ndim == 0 or len(tensor) != self._length:
+            if getattr(tensor, "ndim", 0) == 0 or len(tensor) != self._length:
                 raise ConfigError(f"{name} belongs to a whole batch, not to its samples: {remedy}")
         rows = zip(*self.batch.values(), strict=True)
         return [dict(zip(self.batch, row, strict=True)) for row in rows]

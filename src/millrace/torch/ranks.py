@@ -263,9 +263,10 @@ def _checksums(loader: Loader, num_batches: int) -> Iterator[str]:
         with loader._maker.lock:  # a thread of the loader may be in the dataset
             batch = loader.dataset.batch(sampler.sample_numbers(start))
         parts: list[Any] = []
-        for name, array in sorted(batch.items()):
-            array = np.ascontiguousarray(array)
-            parts += [f"{name} {array.dtype} {array.shape}".encode(), array.data]
+        for arrays in batch.get("micro_batches", [batch]):
+            for name, array in sorted(arrays.items()):
+                array = np.ascontiguousarray(array)
+                parts += [f"{name} {array.dtype} {array.shape}".encode(), array.data]
         yield f"{checksum(parts)} at sample {start}"
 
 

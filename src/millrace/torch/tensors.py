@@ -15,6 +15,7 @@ from millrace.errors import ConfigError
 def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[str, torch.Tensor]:
     """A batch as torch tensors that share its memory: a `transform` or `prepare` of a loader.
 
+    Of a list of batches, such as the `micro_batches` of a `FinishedDataset`, each is converted.
     A read-only array is copied: torch has no read-only tensors. So the tensors may be changed in
     place; only labels that are a view of the tokens (`share_labels`) change with them.
 
@@ -70,16 +71,20 @@ def to_device(
     return partial(_copy_to_cuda, device=torch.device("cuda", index), stream=stream)
 
 
-def _each(
-    tensors: Mapping[str, Any], function: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """What a function makes of each tensor; numbers stay."""
-    return {name: function(one) if torch.is_tensor(one) else one for name, one in tensors.items()}
+def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A batch, or a list of batches, of what a function makes of each tensor; numbers stay."""
+    if isinstance(value, dict):
+        return {name: _each(one, function) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_each(one, function) for one in value]
+    return function(value) if torch.is_tensor(value) else value
 
 
 def _tensor(name: str, array: Any) -> Any:
     if isinstance(array, torch.Tensor) or type(array) in (int, float):
         return array
+    if isinstance(array, list) and array and isinstance(array[0], Mapping):
+        return [*map(to_tensors, array)]
     array = np.asarray(array)
     is_backwards = min(array.strides, default=0) < 0
     if is_backwards or not (array.dtype.isnative and array.flags.writeable):
@@ -103,8 +108,8 @@ def _copy_to_cuda(
     pinned = to_tensors(batch, pin=True)
     with torch.cuda.stream(side):
         copies = _each(pinned, lambda tensor: tensor.to(device, non_blocking=True))
-    for copy in filter(torch.is_tensor, copies.values()):
-        copy.record_stream(user)  # else its memory could be reused while the trainer still reads
+    # Else their memory could be reused while the trainer still reads.
+    _each(copies, lambda copy: copy.record_stream(user))
     side.synchronize()  # only the loader's thread waits
     return copies
 
