@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from millrace import ConfigError
+from millrace import BlendedDataset, ConfigError
+from millrace.encoding import Tokenizer
 from millrace.feed import (
     BalancedSampler,
     BatchSizeSchedule,
@@ -17,6 +18,7 @@ from millrace.feed import (
     imbalance,
     least_imbalance,
 )
+from millrace.online import TextDataset, TextRows
 from millrace.order import PackedOrder
 
 
@@ -46,7 +48,7 @@ def test_each_global_batch_keeps_its_samples(
     block = ranks * micro
     schedule = BatchSizeSchedule([(0, block), (block * 2, block * steps)])
     make: Any = partial(BalancedSampler, costs=costs_in_place, lockstep=lockstep)
-    for drop_last in (True, False):
+    for drop_last in (True, False)[: 2 - lockstep]:
         options: Any = {
             "global_batch_size": schedule,
             "micro_batch_size": micro,
@@ -108,6 +110,12 @@ def test_wrong_costs_are_refused() -> None:
     for costs in (*answers, lambda n: n.astype(str)):
         with np.errstate(all="ignore"), pytest.raises(ConfigError, match=r"cost"):
             BalancedSampler(8, costs=costs, **options).sample_numbers(0)
+    with pytest.raises(ConfigError, match="would hang in lockstep: leave out drop_last"):
+        BalancedSampler(8, costs=len, lockstep=True, drop_last=False, **options)
+    rows = TextDataset([{"text": "a"}], TextRows(Tokenizer("bytes")), sequence_length=4)
+    for dataset in (rows, BlendedDataset([rows])):
+        with pytest.raises(ConfigError, match=r'a TextDataset has no .* order="packs"'):
+            BalancedSampler.of(dataset, **options)
     for wrong in ({"quadratic": -1}, {"linear": np.nan}, {"multiple": 0}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             DocumentCosts(spans=print, **wrong)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ class BalancedSampler(GlobalBatchSampler):
             to 1e300; see `DocumentCosts`.
         lockstep: Whether the ranks wait for each other after each micro batch, as with FSDP and
             pipelines, rather than once a step: micro batches are then more alike, and the ranks'
-            sums a little less; see `deal`.
+            sums a little less; see `deal`. It needs `drop_last`.
 
     The other arguments, and errors, are those of a `GlobalBatchSampler`.
 
@@ -54,7 +54,11 @@ class BalancedSampler(GlobalBatchSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_bool("lockstep", self.lockstep)
+        if check_bool("lockstep", self.lockstep) and not self.drop_last:
+            raise ConfigError(
+                "with drop_last=False the ranks may have unequal numbers of micro batches at the "
+                "last step, and would hang in lockstep: leave out drop_last, or lockstep"
+            )
         if not callable(self.costs):
             raise ConfigError(f"costs is {shown(self.costs)}; give a function of sample numbers")
 
@@ -157,9 +161,12 @@ class DocumentCosts:
 
         Without a multiple, it is the greatest of those for which the dataset's packs have room.
         """
-        if not hasattr(dataset, "spans"):
-            name = type(dataset).__name__
-            raise ConfigError(f"a {name} has no method `spans`, which gives lengths: give costs")
+        for one in (*getattr(dataset, "datasets", ()), dataset):
+            if not hasattr(one, "spans"):
+                raise ConfigError(
+                    f"a {type(one).__name__} has no method `spans`, which gives lengths: give "
+                    'costs, or the TextDataset order="packs"'
+                )
         multiple = _multiple_of(dataset) if multiple is None else multiple
         return cls(spans=dataset.spans, multiple=multiple, **options)
 
