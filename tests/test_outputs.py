@@ -283,6 +283,8 @@ def test_finished_batches_keep_what_the_loader_asks_for(tmp_path: Path) -> None:
     assert type(tensors["max_length_q"]) is int
     with pytest.raises(ConfigError, match=r"max_length_q, max_length_k cannot be mixed"):
         BlendedDataset([finished, finished], [1, 1], 4)
+    with pytest.raises(ConfigError, match="the output is None; a dict of arrays"):
+        FinishedDataset(packs, lambda batch: None).batch([0])  # type: ignore[arg-type,return-value]
     padded = GPTDataset(data, order=order, pad_token=0, **options)
     wrong: Any = ((padded, padding_free), ([], padding_free), (packs, 3), (packs, torchtitan))
     for dataset, output in wrong:

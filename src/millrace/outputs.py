@@ -66,7 +66,8 @@ class FinishedDataset:
         if not hasattr(dataset, "tokens") or not callable(output):
             raise ConfigError(
                 f"a {type(dataset).__name__} and {shown(output)} cannot make batches: give a "
-                "dataset with a method `tokens`, and a function of a TokenBatch"
+                "dataset with a method `tokens` (a stream has none: give its Loader a `transform`, "
+                "or make a TextDataset of the rows), and a function of a TokenBatch"
             )
         try:
             signature(output).bind(None)
@@ -128,7 +129,10 @@ class FinishedDataset:
         return {"tokens": one.tokens, "labels": one.labels, "loss_mask": one.labels != IGNORED}
 
     def _finished(self, tokens: TokenBatch, form: BatchForm | None) -> dict[str, Any]:
-        arrays = dict(self.output(tokens))
+        arrays = self.output(tokens)
+        if not isinstance(arrays, Mapping):
+            raise ConfigError(f"the output is {shown(arrays, 60)}; a dict of arrays is needed")
+        arrays = dict(arrays)
         if form is None or form.fields == FIELDS:
             return arrays
         if missing := [name for name in form.fields if name not in arrays]:

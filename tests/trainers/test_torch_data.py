@@ -322,6 +322,7 @@ def test_a_state_in_one_entry(dataset: Any) -> None:
         (lambda of: IterableDataset(of), ConfigError, "loader is a GPTDataset; a millrace"),
         (lambda of: BatchSampler(loader_of(of)), ConfigError, "sampler is a Loader; a sampler"),
         (lambda of: MapDataset(None), ConfigError, "dataset is a NoneType; a dataset"),
+        (lambda of: MapDataset(of).load_state_dict({}), ResumeError, "not saved by MapDataset"),
         (lambda of: MapDataset(of)[1.5], ConfigError, "integers of shape"),
         (lambda of: list(by_step(Loader(EXTERNAL), num_workers=1)), ConfigError, "num_workers=0"),
         (lambda of: to_device("nowhere"), ConfigError, "device is 'nowhere'"),

@@ -228,7 +228,7 @@ def open_rows(
         return Rows([kind(file, folder, max_size) for kind, file in pairs], folder, max_size)
     if _is_dataset(source) or (isinstance(source, Sequence) and not isinstance(source, bytearray)):
         return Rows([MemoryPart(source)], folder, max_size)
-    remedy = "give files, a datasets.Dataset or a sequence of dictionaries"
+    remedy = "give files, a datasets.Dataset or a collections.abc.Sequence of dictionaries"
     if isinstance(source, Mapping):
         remedy = f"give one of its values ({shown([*source], 60)}), or a list of dictionaries"
     elif hasattr(source, "__iter__"):

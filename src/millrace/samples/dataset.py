@@ -87,7 +87,10 @@ class TokenDataset:
     ) -> None:
         if not isinstance(source, StoredTokens | TokenSource):  # a protocol's check takes 15 us
             name = type(source).__name__
-            raise ConfigError(f"a {name} has no method `tokens`, which returns a TokenBatch")
+            raise ConfigError(
+                f"a {name} has no method `tokens`, which returns a TokenBatch. Streams have none: "
+                "give their Loader a `transform`, or make a TextDataset of the rows"
+            )
         self.source: Any = source
         self.options = options
         boundaries = "" if options is None else options.boundaries

@@ -95,7 +95,7 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
         Raises:
             ResumeError: A state of other data or another order, or not a `MapDataset`'s.
         """
-        self._fingerprint.read_state(_of_text(state), len(self))
+        self._fingerprint.read_state(_of_text(state, "MapDataset"), len(self))
 
 
 class _Rows(Sequence[Tensors]):
@@ -349,17 +349,17 @@ class CheckpointState:
         Raises:
             ResumeError: A state of other data or another order, or not a `CheckpointState`.
         """
-        self._loader.load_state_dict(_of_text(state))
+        self._loader.load_state_dict(_of_text(state, "CheckpointState"))
 
 
 def _as_text(state: Any) -> dict[str, str]:
     return {"json": json.dumps(state)}
 
 
-def _of_text(state: Any) -> Any:
+def _of_text(state: Any, saver: str) -> Any:
     text = state.get("json") if isinstance(state, Mapping) else None
     if not isinstance(text, str):
-        raise ResumeError(f"the state is {shown(state)}; it was not saved by CheckpointState")
+        raise ResumeError(f"the state is {shown(state)}; it was not saved by {saver}")
     try:
         return json.loads(text)
     except ValueError as error:

@@ -71,13 +71,15 @@ def to_device(
     return partial(_copy_to_cuda, device=torch.device("cuda", index), stream=stream)
 
 
-def _each(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """A batch, or a list of batches, of what a function makes of each tensor; numbers stay."""
-    if isinstance(value, dict):
-        return {name: _each(one, function) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_each(one, function) for one in value]
-    return function(value) if torch.is_tensor(value) else value
+def _each(tensors: Mapping[str, Any], function: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+    """What a function makes of each tensor, also in lists of batches; numbers stay."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, list):
+            return [_each(one, function) for one in value]
+        return function(value) if torch.is_tensor(value) else value
+
+    return {name: of(value) for name, value in tensors.items()}
 
 
 def _tensor(name: str, array: Any) -> Any:
