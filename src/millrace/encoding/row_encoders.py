@@ -53,8 +53,7 @@ class RowEncoder(Protocol):
 
 
 def check_encoder(name: str, encoder: Any, pad_token: int | None = None) -> RowEncoder:
-    """An encoder of rows, which a tokenizer is not, and which ends nothing with the padding token;
-    else a ConfigError."""
+    """An encoder of rows, which ends nothing with the padding token; else a ConfigError."""
     if isinstance(encoder, RowEncoder) and callable(encoder.fingerprint):
         if pad_token is not None and pad_token in getattr(encoder, "edge_tokens", ()):
             raise ConfigError(
@@ -213,8 +212,7 @@ class TextRows:
     def fingerprint(self) -> dict[str, Any]:
         """See `RowEncoder.fingerprint`."""
         tokenizer = self.tokenizer
-        edges = list(self.edge_tokens)
-        entries: dict[str, Any] = {"kind": "texts", "key": self.key, "edges": edges}
+        entries: dict[str, Any] = {"kind": "texts", "key": self.key, "edges": [*self.edge_tokens]}
         if type(self) is not TextRows:  # which encodes in its own way
             entries["class"] = type(self).__qualname__
         entries |= {"tokenizer": tokenizer.fingerprint, "versions": tokenizer.versions}

@@ -87,10 +87,8 @@ class TokenDataset:
     ) -> None:
         if not isinstance(source, StoredTokens | TokenSource):  # a protocol's check takes 15 us
             name = type(source).__name__
-            raise ConfigError(
-                f"a {name} has no method `tokens`, which returns a TokenBatch. Streams have none: "
-                "give their Loader a `transform`, or make a TextDataset of the rows"
-            )
+            remedy = "of a stream, give its Loader a `transform`, or make a TextDataset"
+            raise ConfigError(f"a {name} has no method `tokens`, of a TokenSource: {remedy}")
         self.source: Any = source
         self.options = options
         boundaries = "" if options is None else options.boundaries

@@ -56,8 +56,7 @@ class BalancedSampler(GlobalBatchSampler):
         super().__post_init__()
         if check_bool("lockstep", self.lockstep) and not self.drop_last:
             raise ConfigError(
-                "with drop_last=False the ranks may have unequal numbers of micro batches at the "
-                "last step, and would hang in lockstep: leave out drop_last, or lockstep"
+                "ranks with fewer micro batches would hang in lockstep: leave out drop_last=False"
             )
         if not callable(self.costs):
             raise ConfigError(f"costs is {shown(self.costs)}; give a function of sample numbers")
