@@ -101,7 +101,6 @@ class TextDataset(TokenDataset):
         options = choose_options(None, sample_options, self)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
         encoder = check_encoder("encoder", encoder, options.pad_token)
-        threads = check_int("threads", threads, 1, 1024)
         order = _plan_of(order, order_options)
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
@@ -125,7 +124,13 @@ class TextDataset(TokenDataset):
             "capacity": capacity,
             **({} if on_error == "stop" else {"on_error": on_error}),
         }
-        documents: Any = threads, capacity, identity, seed, num_samples
+        documents: Any = (
+            check_int("threads", threads, 1, 1024),
+            capacity,
+            identity,
+            seed,
+            num_samples,
+        )
         if is_online:
             super().__init__(RowDocuments(rows, encoder, *documents), options)
             return
