@@ -74,9 +74,9 @@ class PhasedDataset(BlendedDataset):
         look = config.sample_options
         self.all_options = [replace(look, sequence_length=length) for length, _ in lengths]
         self.options = self.all_options[0] if len(self.all_options) == 1 else None
-        num_sources, numviews = len(self.stores), len(self.all_options)
-        self.datasets: Any = _OnDemand(num_sources * numviews, self._make_dataset)
-        self._first_stores = np.tile(np.arange(num_sources, dtype=np.int32), numviews)
+        num_sources, num_views = len(self.stores), len(self.all_options)
+        self.datasets: Any = _OnDemand(num_sources * num_views, self._make_dataset)
+        self._first_stores = np.tile(np.arange(num_sources, dtype=np.int32), num_views)
         self._shares: dict[int, Any] = {}  # of each stretch, for fingerprints
 
     def __len__(self) -> int:
