@@ -101,6 +101,7 @@ class TextDataset(TokenDataset):
         options = choose_options(None, sample_options, self)
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
         encoder = check_encoder("encoder", encoder, options.pad_token)
+        threads = check_int("threads", threads, 1, 1024)
         order = _plan_of(order, order_options)
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
@@ -115,22 +116,15 @@ class TextDataset(TokenDataset):
         if is_plain(encoder):
             first = rows.range().read(np.arange(min(len(rows.range()), _NUM_CHECKED)))
             encoder = encoder.checked([row for row in first if isinstance(row, dict)])
-        capacity = options.sequence_length + options.add_extra_token
         identity = {
             "kind": "rows",
             "rules": RULES_VERSION,
             "rows": rows.fingerprint(),
             "encoder": encoder.fingerprint(),
-            "capacity": capacity,
+            "capacity": (capacity := options.sequence_length + options.add_extra_token),
             **({} if on_error == "stop" else {"on_error": on_error}),
         }
-        documents: Any = (
-            check_int("threads", threads, 1, 1024),
-            capacity,
-            identity,
-            seed,
-            num_samples,
-        )
+        documents: Any = threads, capacity, identity, seed, num_samples
         if is_online:
             super().__init__(RowDocuments(rows, encoder, *documents), options)
             return
