@@ -61,7 +61,7 @@ class Fingerprint(NamedTuple):
             remedy = "Restore what differs, or start a new order with consumed_samples=0"
             if any(path[:1] == ("sampler",) for path, _, _ in others):
                 remedy = f"{SAMPLER_REMEDY}. {remedy}"
-            if all(path[0] == "sources" and path[-1] == "content" for path, _, _ in others):
+            if all(path[:1] == ("sources",) and path[-1] == "content" for path, _, _ in others):
                 remedy = f"If a .info.json was left behind, or is new, put back what was. {remedy}"
             problem = "the state was saved with other data or another order"
             raise ResumeError(f"{problem}:\n{_listed(others)}\n{remedy}")
