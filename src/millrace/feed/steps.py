@@ -332,6 +332,7 @@ class LookAhead:
         self._num_cold = 0  # reads that still prefetch
         self._told: deque[tuple[int, int]] = deque()  # starts of coming steps, and their sizes
         self._num_told = 0  # samples of these steps
+        self._limit = 1  # of them: at first the step in hand is read alone, to be there the sooner
         self._end = start  # of these steps
         self._lock = threading.Lock()
         # No thread reads a step while another one is about to announce it.
@@ -361,7 +362,8 @@ class LookAhead:
             while self._told and self._told[0][0] < position:
                 self._num_told -= self._told.popleft()[1]
             self._end = max(self._end, position)
-            limit = self._distance + self._group if self._num_told < self._distance else 0
+            limit = self._limit if self._num_told < self._distance else 0
+            self._limit = self._distance + self._group
             while self._num_told < limit and self._sampler.has_step(self._end):
                 steps.append(self._sampler.sample_numbers(self._end))
                 size = max(len(steps[-1]), 1)  # a rank's last step may be empty

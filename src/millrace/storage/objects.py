@@ -12,7 +12,6 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -34,7 +33,7 @@ from millrace.storage import (
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
 from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 from millrace.storage.msc import ProfileStore
-from millrace.storage.transfers import Ahead, closing
+from millrace.storage.transfers import Ahead, RequestPool, closing
 
 T = TypeVar("T")
 
@@ -103,7 +102,7 @@ class ObjectStorage(Renewed):
         self.renew()
 
     def after_fork(self) -> None:
-        self.pool = ThreadPoolExecutor(self.requests, "millrace-requests")  # threads start at need
+        self.pool = RequestPool(self.requests)
         # A fork keeps clients: their end would wait for threads that the child lacks.
         self._stores: dict[tuple[str, int], Any] = vars(self).get("_stores", {})
 
