@@ -77,7 +77,8 @@ def budget_of(
     begins = time.perf_counter()
     dataset.tokens(starts[:1])
     round_trip = time.perf_counter() - begins
-    per_step, all_steps = len(fetched) / num_steps, num_samples / block_size
+    # Where no step drew from a bucket, one request is the most that they may have needed.
+    per_step, all_steps = max(len(fetched), 1) / num_steps, num_samples / block_size
     total_requests = round(per_step * all_steps)
     total_bytes = round(sum(fetched) / num_steps * all_steps)
     budget = {
