@@ -252,6 +252,21 @@ def test_splits_end_with_documents(tmp_path: Path) -> None:
         train_of(make_run(tmp_path, one)).batch([0])
 
 
+def test_a_range_is_as_large_as_its_documents(tmp_path: Path) -> None:
+    write_documents(tmp_path / "a", np.split(np.arange(5000), 5))
+    source = {"prefix": tmp_path / "a", "weight": 1}
+    split: Any = {"sequence_length": 32, "split": "79.9,1,19.1"}
+    part: Any = {"sequence_length": 32, "phases": [{"until": 9}, {"seq-length": 500}]}
+    valid = build_datasets(make_run(tmp_path, {"a": source}, **split)).valid
+    source = source | {"part": [0.799, 0.809]}
+    train = train_of(make_run(tmp_path, {"a": source}, **part))
+    for dataset in (valid, train):  # of 50 tokens, before its ends are moved
+        assert {*(dataset.batch(range(9))["tokens"] // 1000).ravel().tolist()} == {4}
+    part["phases"][1]["seq-length"] = 600
+    with pytest.raises(ConfigError, match=r"phase 1, source a has 1000 tokens; .* need 1200"):
+        train_of(make_run(tmp_path, {"a": source}, **part))
+
+
 def loader_of(config: InstantConfig, steps: int = 0) -> Loader:
     loader = Loader(train_of(config), micro_batch_size=10, prefetch=0)
     for _ in range(steps):

@@ -89,7 +89,7 @@ class Phases:
 
     Args:
         sources: The sources by their names, whose order does not matter. A source has `num_tokens`,
-            `bounds` (whose difference is about as much, where that takes time to find), `weight`
+            `most_tokens` (as many or more, where `num_tokens` takes time to find), `weight`
             (before the first phase), `max_epochs` (after which it takes no part; None: no limit)
             and `mix_window` (samples in a window).
         phases: Phases, each with its sequence length. `InstantConfig` checks them.
@@ -112,13 +112,13 @@ class Phases:
         self._mix_windows = np.array([one.mix_window for one in self.sources], np.int64)
         self._weights = np.array([one.weight for one in self.sources], np.float64)
         self._sizes = np.full(len(self.names), -1)  # in tokens, as far as they were asked for
-        weights, sizes = self._weights, np.diff([one.bounds for one in self.sources])[:, 0]
+        weights, most = self._weights, np.array([one.most_tokens for one in self.sources], np.int64)
         for number in range(len(phases)):
             weights = self._changed_weights(weights, number)
             if not weights.any():
                 raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
-            places = np.flatnonzero(weights)
-            self._check_windows(places, sizes[places], number)
+            has_window = num_windows(most, self._mix_windows * self.length_of(number)) > 0
+            self.cuts(np.flatnonzero((weights > 0) & ~has_window), number)  # an error for any
         # Several threads may compute a stretch side by side: theirs are equal.
         self._known: dict[int, int] = {}  # the phase of each stretch, by its start
         self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for
@@ -231,15 +231,10 @@ class Phases:
 
     def cuts(self, places: Places, phase: int) -> tuple[Numbers, int, Numbers]:
         """Tokens of some sources, the sequence length of a phase, and the sources' windows: what
-        the methods of a `Position` take."""
+        the methods of a `Position` take. ConfigError for too few tokens for a window (S8)."""
         for place in places[self._sizes[places] < 0].tolist():
             self._sizes[place] = self.sources[place].num_tokens
         sizes = self._sizes[places]
-        self._check_windows(places, sizes, phase)
-        return sizes, self.length_of(phase), self._mix_windows[places]
-
-    def _check_windows(self, places: Places, sizes: Numbers, phase: int) -> None:
-        """Raises ConfigError for a source of too few tokens for a window (S8)."""
         length, mix_windows = self.length_of(phase), self._mix_windows[places]
         for n in np.flatnonzero(num_windows(sizes, mix_windows * length) < 1).tolist():
             mix_window = int(mix_windows[n])
@@ -249,6 +244,7 @@ class Phases:
                 f"{length} tokens{mixed} need {2 * mix_window * length}: shorten the sequence "
                 "length, or leave the source out"
             )
+        return sizes, length, mix_windows
 
     # ---- what has been drawn ----
 
@@ -268,7 +264,7 @@ class Phases:
         segment, place = divmod(dataset, len(self.names))
         known_first = itertools.chain(self._recent, (one for one, _ in self.stretches()))
         stretch = next(one for one in known_first if one.segment == segment)
-        self.cuts(np.array([place]), stretch.phase)  # it may have fewer tokens than it had roughly
+        self.cuts(np.array([place]), stretch.phase)  # an error for too few tokens
         return Position(*(int(array[place]) for array in stretch.begins))
 
     def drawn_before(self, sample_number: int) -> set[str]:
