@@ -165,9 +165,12 @@ def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int],
         try:
             step_at(position)
         except ConfigError as error:
+            until = phases[number - 1].until or 0
+            skipped = until - position
+            rule = f" (a position plus the {skipped} samples skipped before)" if skipped else ""
             raise ConfigError(
-                f"phase {number}, from sample {phases[number - 1].until}, has another sequence "
-                f"length, and must start with a step: {error}"
+                f"phase {number}, from sample {until}, has another sequence length, and must start "
+                f"with a step: {error}. Give another `until`{rule}, skip or batch size"
             ) from None
 
 
