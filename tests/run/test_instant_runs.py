@@ -522,7 +522,7 @@ def test_a_run_stays_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"sources": {"web": {"prefix": "no", "weight": 1}}}, "source web: /.*/no.bin not found"),
         (
             {"dtype": "int32"},
-            "source web: .* has 900 tokens, uint16; the run began with 450, int32",
+            "source web: .* has 900 tokens, uint16; the run takes it for 450, int32",
         ),
     ],
 )

@@ -85,8 +85,8 @@ class SourceFile:
         if (store.num_tokens, store.dtype) != (self.num_tokens, self.dtype):
             raise DataError(
                 f"source {self._name}: {self.prefix} has {store.num_tokens} tokens, {store.dtype}; "
-                f"the run began with {self.num_tokens}, {self.dtype}. Restore the file, or correct "
-                "the dtype"
+                f"the run takes it for {self.num_tokens}, {self.dtype}. Correct the dtype, or "
+                "restore the file"
             )
         _ = self._sums  # of now: other files may take their place
         if self._tokenizers is not None:
