@@ -368,6 +368,7 @@ def test_a_trial_repeats_each_source_as_the_run_does(tmp_path: Path) -> None:
     for changes in (
         {"trial": 0},
         {"trial": 1.5},
+        {"trial": "0.1"},
         {"trial": 1e-4},
         {"trial": 0.1, "split": "0,1,0"},
     ):

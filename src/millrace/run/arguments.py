@@ -145,9 +145,8 @@ _READERS: dict[str, Reader | None] = {
     "order": lambda _, value: None if value == "gpt" else value,
     **dict.fromkeys(("order_options", "sampler", "sampler_options", "boundaries")),
     **dict.fromkeys(("loss_ranges", *_UNKNOWN_COUNTS)),  # taken as they are, like the line before
-    "trial": functools.partial(_number, kind=float),
     **dict.fromkeys(("sources", "phases", "skips")),  # these two lines are of `InstantConfig`
-    **dict.fromkeys(("alpha", "dtype", "mix_window")),
+    **dict.fromkeys(("alpha", "dtype", "mix_window", "trial")),
 }
 
 _FIELDS = {
