@@ -122,7 +122,9 @@ def test_the_report(folder: Path, verb: Any) -> None:
     page = (folder / "run.html").read_text()
     assert page.count("<title>") == 64
     assert "web 80" in page
-    verb("plan", write_run(folder, "short.yaml", samples=9), "--picture", folder / "short.svg")
+    short = write_run(folder, "short.yaml", samples=9)
+    text = verb("plan", short, "--picture", folder / "short.svg")
+    assert "warning: phase 1 starts at sample 100, and the run ends at 9: it is" in text
     assert (folder / "short.svg").read_text().count("<title>") == 9
     one = json.loads(verb("plan", run, "--json"))
     assert np.sum(one["samples"]) == 300
