@@ -25,7 +25,7 @@ def cases(short: int, most: int) -> Any:
 
 
 def source_of(size: int, cap: int | None = None) -> Any:
-    own = {"num_tokens": size, "most_tokens": size, "max_epochs": cap}
+    own = {"num_tokens": size, "bounds": (0, size), "max_epochs": cap}
     return SimpleNamespace(**own, mix_window=1, weight=0)
 
 
@@ -226,7 +226,7 @@ def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
     plan = [(0, 8, {"a": 1, "b": 2}), (100, 4, {"a": 1, "b": 1}), (200, 8, {"a": 1})]
     expected = phases_of({"a": 500, "b": (500, 2)}, plan)
     fails += [OSError("away")] * 3
-    late = Late(most_tokens=500, max_epochs=None, mix_window=1, weight=0)
+    late = Late(bounds=(0, 500), max_epochs=None, mix_window=1, weight=0)
     mixture = phases_of({"a": late, "b": (500, 2)}, plan)
     for _ in range(3):
         with pytest.raises(OSError, match="away"):

@@ -89,7 +89,7 @@ class Phases:
 
     Args:
         sources: The sources by their names, whose order does not matter. A source has `num_tokens`,
-            `most_tokens` (as many or more, where `num_tokens` takes time to find), `weight`
+            `bounds` (whose difference is about as much, where that takes time to find), `weight`
             (before the first phase), `max_epochs` (after which it takes no part; None: no limit)
             and `mix_window` (samples in a window).
         phases: Phases, each with its sequence length. `InstantConfig` checks them.
@@ -112,13 +112,13 @@ class Phases:
         self._mix_windows = np.array([one.mix_window for one in self.sources], np.int64)
         self._weights = np.array([one.weight for one in self.sources], np.float64)
         self._sizes = np.full(len(self.names), -1)  # in tokens, as far as they were asked for
-        weights, most = self._weights, np.array([one.most_tokens for one in self.sources], np.int64)
+        weights, sizes = self._weights, np.diff([one.bounds for one in self.sources])[:, 0]
         for number in range(len(phases)):
             weights = self._changed_weights(weights, number)
             if not weights.any():
                 raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
-            has_window = num_windows(most, self._mix_windows * self.length_of(number)) > 0
-            self.cuts(np.flatnonzero((weights > 0) & ~has_window), number)  # an error for any
+            is_short = num_windows(sizes, self._mix_windows * self.length_of(number)) < 1
+            self.cuts(np.flatnonzero((weights > 0) & is_short), number)  # an error, if it is so
         # Several threads may compute a stretch side by side: theirs are equal.
         self._known: dict[int, int] = {}  # the phase of each stretch, by its start
         self._recent: tuple[Stretch, ...] = ()  # the last two that were asked for

@@ -169,11 +169,6 @@ class SourceRange:
         return end - first
 
     @property
-    def most_tokens(self) -> int:
-        """Number of tokens, or more: ends move towards the end of the file."""
-        return self.file.num_tokens - self.bounds[0]
-
-    @property
     def tokens(self) -> Range:
         """First token, and end. The file is opened, unless it is drawn from as a whole."""
         if self._tokens is None:
