@@ -124,7 +124,7 @@ def test_the_report(folder: Path, verb: Any) -> None:
     assert "web 80" in page
     short = write_run(folder, "short.yaml", samples=9)
     text = verb("plan", short, "--picture", folder / "short.svg")
-    assert "warning: phase 1 starts at sample 100, and the run ends at 9: it is" in text
+    assert "warning: phase 1 starts at sample 100, behind the end of the run: it" in text
     assert (folder / "short.svg").read_text().count("<title>") == 9
     one = json.loads(verb("plan", run, "--json"))
     assert np.sum(one["samples"]) == 300

@@ -177,21 +177,21 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "unseen": unseen,
         "caps": caps,
         "windows": np.diff(windows, axis=0),
-        "warnings": [
-            *_unreached(config, len(starts), end),
-            *_first(_copies(config, train)),
-            *_first(_moved(train.order, num_tokens)),
-        ],
+        "warnings": _warnings(config, train, num_tokens, len(starts)),
     }
 
 
-def _unreached(config: InstantConfig, number: int, end: int) -> Iterator[str]:
-    """Tells of a phase that starts behind the end of the run."""
-    if (start := config.phases[number - 1].until) is not None:
-        yield (
-            f"phase {number} starts at sample {start:,}, and the run ends at {end:,}: it is never "
-            "drawn. `until` counts samples, not steps or tokens"
+def _warnings(
+    config: InstantConfig, train: PhasedDataset, num_tokens: Any, num_phases: int
+) -> list[str]:
+    """Tells of phases behind the end of the run, of data that comes twice, and of moved ends."""
+    warnings = [*_first(_copies(config, train)), *_first(_moved(train.order, num_tokens))]
+    if (start := config.phases[num_phases - 1].until) is not None:
+        warnings.append(
+            f"phase {num_phases} starts at sample {start:,}, behind the end of the run: it is "
+            "never drawn. `until` counts samples, not steps or tokens"
         )
+    return warnings
 
 
 def _moved(mixture: Phases, num_tokens: Any) -> Iterator[str]:
