@@ -193,6 +193,30 @@ def test_texts_and_rows(tmp_path: Path, bucket: Bucket, tokenizer_file: Path) ->
     assert open_rows(f"{remote}/in", cache=tmp_path / "cache").rows(numbers) == expected
 
 
+def test_tables_of_several_blocks(tmp_path: Path, bucket: Bucket) -> None:
+    """A stream is read by blocks of 1 MiB, which batches and columns of tables do not end with."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "in").mkdir()
+    texts = [np.random.default_rng(seed).bytes(5000).hex() for seed in range(400)]
+    table, start = pa.table({"text": texts}), tmp_path / "in/a"
+    for opened, end, size in ((pa.ipc.new_file, "arrow", 33), (pa.ipc.new_stream, "arrows", 250)):
+        with opened(f"{start}.{end}", table.schema) as writer:
+            writer.write_table(table, max_chunksize=size)
+    pq.write_table(table, f"{start}.parquet", compression="none", use_dictionary=False)
+    prefixes, outputs = (tmp_path / "in", bucket.upload(tmp_path / "in")), []
+    for path in (
+        f"{folder}/a.{end}" for end in ("arrow", "arrows", "parquet") for folder in prefixes
+    ):
+        out = tmp_path / f"out{len(outputs)}"
+        tokenize([path], out, tokenizer=Tokenizer("bytes"), workers=1)
+        outputs.append(Path(f"{out}_text_document.bin").read_bytes())
+        assert outputs[-1] == outputs[0], path
+    numbers = np.random.default_rng(0).permutation(400)
+    assert open_rows(f"{prefixes[1]}/a.arrow").rows(numbers)[0] == {"text": texts[numbers[0]]}
+
+
 def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     """Its requests and bytes are those that the proxy counts."""
     write_documents(tmp_path / "data", np.zeros((4, 1 << 16), int))

@@ -159,11 +159,15 @@ class FileStream(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
+        """Fills the buffer, or takes all that is left: pyarrow takes fewer bytes for the end."""
         view = memoryview(buffer).cast("B")
         count = max(min(len(view), self.reader.size - self._place), 0)
-        view[:count] = self.reader.read(self._place, count).data
+        self._fill(view[:count])
         self._place += count
         return count
+
+    def _fill(self, view: memoryview) -> None:
+        view[:] = self.reader.read(self._place, len(view)).data  # another size is a ValueError
 
 
 class SequentialStream(FileStream):
@@ -173,15 +177,15 @@ class SequentialStream(FileStream):
         super().__init__(reader)
         self._number, self._block = -1, np.empty(0, np.uint8)
 
-    def readinto(self, buffer: Any) -> int:
-        number, start = divmod(self._place, _STREAM_BLOCK)
-        if number != self._number:
-            self._number, self._block = number, self._read_block(number)
-        view = memoryview(buffer).cast("B")
-        data = self._block[start : start + len(view)]
-        view[: len(data)] = data.data
-        self._place += len(data)
-        return len(data)
+    def _fill(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            number, start = divmod(self._place + done, _STREAM_BLOCK)
+            if number != self._number:
+                self._number, self._block = number, self._read_block(number)
+            count = min(len(view) - done, _STREAM_BLOCK - start)
+            view[done : done + count] = self._block[start : start + count].data
+            done += count
 
     def _read_block(self, number: int) -> Bytes:
         starts = np.arange(number, number + _BLOCKS_AHEAD) * _STREAM_BLOCK
