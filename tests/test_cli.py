@@ -415,3 +415,32 @@ def test_a_verb_and_its_function_have_the_same_defaults(
             assert name in ("config", "folder") or defaults[name] is dataclasses.MISSING
         else:
             assert default == defaults[name], name
+
+
+OUTPUTS_IN_BUCKETS = (
+    "merge a a --output-prefix s3://t/c",
+    "split a --documents 1 --output-prefix s3://t/c",
+    "convert a s3://t/c --dtype int32",
+    "convert a s3://t/c.npy",
+    "train-tokenizer --input in.jsonl --vocab-size 260 --output s3://t/c.json",
+    "plan run.toml --picture s3://t/c.svg",
+    "index run.toml --cache s3://t/c",
+    "index run.toml --megatron-cache s3://t/c --tokenizer-identifiers {}",
+    "cache list s3://t",
+)
+
+
+@pytest.mark.parametrize("words", OUTPUTS_IN_BUCKETS)
+def test_outputs_in_buckets(tmp_path: Path, monkeypatch: Any, words: str) -> None:
+    """Before anything is made, also where a local folder has the name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:/t").mkdir(parents=True)
+    write_jsonl(tmp_path / "in.jsonl", make_texts(5))
+    conftest.write_documents(tmp_path / "a", [[1, 2, 3]] * 9)
+    (tmp_path / "run.toml").write_text(
+        "data_path='a'\nseq_length=4\nnum_samples=[9,0,0]\nsplit='1'"
+    )
+    before = sorted(tmp_path.rglob("*"))
+    ended = millrace(*words.split())
+    assert "is in a bucket, and files are written in a file system" in ended.stderr
+    assert (ended.returncode, sorted(tmp_path.rglob("*"))) == (1, before)

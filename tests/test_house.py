@@ -19,9 +19,9 @@ SOURCE = Path(millrace.__file__).parent
 
 # Imports point down this list only; rooms on one line do not import each other.
 FLOORS = [
-    {"cores", "deferred", "errors", "files", "forks", "interrupts", "names", "ragged"},
+    {"cores", "deferred", "errors", "forks", "interrupts", "names", "ragged"},
     {"checks"},
-    {"_core", "option_class", "records"},
+    {"_core", "files", "option_class", "records"},
     {"_native"},
     {"storage"},
     {"store", "order"},

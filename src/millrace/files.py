@@ -14,6 +14,8 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from millrace.checks import check_local
+
 if TYPE_CHECKING:
     import hashlib
 
@@ -76,9 +78,9 @@ def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A file that appears at `path` whole when the block ends, or not at all if it fails.
 
     Of several writers the last one to end counts. An OSError names the file. Only a durable file
-    survives a power cut; it takes two flushes.
+    survives a power cut; it takes two flushes. ConfigError for a path in a bucket.
     """
-    temporary = temporary_name(path)
+    temporary = temporary_name(check_local(path))
     with naming(path):
         try:
             with open(temporary, "xb") as file:

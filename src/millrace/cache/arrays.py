@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native, files
-from millrace.checks import check_local
 from millrace.errors import DataError
 from millrace.order import RULES_VERSION
 from millrace.order.order_plans import Layout
@@ -192,7 +191,7 @@ def load_or_build(
     """
     if (array_set := usable(folder, name, key, layout)) is not None:
         return array_set, False
-    os.makedirs(check_local(folder), exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
     place = os.path.join(folder, name)
     paths = [array_path(folder, name, array) for array in layout]
     with files.writers_lock(place + LOCK, place + JSON, *paths, limit=limit):

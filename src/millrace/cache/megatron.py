@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import absolute_path
+from millrace.checks import absolute_path, check_local
 from millrace.errors import DataError
 from millrace.files import atomic_file, fsync_folder, writers_lock
 from millrace.order import BlendIndices, GPTIndices, GPTPlan
@@ -148,7 +148,7 @@ def load_or_build(
     """
     with contextlib.suppress(*_UNUSABLE):
         return load(files, check), False
-    os.makedirs(files.folder, exist_ok=True)
+    os.makedirs(check_local(files.folder), exist_ok=True)
     paths = [*map(files.path, ("description", *files.arrays))]
     with writers_lock(files.path("lock"), *paths, limit=limit):
         try:

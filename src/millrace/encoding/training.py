@@ -46,7 +46,8 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        output, least = os.fspath(self.output), _NUM_BYTES + len(self.special_tokens)
+        output = checks.check_local(os.fspath(self.output))
+        least = _NUM_BYTES + len(self.special_tokens)
         checks.check_int("vocabulary_size (--vocab-size)", self.vocabulary_size, least)
         if os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
             raise ConfigError(f"output must be a file in a folder that exists, not {output}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.cache import arrays
-from millrace.checks import check_bool, check_float, check_path
+from millrace.checks import check_bool, check_float, check_local, check_path
 from millrace.errors import CacheError, ConfigError, StorageError
 from millrace.files import file_lock, written_name
 from millrace.option_class import StrPath, option
@@ -77,7 +77,7 @@ def list_cache(folder: StrPath, *, check_contents: bool = False) -> list[CacheEn
     Raises:
         ConfigError: A missing folder.
     """
-    place = check_path("folder", folder)
+    place = check_local(check_path("folder", folder))
     if not os.path.isdir(place):
         raise ConfigError(f"{place} is not a folder; give the cache folder of a run")
     groups: dict[tuple[str, bool], list[str]] = {}

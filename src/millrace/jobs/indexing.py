@@ -16,7 +16,7 @@ from millrace.cache.megatron import (
     check_gpt_arrays,
     load_or_build,
 )
-from millrace.checks import check_float, text_table
+from millrace.checks import check_float, check_local, text_table
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError
 from millrace.option_class import StrPath, option
@@ -169,6 +169,7 @@ def index(
     if config.cache is None and megatron_cache_folder is None:
         raise ConfigError("there is nowhere to put the indices: give a cache folder")
     if megatron_cache_folder is not None:
+        folder = check_local(os.fspath(megatron_cache_folder))
         _check_for_megatron(config, tokenizer)
     datasets, num_built, total = None, 0, 0
     if config.cache is None:
@@ -180,7 +181,6 @@ def index(
     if megatron_cache_folder is not None:
         num_sets = plan.num_datasets + sum(split.kind == "blend" for split in plan.present_splits)
         total += num_sets
-        folder = os.fspath(megatron_cache_folder)
         with Progress("Megatron-LM's cache", enabled=show_progress) as bar:
             written = _write_megatron_cache(plan, datasets, folder, tokenizer, wait_limit)
             for done, is_new in enumerate(written, start=1):

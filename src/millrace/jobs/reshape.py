@@ -159,6 +159,7 @@ def pair_builder(
 
     The ranges that are not trained on, and the origins, are published after the pair.
     """
+    check_prefix(os.fspath(prefix))
     tokenizer = common_tokenizer([read_tokenizer(source.prefix) for source in sources])
     if tokenizer is not None:
         provenance = {**provenance, "tokenizer": tokenizer}

@@ -281,7 +281,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
             check_seed(config.random_seed)
         folder, name = config.path_to_cache, type(self).__name__
         if folder is None and not config.mock:
-            folder = os.path.join(self.dataset.path_prefix, "cache", f"{name}_indices")
+            # Of a prefix in a bucket a local folder, ./s3:, as for Megatron-LM.
+            place = os.path.join(os.getcwd(), self.dataset.path_prefix)
+            folder = os.path.join(place, "cache", f"{name}_indices")
         description = f"{name} {self.index_split.name} indices"
         documents, samples, shuffle = self._prepare_indices(
             folder, self.index_split, description, is_trusted=config.fast_cache_load

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import absolute_path, check_ints, check_path, shown
+from millrace.checks import absolute_path, check_ints, check_local, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import atomic_file
 from millrace.names import ORIGINS
@@ -246,7 +246,8 @@ class OriginsWriter:
 
     def __init__(self, prefix: str | os.PathLike[str], *, durable: bool = True) -> None:
         self.num_rows = 0
-        self._prefix, self._durable = absolute_path(check_path("prefix", prefix)), durable
+        self._prefix = check_local(absolute_path(check_path("prefix", prefix)))
+        self._durable = durable
         self._pending: list[Any] = []  # tables that do not fill a row group yet
         self._num_pending = 0  # rows of them
         self._sink = _Sink(os.path.dirname(self._prefix))

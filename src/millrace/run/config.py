@@ -14,6 +14,7 @@ from millrace.checks import (
     check_choice,
     check_floats,
     check_int,
+    check_local,
     check_path,
     plain_json,
     shown,
@@ -203,6 +204,7 @@ class DatasetConfig(RunConfig):
         )
         if not isinstance(self.cache, str | os.PathLike | None):
             raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")
+        check_local(os.fspath(self.cache or ""))
         if self.trust_cache and self.cache is None:
             raise ConfigError("trust_cache needs a cache folder: give cache")
         size = self.num_samples[VALID]
