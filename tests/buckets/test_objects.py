@@ -161,7 +161,7 @@ def test_other_processes(bucket: Bucket) -> None:
     bucket.put("ab", b"12345")
     storage.open(path, "file").read(0, 5)
     bucket.add_fault("503", "GET .*/ab")
-    for method, answer in (("fork", "forkserver or spawn"), ("spawn", "12345")):
+    for method, answer in (("fork", "set_start_method"), ("spawn", "12345")):
         assert answer in results_of_processes(method, read_in_child, [(storage, path)])[0]
 
 

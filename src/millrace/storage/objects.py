@@ -33,7 +33,7 @@ from millrace.storage import (
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
 from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 from millrace.storage.msc import ProfileStore
-from millrace.storage.transfers import Ahead, RequestPool, closing
+from millrace.storage.transfers import Ahead, RequestPool, closing, note_use, use
 
 T = TypeVar("T")
 
@@ -46,10 +46,6 @@ _STATUS = re.compile(r"status code: (\d+)")
 _UNFIT = re.compile(r"^/|//|(^|/)\.\.?(/|$)")  # keys that obstore refuses, or changes silently
 _EXPIRED = re.compile(r"<Code>\w*(Expired|TooSkewed)\w*</Code>")
 _ENDPOINT = "its endpoint must begin with http:// or https:// (options, or the environment)"
-_FORK = (
-    "this process was forked after its parent had read from a bucket: its client would wait for "
-    "ever. Use threads, or start workers by the method forkserver or spawn"
-)
 
 
 class ObjectStorage(Renewed):
@@ -185,7 +181,7 @@ class ObjectStorage(Renewed):
             FileNotFoundError: There is no such object.
             StorageError: It was denied, or failed until the limit.
         """
-        _note_use()
+        note_use()
         bucket, key = bucket_of(path)
         if (store := self._stores.get((bucket, part_retries))) is None:
             store = self._stores[bucket, part_retries] = self._store(bucket, part_retries)
@@ -258,16 +254,6 @@ def bucket_of(path: str) -> tuple[str, str]:
             f"{path!r} has a double slash, or a part '.' or '..', which keys here must not have"
         )
     return f"{scheme}://{name}", key
-
-
-_use = {"began": False, "was_forked": False}  # of obstore, by this process or before its fork
-os.register_at_fork(after_in_child=lambda: _use.update(was_forked=_use["began"]))
-
-
-def _note_use() -> None:
-    if _use["was_forked"]:
-        raise StorageError(_FORK)
-    _use["began"] = True
 
 
 def _problem_of(path: str, error: BaseException) -> str:
@@ -383,7 +369,7 @@ class ObjectFile(Ahead):
 
     def _submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """A `Future` of some work, which is given a fetch whose time limit counts from now."""
-        _note_use()  # in a forked child the work might wait for a lock of the parent
+        note_use()  # in a forked child the work might wait for a lock of the parent
         return self._storage.pool.submit(work, *arguments, partial(self._fetch, time.monotonic()))
 
     def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
@@ -392,7 +378,7 @@ class ObjectFile(Ahead):
         A random order, which does by chance, may not need those. A forked child does not ask: it
         cannot fetch, and its parent's threads may hold the locks.
         """
-        file, is_refused = self, _use["was_forked"] or self.following is None
+        file, is_refused = self, use["was_forked"] or self.following is None
         first, end = (0, 0) if is_refused else copy.blocks_ahead(start, stop)
         while file and file._copy is not None and end > first:
             for block in file._copy.new_blocks(first, end):

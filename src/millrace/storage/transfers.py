@@ -1,5 +1,6 @@
 """Requests side by side: pieces that are read ahead, and neighbours in one request."""
 
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace.errors import StorageError
 from millrace.forks import Renewed
 
 Bytes = NDArray[np.uint8]
@@ -22,6 +24,21 @@ _MOST_AHEAD = 1 << 28  # bytes of a file: those that a seek has made useless are
 closing = threading.Event()  # set when Python ends: requests are not tried again
 # Before the end of Python joins the threads of pools, which would wait for all retries.
 threading._register_atexit(closing.set)  # type: ignore[attr-defined]
+
+use = {"began": False, "was_forked": False}  # of obstore, by this process or before its fork
+os.register_at_fork(after_in_child=lambda: use.update(was_forked=use["began"]))
+_FORK = (
+    "this process was forked after its parent had read from a bucket: its client would wait for "
+    "ever. Use threads, or start workers by forkserver or spawn: "
+    'DataLoader(multiprocessing_context="forkserver"), or, where a trainer makes the DataLoader, '
+    'torch.multiprocessing.set_start_method("forkserver") at the start of the program'
+)
+
+
+def note_use() -> None:
+    if use["was_forked"]:
+        raise StorageError(_FORK)
+    use["began"] = True
 
 
 class RequestPool(ThreadPoolExecutor):
