@@ -85,11 +85,13 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
         *[(f"s3://{bad}", {}, "double slash") for bad in ("a/b//c", "a//b", "a/./b", "a/../b")],
         ("s3://a/a\1", {}, "cannot be the path"),
         ("msc://nothing/a", {}, "cannot be opened with its options"),
-        ("s3://a/a", {"options": {"endpont": "x"}}, "cannot be opened with its options"),
+        ("s3://a/a", {"options": {"endpont": "x"}}, r"its options: [^{]*'S3'\.$"),
         *[("s3://a/a", {"options": {"endpoint": bad}}, "must begin with") for bad in ("", "a:1")],
         ("s3://a/a", {"time_limit": np.inf}, "time_limit must be between"),
         ("s3://a/a", {"mirror": "a"}, "give mirror and limit"),
         ("s3://a/a", {"mirror": "s3://a/b", "limit": 1}, "in a file system"),
+        ("s3://a/a", {"mirror": "/proc/x", "limit": 1}, "the mirror /proc/x: No such file"),
+        ("s3://a/a", {"mirror": __file__, "limit": 1}, "the mirror .*: File exists"),
     ]
     for path, arguments, message in wrong:
         with pytest.raises(ConfigError, match=message):

@@ -31,11 +31,8 @@ def own_folder(folder: str | None) -> str:
         ConfigError: A folder in which other users could write.
     """
     place = folder or os.path.join(tempfile.gettempdir(), f"millrace-{os.getuid()}")
-    try:
-        status = os.stat(place, follow_symlinks=folder is not None)
-    except FileNotFoundError:
-        os.makedirs(place, 0o700, exist_ok=True)
-        status = os.stat(place, follow_symlinks=folder is not None)
+    os.makedirs(place, 0o700, exist_ok=True)
+    status = os.stat(place, follow_symlinks=folder is not None)
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.getuid() or mode & 0o022:
         raise ConfigError(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from millrace import _native
+from millrace.errors import ConfigError
 from millrace.files import blake2b, checksum, closed_in_children, file_lock
 from millrace.storage import Bytes, Identity, Numbers
 from millrace.storage.copies import own_folder
@@ -46,7 +47,11 @@ class Mirror:
     """
 
     def __init__(self, folder: str, limit: int) -> None:
-        self.folder, self._limit = own_folder(folder), limit
+        try:
+            self.folder, self._limit = own_folder(folder), limit
+        except OSError as error:
+            remedy = "Give a folder on a local disk that you can write"
+            raise ConfigError(f"the mirror {folder}: {error.strerror}. {remedy}") from None
         self.num_first = FIRST  # bytes that are still to be read exactly
         self.is_full = False  # until the end of the process
         if (kind := _file_system_of(self.folder)) in _UNFIT or kind.startswith("fuse"):

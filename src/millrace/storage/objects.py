@@ -227,7 +227,8 @@ class ObjectStorage(Renewed):
             package = "multi-storage-client" if scheme == "msc" else "'millrace[buckets]'"
             raise ConfigError(f"{bucket} needs a package: pip install {package}") from None
         except Exception as error:
-            raise ConfigError(f"{bucket} cannot be opened with its options: {error}") from None
+            problem = f"cannot be opened with its options: {_text_of(error)}"
+            raise ConfigError(f"{bucket} {problem}") from None
 
 
 @functools.cache
@@ -256,9 +257,15 @@ def bucket_of(path: str) -> tuple[str, str]:
     return f"{scheme}://{name}", key
 
 
+def _text_of(error: BaseException) -> str:
+    return str(error).partition("Debug source")[0].strip()  # its structs in Rust are not for users
+
+
 def _problem_of(path: str, error: BaseException) -> str:
     """What went wrong, if another request may succeed; else it raises what to tell the caller."""
-    text = str(error).partition("Debug source")[0].strip()
+    text = _text_of(error)
+    if "169.254.169.254" in text:
+        text = f"no credentials were found, and the machine's role gave none: {text}"
     found = _STATUS.search(text)
     status, kind = int(found[1]) if found else 0, type(error).__name__
     if isinstance(error, FileNotFoundError):
