@@ -223,6 +223,11 @@ def test_the_error_of_a_full_disk_names_the_file_and_the_remedy(
         assert result.stderr.count("\n") == 1
         shutil.rmtree(disk / "out.journal", ignore_errors=True)
         assert list(disk.iterdir()) == []
+    source = tmp_path / "whole_text_document"
+    result = millrace("split", source, "--output-prefix", disk / "out", "--documents", 5000)
+    assert "and run the same split again" in result.stderr
+    shards = [str(path)[:-4] for path in disk.glob("out_*.idx")]
+    assert millrace("merge", *shards, "--output-prefix", tmp_path / "m").returncode == 1
 
 
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])

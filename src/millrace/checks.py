@@ -18,12 +18,14 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.errors import ConfigError, TextError
+from millrace.errors import ConfigError, DataError, TextError
+from millrace.names import IDX, UNFINISHED
 
 T = TypeVar("T")
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 """Start of the path of an object in a bucket, or of another storage."""
+_SHARD = re.compile(r"(.+_)(?:\d{5}|[1-9]\d{5,})" + re.escape(IDX), re.DOTALL)
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 _MIN_INT64 = -(2**63)
@@ -241,6 +243,22 @@ def check_local(path: str) -> str:
             "(`tokenize` and `shuffle` move their output to a bucket with --upload-to)"
         )
     return path
+
+
+def check_split(*prefixes: str) -> None:
+    """Raises a DataError for a shard of a `millrace split` that did not end, once all are open.
+
+    Some of the shards may be missing, or be an earlier split's. The sidecars could not tell that
+    from shards that someone has selected, and may be left out.
+    """
+    for prefix in prefixes:
+        shard = _SHARD.fullmatch(os.path.realpath(prefix + IDX))
+        if shard and os.path.exists(marker := shard[1] + UNFINISHED):
+            raise DataError(
+                f"{prefix} is a shard of a split that was interrupted, or is at work: shards may "
+                "be missing, or hold the same documents as others. Run the same split again; it "
+                f"removes {marker}"
+            )
 
 
 def check_folder(name: str, value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from millrace.checks import printable_lines
 from millrace.errors import MillraceError
 from millrace.interrupts import interrupt_once
-from millrace.names import JOURNAL, SHUFFLE_JOURNAL
+from millrace.names import JOURNAL, SHUFFLE_JOURNAL, UNFINISHED
 from millrace.option_class import add_options
 from millrace.verbs import DamageError, UsageError, corpus, pairs, runs
 
@@ -113,6 +113,8 @@ def _what_remains(options: dict[str, Any]) -> str:
         continues = f"it continues with what is done, in {journal}"
         command = f"the same command{' without --restart' * bool(options.get('restart'))}"
         return f"{command} again: {continues}. An old file is as it was"
+    if prefix and os.path.exists(marker := f"{prefix}_{UNFINISHED}"):
+        return f"the same split again: till then its shards are not a whole set, as {marker} says"
     return "again: nothing half-written was left behind, and an old file is as it was"
 
 

@@ -16,11 +16,13 @@ SHUFFLE_METADATA = "metadata.json"
 LOCK = ".lock"
 NEW = ".new"
 TEMPORARY = ".tmp"
+UNFINISHED = "split.unfinished"
 
 _BESIDE_DOCUMENTS = (
     INFO,
     ORIGINS,
     LOSS,
+    UNFINISHED,
     QUARANTINE,
     ".manifest.json",
     *(f"_{level}{end}" for level in ("document", "sentence") for end in (BIN, IDX, DOLMA)),

@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from millrace import ConfigError, DataError, IndexedDataset, IndexedDatasetBuilder
 from millrace.jobs import convert, converting, merge, split
 from millrace.provenance import OriginsWriter
+from millrace.run import DatasetConfig, InstantConfig, build_datasets
+from millrace.shuffling import shuffle
 from millrace.store import verify
 from tests.conftest import write_documents
 
@@ -311,3 +314,47 @@ def test_an_eod_token_that_cannot_be_appended_is_refused(
     with pytest.raises(ConfigError, match=message):
         convert(tmp_path / "a", tmp_path / target, **options)
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("earlier", [None, 3])  # documents per shard of an earlier split
+def test_the_shards_of_a_killed_split_are_refused_together(
+    tmp_path: Path, earlier: int | None
+) -> None:
+    """They would hold a part of the documents, or some of them twice."""
+    write_documents(tmp_path / "data", [[number] * 9 for number in range(12)], np.int32)
+    folder, prefix = tmp_path / "shards", tmp_path / "shards" / "s"
+    folder.mkdir()
+    if earlier is not None:
+        split(tmp_path / "data", prefix, documents=earlier)
+    code = f"""
+import os, sys
+from millrace.jobs import split
+def hook(event, arguments):
+    if event == "os.rename" and str(arguments[1]) == {f"{prefix}_00002.idx.new"!r}:
+        os._exit(9)
+sys.addaudithook(hook)
+split({str(tmp_path / "data")!r}, {str(prefix)!r}, documents=2)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 9
+    shards = sorted(str(path)[:-4] for path in folder.glob("s_*.idx"))
+    assert len(shards) == (2 if earlier is None else 4)
+    sources = {str(number): {"prefix": shard} for number, shard in enumerate(shards)}
+    common: dict[str, Any] = {"sequence_length": 4, "num_samples": (1, 0, 0), "seed": 1}
+    (tmp_path / "link.bin").symlink_to(f"{shards[0]}.bin")
+    (tmp_path / "link.idx").symlink_to(f"{shards[0]}.idx")
+    attempts: list[Callable[[], Any]] = [
+        lambda: merge(shards, tmp_path / "whole"),
+        lambda: merge([tmp_path / "link"], tmp_path / "whole"),
+        lambda: shuffle(folder, tmp_path / "out", seq_len=4, num_shards=1, seed=1, workers=1),
+        lambda: build_datasets(DatasetConfig(blend=(shards, None), split="1,0,0", **common)),
+        lambda: build_datasets(InstantConfig(sources=sources, alpha=1.0, **common)),
+    ]
+    for attempt in attempts:
+        with pytest.raises(DataError, match="Run the same split again"):
+            attempt()
+    assert all("Run the same" in report.problems[0] for report in verify(shards))
+    shards = split(tmp_path / "data", prefix, documents=2)
+    assert [report.problems for report in verify(shards)] == [[]] * 6
+    assert content(merge(shards, tmp_path / "whole").prefix) == content(tmp_path / "data")
+    merge(shards[1:3], tmp_path / "whole")  # selected on purpose
+    assert not [path.name for path in folder.iterdir() if "split" in path.name]

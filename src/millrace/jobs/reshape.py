@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from millrace.cache.loss_files import joined_ranges, write_loss_ranges
+from millrace.checks import check_split
 from millrace.errors import ConfigError
-from millrace.names import BIN, IDX
+from millrace.files import fsync_folder
+from millrace.names import BIN, IDX, UNFINISHED
 from millrace.option_class import StrPath, check_options, option, parse_size
 from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from millrace.store.info import read_info
-from millrace.store.publish import building, check_prefix, files_of
+from millrace.store.publish import building, check_prefix, files_of, prefix_lock
 
 _SHOWN_OTHERS = 4
 
@@ -84,7 +86,8 @@ def merge(prefixes: Sequence[StrPath], output_prefix: StrPath, **options: Any) -
 
     Raises:
         ConfigError: An empty list, or pairs that differ in dtype, modes, tokenizer or splitter.
-        DataError: A missing or damaged pair, or ranges of tokens that do not fit it.
+        DataError: A missing or damaged pair, a shard of an unfinished split, or ranges of tokens
+            that do not fit it.
     """
     own = MergeOptions(prefixes=prefixes, output_prefix=output_prefix, **options)
     names = [os.fspath(prefix) for prefix in own.prefixes]
@@ -96,6 +99,7 @@ def merge(prefixes: Sequence[StrPath], output_prefix: StrPath, **options: Any) -
             "--any-tokenizer (any_tokenizer=True)"
         )
     datasets = [IndexedDataset(name) for name in names]
+    check_split(*names)
     with pair_builder(own, output_prefix, datasets, {"merged": names}) as builder:
         for dataset in datasets:  # the open ones: the files at their prefixes may change meanwhile
             builder.add_index(dataset)
@@ -107,7 +111,8 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
 
     Shard i gets the path prefix `{output_prefix}_{i:05}`; merging the shards restores the dataset,
     byte for byte. All shards of an earlier split with this output prefix are replaced or removed,
-    so a glob pattern matches the new shards only. Their sidecars tell them from other pairs.
+    so a glob pattern matches the new shards only. Their sidecars tell them from other pairs. While
+    a split is unfinished, also after a kill, a marker says so, and its shards are refused together.
 
     Args:
         prefix: Path prefix of the input pair.
@@ -132,17 +137,29 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
         bounds = bounds_by_size(dataset, own.num_bytes)
     shards = [f"{own.output_prefix}_{number:05}" for number in range(len(bounds) - 1)]
     surplus = _surplus_shards(os.fspath(own.output_prefix), len(shards), dataset.prefix)
-    for shard, span in zip(shards, itertools.pairwise(bounds), strict=True):
-        provenance = {"split": dataset.prefix, "documents": list(span)}
-        with pair_builder(own, shard, [dataset], provenance, documents=span) as builder:
-            builder.add_index(dataset, span)
-    for shard in surplus:
-        with building(shard):  # holds the lock: no other process builds this shard
-            # The index last: a kill leaves no tokens without one, which would be raw tokens.
-            for path in reversed(files_of(shard)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
+    with _marked_unfinished(os.fspath(own.output_prefix)):
+        for shard, span in zip(shards, itertools.pairwise(bounds), strict=True):
+            provenance = {"split": dataset.prefix, "documents": list(span)}
+            with pair_builder(own, shard, [dataset], provenance, documents=span) as builder:
+                builder.add_index(dataset, span)
+        for shard in surplus:
+            with building(shard):  # holds the lock: no other process builds this shard
+                # The index last: a kill leaves no tokens without one, which would be raw tokens.
+                for path in reversed(files_of(shard)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(path)
     return shards
+
+
+@contextlib.contextmanager
+def _marked_unfinished(output_prefix: str) -> Iterator[None]:
+    """Keeps a file that `check_split` finds, from before the first shard until all are whole."""
+    marker = f"{output_prefix}_{UNFINISHED}"
+    with prefix_lock(output_prefix):
+        open(marker, "wb").close()
+        fsync_folder(marker)
+        yield
+        os.unlink(marker)
 
 
 @contextlib.contextmanager

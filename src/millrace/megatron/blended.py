@@ -11,6 +11,7 @@ import torch
 
 from millrace import _native
 from millrace.cache import megatron as cache
+from millrace.checks import check_split
 from millrace.megatron.base import CachedIndices, LowLevelDataset, MegatronDataset
 from millrace.megatron.errors import BuildError, ConfigAssertionError, OversampledError, require
 from millrace.megatron.utils import (
@@ -309,6 +310,7 @@ class BlendedMegatronDatasetBuilder:
             if distributed_rank() is not None and not self.is_built_on_rank():
                 return [None] * len(Split)
             dataset = self.cls.build_low_level_dataset(dataset_path, self.config)
+            check_split(str(dataset_path))
             ranges: Sequence[Any] = [None] * len(Split)
             if not self.config.fast_cache_load:
                 ranges = split_ranges(self.cls.numel_low_level_dataset(dataset), split)

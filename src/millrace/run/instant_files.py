@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.cache.loss_files import loss_checksum
-from millrace.checks import absolute_path
+from millrace.checks import absolute_path, check_split
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
@@ -49,6 +49,7 @@ class SourceFile:
     ) -> None:
         source = config.sources[name]
         self.prefix = absolute_path(source.prefix)
+        check_split(self.prefix)
         self._access, self._storage, self._name = config.access, config.storage, name
         self._has_loss_ranges = config.loss_ranges == "apply"
         self._tokenizers = None if config.any_tokenizer else tokenizers

@@ -18,7 +18,7 @@ from itertools import repeat
 from typing import Any, Literal
 
 from millrace.cache import arrays
-from millrace.checks import absolute_path
+from millrace.checks import absolute_path, check_split
 from millrace.errors import ConfigError
 from millrace.files import atomic_file, writers_lock
 from millrace.order import RULES_VERSION, SPLITS, OrderInputs, OrderPlan
@@ -103,6 +103,7 @@ def plan_run(config: DatasetConfig) -> RunPlan:
         records = pool.map(read_tokenizer, prefixes, storages) if compares else ()
         if conflict := tokenizer_conflict(records):
             raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
+    check_split(*prefixes)
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [
         None if blend is None else _plan_split(config, number, blend, by_prefix)

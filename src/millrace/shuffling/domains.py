@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import absolute_path, check_float, check_path, shown
+from millrace.checks import absolute_path, check_float, check_path, check_split, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import files_below, is_of_the_process
 from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
@@ -101,6 +101,7 @@ class Input:
     def tokenizer(self) -> dict[str, Any] | None:
         """The tokenizer that all files name; a ConfigError if two differ, or one has a mask."""
         for prefix in filter(None, [file.prefix for file in self.files]):
+            check_split(prefix)
             if has_mask(prefix) or os.path.exists(prefix + LOSS):
                 raise ConfigError(
                     f"{prefix} has a mask, which a shuffle would lose: train on it as it is, or "

@@ -225,8 +225,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
         if checked.upload_to is not None:
             upload = Upload(run, checked.upload_to, publication.LAST, checked.restart)
         content = run.stored("publication")
-        is_new = content is None
-        if is_new:
+        if is_new := content is None:
             content = _write(run, checked, _make_items(run, checked, found))
             if checked.upload_to is not None:
                 content["files"] = []  # they have moved

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from millrace import _native
-from millrace.checks import check_int, check_paths
+from millrace.checks import check_int, check_paths, check_split
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
@@ -167,6 +167,7 @@ def _check_pair(prefix: str, checks: Checks) -> None:
         checks.blocks(prefix + BIN, data, sums.get("bin"), partial(_sequences_in, prefix))
         dataset = IndexedDataset(prefix, access="file")
         dataset.check()
+        check_split(prefix)
         _check_origins(dataset, sums.get("origins"), checks)
 
 
