@@ -190,7 +190,7 @@ def test_a_set_that_went_after_the_start_is_an_error_with_a_remedy(folder: Path)
 
 AS_NOBODY = """
 import os, sys; from pathlib import Path
-from millrace.jobs import list_cache, prune_cache
+from millrace.jobs import list_cache, prune_cache; from millrace.cli import main
 os.setgroups([]); os.setgid(65534); os.setuid(65534); folder = sys.argv[1]
 """
 
@@ -211,6 +211,12 @@ def test_what_may_not_be_read_stays(closed: str) -> None:
         (folder / "data").chmod(0o700 if closed == "data" else 0o755)
         code = "print([entry.reason for entry in prune_cache(folder)])"
         assert pairs.output_of(AS_NOBODY + code, folder / "cache") == "[]\n"
+        if closed == "cache":
+            code = "sys.stderr = sys.stdout; print(main(['cache', 'check', folder]))"
+            said = pairs.output_of(AS_NOBODY + code, folder / "cache")
+            assert said.endswith("entries could not be checked\n1\n")
+            assert " there, 0 of them checked" in said
+            assert "cannot be read: Permission denied" in said
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

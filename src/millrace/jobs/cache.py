@@ -52,7 +52,7 @@ class CacheEntry:
         age: Seconds since its last file was written.
         prefixes: Absolute paths of a manifest's token files.
         sets: Names of the sets that a manifest needs.
-        problems: Reasons why no run can use it, a line each.
+        problems: Reasons why no run can use it, or it cannot be judged, a line each.
         reason: Reason why `prune_cache` removes it.
     """
 
@@ -167,7 +167,7 @@ def _useless(entries: list[CacheEntry], older_than_days: float | None) -> Iterat
     needed: set[str] = set()
     for entry in sorted(entries, key=lambda entry: entry.kind == "set"):
         reason, days = "", entry.age / _DAY
-        if entry.problems:
+        if entry.problems and entry.kind != "unknown":
             reason = entry.problems[0]
         elif entry.kind == "set":
             reason = "" if entry.name in needed else "no run needs it"
@@ -182,16 +182,16 @@ def _useless(entries: list[CacheEntry], older_than_days: float | None) -> Iterat
 def _entry(
     folder: str, name: str, is_whole: bool, paths: list[str], check_contents: bool
 ) -> CacheEntry:
-    stats, is_readable = [], True
+    stats, is_readable, problem = [], True, "another version of millrace wrote it"
     for path in paths:
         try:
             stats.append(os.stat(path))
             open(path, "rb").close()
         except FileNotFoundError:  # a temporary may get its name at any moment
             pass
-        except OSError:  # no permission, or a disk that fails
-            is_readable = False
-    fields: dict[str, Any] = {"kind": "unknown"}
+        except OSError as error:  # no permission, or a disk that fails
+            is_readable, problem = False, f"{path} cannot be read: {error.strerror}"
+    fields: dict[str, Any] = {"kind": "unknown", "problems": [problem]}
     path = os.path.join(folder, name + arrays.JSON)
     if is_readable:
         record = arrays.read_record(path) if is_whole else None

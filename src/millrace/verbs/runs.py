@@ -209,12 +209,16 @@ def _list(folder: str, as_json: bool = False) -> str:
 
 def _check(folder: str, as_json: bool = False) -> str:
     entries = list_cache(folder, check_contents=True)
-    text = json_text(entries) if as_json else format_entries(entries, "checked")
+    num_unknown = sum(1 for entry in entries if entry.kind == "unknown")
+    state = f"there, {len(entries) - num_unknown} of them checked" if num_unknown else "checked"
+    text = json_text(entries) if as_json else format_entries(entries, state)
     num_damaged = sum(1 for entry in entries if entry.problems and entry.kind == "set")
     if num_damaged:
         raise DamageError(
             f"{num_damaged} sets of arrays are damaged; `millrace cache prune` removes them", text
         )
+    if num_unknown:
+        raise DamageError(f"{num_unknown} of {len(entries)} entries could not be checked", text)
     return text
 
 
@@ -277,7 +281,8 @@ VERBS = (
         "cache check",
         _check,
         (CacheOptions, JsonOption),
-        "Reads every array and compares its checksum. Exits with 1 if one is damaged.",
+        "Reads every array and compares its checksum. Exits with 1 if one is damaged, or cannot be "
+        "checked.",
     ),
     Verb(
         "cache prune",
