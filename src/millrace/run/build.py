@@ -213,7 +213,7 @@ def _cache_error(folder: str, error: OSError) -> CacheError:
         return CacheError(f"another process builds the indices: {place} is {problem}")
     return CacheError(
         f"the indices must be built, and {place} cannot be written: {problem}. Give a "
-        "cache folder that can be written and has room, or build them ahead with `millrace index`"
+        "cache folder that can be written and has room, or that `millrace index` has filled"
     )
 
 
