@@ -332,8 +332,15 @@ def test_verify_names_the_damage_and_exits_with_1(tokenized: Path) -> None:
     assert "DAMAGED" in result.stdout
     assert "block 0" in result.stdout
     assert "1 of 1 datasets are damaged" in result.stderr
-    report = json.loads(millrace("verify", tokenized, "--json").stdout)
+    report = json.loads(millrace("verify", "no", tokenized, "--json").stdout)
+    assert report.pop(0)["problems"][0].startswith("no.bin and no.idx not found")
     assert len(report[0]["problems"]) == 1
+    path.unlink()
+    path.mkdir()  # which root cannot read either
+    result = millrace("verify", tokenized, "no")
+    assert "CANNOT BE READ" in result.stdout
+    assert "DAMAGED" not in result.stdout
+    assert "1 of 2 datasets cannot be read, 1 of 2 datasets are missing" in result.stderr
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8:surrogateescape"])

@@ -36,20 +36,20 @@ class Report:
         problems: One sentence for each problem; empty for a whole pair.
         has_checksums: Whether the content was checked too, not only the structure.
         notices: One sentence for each file that does not belong to the folder.
+        num_unread: Number of problems that are files which cannot be read.
     """
 
     prefix: str
     problems: list[str] = field(default_factory=list)
     has_checksums: bool = False
     notices: list[str] = field(default_factory=list)
+    num_unread: int = 0
 
 
 class Checks:
     """The checks of a pair or folder, their report, and the threads that read for them."""
 
-    def __init__(
-        self, name: str, pool: ThreadPoolExecutor, on_bytes: Callable[[int], Any] | None
-    ) -> None:
+    def __init__(self, name: str, pool: ThreadPoolExecutor, on_bytes: Any) -> None:
         self.report, self.pool, self.count = Report(prefix=name), pool, on_bytes or (lambda _: None)
 
     def add(self, *problems: str | None) -> None:
@@ -64,6 +64,7 @@ class Checks:
         except DataError as error:
             self.add(str(error))
         except OSError as error:
+            self.report.num_unread += 1
             self.add(f"{error.filename or name} cannot be read: {error.strerror or error}")
         except ValueError as error:
             self.add(f"{name!a} cannot be the name of a file: {error}")
@@ -79,9 +80,8 @@ class Checks:
         if sums is None:
             return
         if file.size != sums.size:
-            self.add(
-                f"{path} has {file.size} bytes; when its checksums were made it had {sums.size}"
-            )
+            sizes = f"{file.size} bytes; when its checksums were made it had {sums.size}"
+            self.add(f"{path} has {sizes}")
             return
 
         def is_ok(block: int) -> bool:
@@ -106,6 +106,7 @@ class Checks:
         list(self.pool.map(check, parts, items))
         for part in parts:
             self.add(*part.report.problems)
+            self.report.num_unread += part.report.num_unread
 
 
 def verify(
@@ -184,8 +185,7 @@ def _check_origins(dataset: IndexedDataset, sums: Checksums | None, checks: Chec
     path, storage = paths_to_read(dataset.prefix).origins, dataset.storage
     if not exists(storage, path):
         return
-    file = storage.open(path, "file")
-    checks.blocks(path, file, sums)
+    checks.blocks(path, storage.open(path, "file"), sums)
     if checks.report.problems:  # the fingerprint of a damaged pair may have changed
         return
     with contextlib.suppress(ConfigError):  # pyarrow is not installed

@@ -4,6 +4,7 @@ import os
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from millrace.run.arguments import built_config_from, read_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
 from millrace.storage import exists, storage_of
-from millrace.store import IndexedDataset, verify
+from millrace.store import IndexedDataset, Report, verify
 from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
 
 # Compressed ones, too: reading them tells why they have no rows by number.
@@ -33,6 +34,9 @@ _ROW_FILES = re.compile(
     r"\.(jsonl|ndjson|json|parquet|pq|arrows?|feather|ipc|csv|tsv|tab)"
     r"(\.(gz|gzip|zst|zstd|bz2|xz))?$"
 )
+_FAULTS = {
+    "DAMAGED": "are damaged", "CANNOT BE READ": "cannot be read", "MISSING": "are missing"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,10 +129,6 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
 def _verify(as_json: bool = False, **values: Any) -> str:
     options = VerifyOptions(**values)
     num_bytes, lock = 0, threading.Lock()
-    for prefix in options.prefixes:
-        paths = [prefix, prefix + BIN, prefix + IDX]
-        if not (is_shards_folder(prefix) or any(exists(storage_of(p), p) for p in paths)):
-            IndexedDataset(prefix)  # raises the error that names what is missing
     with Progress("verify") as progress:
 
         def on_bytes(count: int) -> None:
@@ -144,7 +144,7 @@ def _verify(as_json: bool = False, **values: Any) -> str:
             else verify([prefix], threads=threads, on_bytes=on_bytes)[0]
             for prefix in options.prefixes
         ]
-    lines = []
+    lines, verdicts = [], list[str]()
     for report in reports:
         if not report.problems and not is_shards_folder(report.prefix):
             try:
@@ -153,14 +153,27 @@ def _verify(as_json: bool = False, **values: Any) -> str:
                     report.notices.append(f"{len(ranges):,} ranges of tokens are not trained on")
             except DataError as error:
                 report.problems.append(str(error))
+        verdicts.append(_verdict(report))
         what = "structure and checksums" if report.has_checksums else "structure (no checksums)"
-        lines.append(f"{report.prefix}: {'DAMAGED' if report.problems else 'ok'}, {what}")
+        lines.append(f"{report.prefix}: {verdicts[-1]}{'' if report.num_unread else ', ' + what}")
         lines += [f"  {printable_lines(line)}" for line in [*report.problems, *report.notices]]
     text = json_text(reports) if as_json else "\n".join(lines)
-    num_damaged = sum(1 for report in reports if report.problems)
-    if num_damaged:
-        raise DamageError(f"{num_damaged} of {len(reports)} datasets are damaged", text)
+    counts = Counter(_FAULTS[verdict] for verdict in verdicts if verdict in _FAULTS)
+    if counts:
+        parts = [f"{count} of {len(reports)} datasets {fault}" for fault, count in counts.items()]
+        first = next(report.problems[0] for report in reports if report.problems)
+        raise DamageError(f"{', '.join(parts)}: {first}", text)
     return text
+
+
+def _verdict(report: Report) -> str:
+    """What `verify` says of a pair or folder."""
+    if not report.problems:
+        return "ok"
+    paths = [report.prefix, report.prefix + BIN, report.prefix + IDX]
+    if not (is_shards_folder(report.prefix) or any(exists(storage_of(p), p) for p in paths)):
+        return "MISSING"
+    return "CANNOT BE READ" if report.num_unread == len(report.problems) else "DAMAGED"
 
 
 def _merge(**options: Any) -> str:
@@ -198,7 +211,8 @@ VERBS = (
         (VerifyOptions, JsonOption),
         "Checks token files and output folders of shuffles. Checks the structure of each, and "
         "every byte if it has checksums. Names the damaged blocks, sequences and documents of a "
-        "pair, and the damaged and stray files of a folder. Exits with 1 if anything is damaged.",
+        "pair, and the damaged and stray files of a folder. Exits with 1 if anything is damaged, "
+        "missing or cannot be read.",
     ),
     Verb(
         "merge",
