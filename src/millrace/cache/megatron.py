@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.lib.format import header_data_from_array_1_0, write_array_header_1_0
 from numpy.typing import NDArray
 
 from millrace import _native
@@ -130,10 +129,7 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
         fsync_folder(description)
     for name in files.arrays:
         with atomic_file(files.path(name)) as file:
-            # Not np.save, whose error of a full disk says neither that nor the file.
-            array = np.require(arrays[name], requirements="C")
-            write_array_header_1_0(file, header_data_from_array_1_0(array))
-            file.write(array.data)
+            np.save(file, arrays[name], allow_pickle=False)
     with atomic_file(description) as file:
         file.write(files.description.encode())
 
