@@ -220,7 +220,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
     with publication.output_folder(folder), job as run:
         if run.result is not None:
             run.note(ALREADY)
-            result = _earlier(ShuffleResult(**run.result))
+            result = _earlier(ShuffleResult(**{**run.result, "output_dir": checked.final_folder}))
             return replace(result, seconds=0.0, notices=[*result.notices, ALREADY])
         if checked.upload_to is not None:
             upload = Upload(run, checked.upload_to, publication.LAST, checked.restart)
@@ -230,7 +230,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
             if checked.upload_to is not None:
                 content["files"] = []  # they have moved
             run.store("publication", content)
-        result = ShuffleResult(**content["result"])
+        result = ShuffleResult(**{**content["result"], "output_dir": checked.final_folder})
         result = replace(result if is_new else _earlier(result), seconds=time.monotonic() - start)
 
         def make_public() -> None:
