@@ -53,7 +53,9 @@ def find_documents(
 
 
 def _is_same(*paths: str) -> bool:
-    ends = [[part for part in path.split("/") if part not in ("", ".", "..")] for path in paths]
+    # Origins have escapes in place of what is not UTF-8.
+    texts = [path.encode(errors="backslashreplace").decode() for path in paths]
+    ends = [[part for part in text.split("/") if part not in ("", ".", "..")] for text in texts]
     size = min(map(len, ends))
     return ends[0][-size:] == ends[1][-size:]
 
