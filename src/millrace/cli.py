@@ -22,7 +22,7 @@ VERBS = (*corpus.VERBS, *pairs.VERBS, *runs.VERBS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns 0, or 1 if the job failed; wrong usage exits with 2.
+    """Runs a command. Returns 0, 1 after an error, or 130 after Ctrl-C; wrong usage exits with 2.
 
     Args:
         arguments: Command-line arguments; None: those of the process, which ends with the command.
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
-        status = _fail("interrupted")
+        status = _fail("interrupted", 130)
     if is_process:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # do not interrupt the exit of Python
     return status
@@ -65,7 +65,7 @@ def _run(arguments: Sequence[str]) -> int:
         # A call in C that Ctrl-C interrupts may have a result too, which is a SystemError.
         if isinstance(error, SystemError) and not isinstance(error.__cause__, KeyboardInterrupt):
             raise
-        return _fail(f"interrupted; run {_what_remains(options)}")
+        return _fail(f"interrupted; run {_what_remains(options)}", 130)
 
 
 def _print(report: str) -> int:
@@ -118,9 +118,9 @@ def _what_remains(options: dict[str, Any]) -> str:
     return "again: nothing half-written was left behind, and an old file is as it was"
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, status: int = 1) -> int:
     print(f"millrace: error: {printable_lines(message)}", file=sys.stderr)
-    return 1
+    return status
 
 
 def _with_dashes(arguments: Sequence[str]) -> list[str]:

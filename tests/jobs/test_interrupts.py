@@ -56,7 +56,7 @@ def interrupt_tokenize(folder: Path, command: Sequence[object], pauses: Sequence
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert (process.returncode, stderr.count("\n")) == (1, 1), (stderr, pauses)
+    assert (process.returncode, stderr.count("\n")) == (130, 1), (stderr, pauses)
     assert stderr.startswith(MESSAGE)
     # The journal is what the next run continues with.
     paths = [path for path in folder.iterdir() if path.name != "out.journal"]
@@ -148,5 +148,5 @@ def test_ctrl_c_counts_again_after_python_has_dropped_one() -> None:
     result = subprocess.run(
         [sys.executable, "-c", _FINALIZER], capture_output=True, text=True, timeout=60
     )
-    expected = 1, "dropped\n", "millrace: error: interrupted\n"
+    expected = 130, "dropped\n", "millrace: error: interrupted\n"
     assert (result.returncode, result.stdout, result.stderr) == expected
