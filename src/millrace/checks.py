@@ -246,18 +246,13 @@ def check_local(path: str) -> str:
 
 
 def check_split(*prefixes: str) -> None:
-    """Raises a DataError for a shard of a `millrace split` that did not end, once all are open.
-
-    Some of the shards may be missing, or be an earlier split's. The sidecars could not tell that
-    from shards that someone has selected, and may be left out.
-    """
+    """Raises a DataError for a shard of a split that did not end: others may be missing, or old."""
     for prefix in prefixes:
         shard = _SHARD.fullmatch(os.path.realpath(prefix + IDX))
         if shard and os.path.exists(marker := shard[1] + UNFINISHED):
             raise DataError(
-                f"{prefix} is a shard of a split that was interrupted, or is at work: shards may "
-                "be missing, or hold the same documents as others. Run the same split again; it "
-                f"removes {marker}"
+                f"{prefix} is a shard of a split that did not end, or is at work: others may be "
+                f"missing, or of an earlier split. Run the same split again; it removes {marker}"
             )
 
 

@@ -22,7 +22,6 @@ _BESIDE_DOCUMENTS = (
     INFO,
     ORIGINS,
     LOSS,
-    UNFINISHED,
     QUARANTINE,
     ".manifest.json",
     *(f"_{level}{end}" for level in ("document", "sentence") for end in (BIN, IDX, DOLMA)),

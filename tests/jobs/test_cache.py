@@ -215,7 +215,6 @@ def test_what_may_not_be_read_stays(closed: str) -> None:
             code = "sys.stderr = sys.stdout; print(main(['cache', 'check', folder]))"
             said = pairs.output_of(AS_NOBODY + code, folder / "cache")
             assert said.endswith("entries could not be checked\n1\n")
-            assert " there, 0 of them checked" in said
             assert "cannot be read: Permission denied" in said
 
 

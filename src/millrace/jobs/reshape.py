@@ -13,13 +13,12 @@ import numpy as np
 from millrace.cache.loss_files import joined_ranges, write_loss_ranges
 from millrace.checks import check_split
 from millrace.errors import ConfigError
-from millrace.files import fsync_folder
 from millrace.names import BIN, IDX, UNFINISHED
 from millrace.option_class import StrPath, check_options, option, parse_size
 from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from millrace.store.info import read_info
-from millrace.store.publish import building, check_prefix, files_of, prefix_lock
+from millrace.store.publish import building, check_prefix, files_of, prefix_lock, remove
 
 _SHOWN_OTHERS = 4
 
@@ -86,8 +85,7 @@ def merge(prefixes: Sequence[StrPath], output_prefix: StrPath, **options: Any) -
 
     Raises:
         ConfigError: An empty list, or pairs that differ in dtype, modes, tokenizer or splitter.
-        DataError: A missing or damaged pair, a shard of an unfinished split, or ranges of tokens
-            that do not fit it.
+        DataError: A missing or damaged pair, a split that did not end, or ranges that do not fit.
     """
     own = MergeOptions(prefixes=prefixes, output_prefix=output_prefix, **options)
     names = [os.fspath(prefix) for prefix in own.prefixes]
@@ -145,9 +143,7 @@ def split(prefix: StrPath, output_prefix: StrPath, **options: Any) -> list[str]:
         for shard in surplus:
             with building(shard):  # holds the lock: no other process builds this shard
                 # The index last: a kill leaves no tokens without one, which would be raw tokens.
-                for path in reversed(files_of(shard)):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(path)
+                remove(*reversed(files_of(shard)))
     return shards
 
 
@@ -156,8 +152,7 @@ def _marked_unfinished(output_prefix: str) -> Iterator[None]:
     """Keeps a file that `check_split` finds, from before the first shard until all are whole."""
     marker = f"{output_prefix}_{UNFINISHED}"
     with prefix_lock(output_prefix):
-        open(marker, "wb").close()
-        fsync_folder(marker)
+        open(marker, "wb").close()  # a shard's publication brings it to the disk
         yield
         os.unlink(marker)
 
@@ -181,8 +176,6 @@ def pair_builder(
     if tokenizer is not None:
         provenance = {**provenance, "tokenizer": tokenizer}
     parts = [(source, documents) for source in sources]
-    # Read before the pair is replaced: one of the sources may be at its prefix.
-    writer = copied_origins(os.fspath(prefix), parts) if options.origins else None
     ranges = joined_ranges(parts) if options.loss_ranges else None
     if ranges is not None:
         provenance = {**provenance, "loss_ranges": len(ranges)}
@@ -194,6 +187,8 @@ def pair_builder(
         checksums=options.checksums,
         provenance=provenance if options.checksums or ranges is not None else None,
     ) as builder:
+        # Read before the pair is replaced: one of the sources may be at its prefix.
+        writer = copied_origins(os.fspath(prefix), parts) if options.origins else None
         yield builder
     if ranges is not None:
         write_loss_ranges(prefix, ranges)

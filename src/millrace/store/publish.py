@@ -177,7 +177,7 @@ def building(prefix: str) -> Iterator[Temporaries]:
             yield temporaries
         finally:
             if os.getpid() == builder:  # the files are not a forked child's
-                _remove(*temporaries)
+                remove(*temporaries)
 
 
 def remove_leftovers(prefix: str) -> None:
@@ -223,7 +223,7 @@ def _finish(prefixes: Sequence[str], durable: bool = True) -> None:
     # Once the tokens have their name, the old sidecars are gone, and new ones may be there.
     waiting = [prefix for prefix in prefixes if os.path.exists(prefix + BIN + NEW)]
     for prefix in waiting:
-        _remove(prefix + LOSS, prefix + IDX, prefix + INFO, prefix + ORIGINS)
+        remove(prefix + LOSS, prefix + IDX, prefix + INFO, prefix + ORIGINS)
     _flush_folders(waiting, durable)
     for prefix in waiting:
         os.rename(prefix + BIN + NEW, prefix + BIN)
@@ -239,10 +239,10 @@ def _finish(prefixes: Sequence[str], durable: bool = True) -> None:
 def _withdraw(prefixes: Sequence[str]) -> None:
     """Removes the new files of pairs, first the index, by which a pair counts."""
     for prefix in prefixes:
-        _remove(*(path + NEW for path in files_of(prefix)))
+        remove(*(path + NEW for path in files_of(prefix)))
 
 
-def _remove(*paths: str) -> None:
+def remove(*paths: str) -> None:
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

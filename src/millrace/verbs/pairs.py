@@ -34,9 +34,6 @@ _ROW_FILES = re.compile(
     r"\.(jsonl|ndjson|json|parquet|pq|arrows?|feather|ipc|csv|tsv|tab)"
     r"(\.(gz|gzip|zst|zstd|bz2|xz))?$"
 )
-_FAULTS = {
-    "DAMAGED": "are damaged", "CANNOT BE READ": "cannot be read", "MISSING": "are missing"
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,11 +155,10 @@ def _verify(as_json: bool = False, **values: Any) -> str:
         lines.append(f"{report.prefix}: {verdicts[-1]}{'' if report.num_unread else ', ' + what}")
         lines += [f"  {printable_lines(line)}" for line in [*report.problems, *report.notices]]
     text = json_text(reports) if as_json else "\n".join(lines)
-    counts = Counter(_FAULTS[verdict] for verdict in verdicts if verdict in _FAULTS)
-    if counts:
-        parts = [f"{count} of {len(reports)} datasets {fault}" for fault, count in counts.items()]
-        first = next(report.problems[0] for report in reports if report.problems)
-        raise DamageError(f"{', '.join(parts)}: {first}", text)
+    if problems := [problem for report in reports for problem in report.problems]:
+        counts = Counter(verdict.lower() for verdict in verdicts if verdict != "ok").items()
+        parts = [f"{count} of {len(reports)} datasets are {verdict}" for verdict, count in counts]
+        raise DamageError(f"{', '.join(parts)}: {problems[0]}", text)
     return text
 
 
@@ -173,7 +169,7 @@ def _verdict(report: Report) -> str:
     paths = [report.prefix, report.prefix + BIN, report.prefix + IDX]
     if not (is_shards_folder(report.prefix) or any(exists(storage_of(p), p) for p in paths)):
         return "MISSING"
-    return "CANNOT BE READ" if report.num_unread == len(report.problems) else "DAMAGED"
+    return "UNREADABLE" if report.num_unread == len(report.problems) else "DAMAGED"
 
 
 def _merge(**options: Any) -> str:
@@ -211,8 +207,7 @@ VERBS = (
         (VerifyOptions, JsonOption),
         "Checks token files and output folders of shuffles. Checks the structure of each, and "
         "every byte if it has checksums. Names the damaged blocks, sequences and documents of a "
-        "pair, and the damaged and stray files of a folder. Exits with 1 if anything is damaged, "
-        "missing or cannot be read.",
+        "pair, and the damaged and stray files of a folder. Exits with 1 if anything is not ok.",
     ),
     Verb(
         "merge",

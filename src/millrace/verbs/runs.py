@@ -281,8 +281,7 @@ VERBS = (
         "cache check",
         _check,
         (CacheOptions, JsonOption),
-        "Reads every array and compares its checksum. Exits with 1 if one is damaged, or cannot be "
-        "checked.",
+        "Reads every array and compares its checksum. Exits with 1 if one is not ok.",
     ),
     Verb(
         "cache prune",
