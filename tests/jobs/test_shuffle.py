@@ -509,7 +509,7 @@ def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=DEADLINE)
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert errors.splitlines()[-1].startswith("millrace: error: interrupted")
     assert names_in(output) == ["shuffle.journal"]
     summary = finish(VERB.launch([*options, "--num-workers", "2", "--json"], output))
