@@ -51,7 +51,7 @@ LARGER_ROOMS = {
     "shuffling": (2240, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2320, "the names of another library"),
     "order": (2025, "three orders, each with its mixture; windows of mixed documents"),
-    "run": (2250, "two orders, each with a configuration and datasets; trials"),
+    "run": (2255, "two orders, each with a configuration and datasets; trials"),
     "store": (2270, "verification could be a room of its own"),
     "samples": (2300, "token batches, rows, transforms, and the way through the core"),
 }

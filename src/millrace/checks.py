@@ -248,7 +248,7 @@ def check_local(path: str) -> str:
 def check_split(*prefixes: str) -> None:
     """Raises a DataError for a shard of a split that did not end: others may be missing, or old."""
     for prefix in prefixes:
-        shard = _SHARD.fullmatch(os.path.realpath(prefix + IDX))
+        shard = _SHARD.fullmatch(prefix + IDX)
         if shard and os.path.exists(marker := shard[1] + UNFINISHED):
             raise DataError(
                 f"{prefix} is a shard of a split that did not end, or is at work: others may be "
