@@ -153,6 +153,19 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
     assert trained_text(encoder, embedded) == ["z<|end|>"]
 
 
+def test_reasoning_that_the_template_leaves_out(tokenizer: Tokenizer) -> None:
+    """It is missed in the turn's own document, not where others follow."""
+    chat = [CHAT[0], {**CHAT[1], "reasoning": "r"}]
+    for template in (PLAIN, TAGGED):
+        for messages in (chat, chat + CHAT):
+            problems = ChatEncoder(tokenizer, template).encode([{"messages": messages}]).problems
+            assert "message 1: the template leaves out its reasoning" in problems[0]
+        encoder = ChatEncoder(tokenizer, template, reasoning=False)
+        assert trained_text(encoder, chat) == ["a<|end|>"]
+    texts = ["<think>r</think>a<|end|>", "<think></think>a<|end|>"]
+    assert trained_text(ChatEncoder(tokenizer, THINKING), chat + CHAT) == texts
+
+
 @pytest.mark.parametrize("turns", ["all", "last", "weight"])
 @pytest.mark.parametrize("template", [PLAIN, TAGGED, THINKING])
 def test_a_prompt_is_not_trained_on(tokenizer: Tokenizer, template: str, turns: str) -> None:

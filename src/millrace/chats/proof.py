@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from millrace.chats.conversations import Conversation
 from millrace.chats.markers import Marker, MessageSpan
-from millrace.chats.options import CALL, ChatOptions
+from millrace.chats.options import CALL, THOUGHT, ChatOptions
 from millrace.chats.templates import Tags, Template
 from millrace.errors import TextError
 
@@ -179,8 +179,14 @@ class _Proof:
         return self._trained(where, begin + self._starts[key], (end + first, end + last))
 
     def _where(self, message: int) -> MessageSpan:
-        if CALL in self.lost.get(message, ()):
+        lost = self.lost.get(message, ())
+        if CALL in lost:
             raise _RewrittenError("the template leaves out a part of its tool calls")
+        if THOUGHT in lost and self.rules.options.reasoning:
+            raise _RewrittenError(
+                "the template leaves out its reasoning: give a template that renders it, or "
+                "reasoning=False to train without it"
+            )
         if message not in self.where:
             raise _RewrittenError("route markers: nothing of its content is in the rendered text")
         return self.where[message]
