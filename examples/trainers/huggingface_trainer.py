@@ -37,7 +37,7 @@ def last_checkpoint(folder):
     return max(map(str, whole), key=lambda path: int(path.rpartition("-")[2]), default=None)
 
 
-def train(options, dataset, collator) -> None:
+def train(options, dataset, collator, trainer_class=Trainer, arguments=TrainingArguments, **more):
     """Trains and saves, and resumes where a run has saved."""
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -51,7 +51,7 @@ def train(options, dataset, collator) -> None:
         max_position_embeddings=tiny_data.PACK_LENGTH,
         use_cache=False,  # with a cache, the model does not look for the documents of a pack
     )
-    arguments = TrainingArguments(
+    settings = arguments(
         output_dir=str(options.folder / "checkpoints"),
         max_steps=options.steps,
         save_steps=options.save_every,
@@ -66,12 +66,13 @@ def train(options, dataset, collator) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    trainer = Trainer(
+    trainer = trainer_class(
         LlamaForCausalLM(config).double(),
-        arguments,
+        settings,
         train_dataset=dataset,
         data_collator=collator,
         callbacks=[Losses(options), ResumeCheck()],
+        **more,
     )
     trainer.train(resume_from_checkpoint=last_checkpoint(options.folder / "checkpoints"))
     if distributed.is_initialized():

@@ -47,6 +47,7 @@ CASES = {
     "lightning_trainer.py": ("lightning.pytorch,millrace.lightning,millrace.torch", (1, 2, 1)),
     "huggingface_trainer.py": ("transformers.trainer,millrace.huggingface", (1, 2, 1)),
     "chats_huggingface.py": ("transformers.trainer,millrace.huggingface", (1, 2, 1)),
+    "chats_trl.py": ("trl.trainer.sft_trainer,millrace.huggingface", (1, 2, 1)),
     "packed_balance.py": ("torch,millrace.torch", (1, 2, 4)),
     "accelerate_loop.py": ("accelerate,millrace.torch", (1, 2, 4)),
     "jax_loop.py": ("jax,millrace", (1, 4, 2)),
@@ -56,14 +57,14 @@ CASES = {
 }
 
 
-SUMMED = ("packed_balance.py", "chats_huggingface.py")
+SUMMED = ("packed_balance.py", "chats_huggingface.py", "chats_trl.py")
 """Their sums depend on the number of ranks in the last bits: losses agree to nine digits."""
 
 
 @pytest.mark.parametrize("script", CASES)
 def test_a_killed_run_resumes_on_other_ranks_bit_for_bit(script: str, tmp_path: Path) -> None:
     modules, (whole, killed, resumed) = CASES[script]
-    if "huggingface" in script:  # a checkpoint in whose midst the Trainer was killed
+    if "transformers" in modules or "trl" in modules:  # a checkpoint in whose midst the Trainer was killed
         torn = tmp_path / "killed" / "checkpoints" / "checkpoint-4" / "trainer_state.json"
         torn.parent.mkdir(parents=True)
         torn.write_text("{\n")
