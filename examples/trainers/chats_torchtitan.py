@@ -21,7 +21,7 @@ from millrace.torch import to_tensors
 class ChatDataLoader(torchtitan_loader.MillraceDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(torchtitan_loader.MillraceDataLoader.Config):
-        """It builds the class in which it stands."""
+        """torchtitan's `Config.build()` makes the class around it, so each loader has its own."""
 
     @staticmethod
     def transform(batch):
@@ -31,13 +31,14 @@ class ChatDataLoader(torchtitan_loader.MillraceDataLoader):
         return tensors, labels
 
     def dataset(self, config, seq_len):
-        packs = tiny_chats.pack_chats(Path(config.dataset_path), seq_len)
+        packs = tiny_chats.pack_chats(Path(config.dataset_path), seq_len, config.num_samples)
         return FinishedDataset(packs, partial(torchtitan, sequence_length=seq_len))
 
 
 def main() -> None:
     options = tiny_data.arguments("fine-tune on chats with torchtitan's loader interface")
-    config = ChatDataLoader.Config(dataset_path=str(tiny_chats.make_chats(options)))
+    chats = str(tiny_chats.make_chats(options))
+    config = ChatDataLoader.Config(dataset_path=chats, num_samples=400)
     torchtitan_loader.train(options, config, tiny_data.PACK_LENGTH)
 
 

@@ -1,6 +1,6 @@
 """TRL's SFTTrainer on packs of whole chats, as in `chats_huggingface.py`.
 
-    torchrun --nproc-per-node 2 examples/trainers/chats_trl.py FOLDER
+torchrun --nproc-per-node 2 examples/trainers/chats_trl.py FOLDER
 """
 
 from functools import partial

@@ -23,14 +23,14 @@ def make_chats(options: argparse.Namespace) -> Path:
     return path
 
 
-def pack_chats(chats: Path, sequence_length: int) -> TextDataset:
+def pack_chats(chats: Path, sequence_length: int, num_samples: int = 400) -> TextDataset:
     """Packs of whole chats; one process tokenises them once, and the others wait."""
     return TextDataset(
         chats,
         ChatEncoder(Tokenizer("bytes")),  # or the path of a model's tokenizer
         order="packs",
         seed=3,
-        num_samples=400,
+        num_samples=num_samples,
         cache=chats.with_name("cache"),
         sequence_length=sequence_length,
         add_extra_token=False,

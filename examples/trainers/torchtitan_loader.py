@@ -1,7 +1,8 @@
 """torchtitan's data loader interface, saved and restored by torchtitan's own checkpointer.
 
-In a torchtitan configuration, `dataloader=MillraceDataLoader.Config(dataset_path=...)` takes the
-place of its own loader. Its trainer needs a GPU, so the loop here is a plain one.
+In a torchtitan configuration, `dataloader=MillraceDataLoader.Config(dataset_path=...,
+num_samples=...)` takes the place of its own loader, also of its validator's. Its trainer needs a
+GPU, so the loop here is a plain one.
 
     torchrun --nproc-per-node 2 examples/trainers/torchtitan_loader.py FOLDER
 """
@@ -34,12 +35,14 @@ def document_ids(positions):
 class MillraceDataLoader(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
+        num_samples: int  # at least torchtitan's steps times its global batch
         seed: int = 3
-        num_samples: int = 400
+        infinite: bool = True  # the validator sets it: whether samples that end are an error
 
     transform = staticmethod(inputs_and_labels)
 
     def __init__(self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, **_):
+        self.config = config
         self.loader = millrace.Loader(
             self.dataset(config, seq_len),
             micro_batch_size=local_batch_size,
@@ -58,7 +61,10 @@ class MillraceDataLoader(BaseDataLoader):
         )
 
     def __iter__(self):
-        return iter(self.loader)
+        yield from self.loader
+        if self.config.infinite:  # torchtitan would end with a warning, and not save its last steps
+            end = f"the samples end at {self.loader.consumed_samples}, before torchtitan's steps"
+            raise millrace.ConfigError(f"{end}: give more num_samples, or fewer steps")
 
     def state_dict(self):
         return self.state.state_dict()
@@ -108,7 +114,7 @@ def train(options, config, seq_len) -> None:
 def main() -> None:
     options = tiny_data.arguments("train with torchtitan's loader interface and checkpointer")
     tiny_data.make_token_file(options)
-    config = MillraceDataLoader.Config(dataset_path=str(options.folder / "text"))
+    config = MillraceDataLoader.Config(dataset_path=str(options.folder / "text"), num_samples=400)
     train(options, config, tiny_data.SEQUENCE_LENGTH)
 
 

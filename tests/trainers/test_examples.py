@@ -64,7 +64,9 @@ SUMMED = ("packed_balance.py", "chats_huggingface.py", "chats_trl.py")
 @pytest.mark.parametrize("script", CASES)
 def test_a_killed_run_resumes_on_other_ranks_bit_for_bit(script: str, tmp_path: Path) -> None:
     modules, (whole, killed, resumed) = CASES[script]
-    if "transformers" in modules or "trl" in modules:  # a checkpoint in whose midst the Trainer was killed
+    if (
+        "transformers" in modules or "trl" in modules
+    ):  # a checkpoint in whose midst the Trainer was killed
         torn = tmp_path / "killed" / "checkpoints" / "checkpoint-4" / "trainer_state.json"
         torn.parent.mkdir(parents=True)
         torn.write_text("{\n")
@@ -99,3 +101,8 @@ def test_lightning_goes_on_after_the_last_finished_batch(cases: str, tmp_path: P
 def test_huggingface_resumes_at_the_same_sample_or_not_at_all(tmp_path: Path) -> None:
     script = str(Path(__file__).parent / "huggingface_cases.py")
     launch(script, "millrace.huggingface", [{"ranks": 1, "arguments": [str(tmp_path)]}])
+
+
+def test_torchtitan_validates_on_the_same_samples_each_time(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent / "torchtitan_cases.py")
+    launch(script, "millrace.torch", [{"ranks": 1, "arguments": [str(tmp_path)]}])
