@@ -320,6 +320,7 @@ def test_a_state_in_one_entry(dataset: Any) -> None:
         (lambda of: steps_of(of).load_state_dict({"consumed_samples": -1}), ConfigError, "not -1"),
         (lambda of: steps_of(of, 99), ConfigError, "is 99; the dataset has 83 samples"),
         (lambda of: IterableDataset(of), ConfigError, "loader is a GPTDataset; a millrace"),
+        (lambda of: CheckpointState(IterableDataset(loader_of(of))), ConfigError, "loader is a It"),
         (lambda of: BatchSampler(loader_of(of)), ConfigError, "sampler is a Loader; a sampler"),
         (lambda of: MapDataset(None), ConfigError, "dataset is a NoneType; a dataset"),
         (lambda of: MapDataset(of).load_state_dict({}), ResumeError, "not saved by MapDataset"),

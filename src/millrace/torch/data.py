@@ -334,9 +334,14 @@ class CheckpointState:
     Args:
         loader: The loader, or another object with `state_dict` and `load_state_dict` whose state
             JSON can hold.
+
+    Raises:
+        ConfigError: An object without these methods, such as a dataset.
     """
 
     def __init__(self, loader: Any) -> None:
+        for method in ("state_dict", "load_state_dict"):
+            _check_kind("loader", loader, method, "a millrace.Loader, or a StatefulDataLoader,")
         self._loader = loader
 
     def state_dict(self) -> dict[str, str]:
