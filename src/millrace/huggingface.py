@@ -1,6 +1,6 @@
 """Hugging Face's Trainer: a collator, and a check of each resume. It imports transformers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback
@@ -8,12 +8,15 @@ from transformers.trainer_callback import ExportableState
 
 from millrace.errors import ResumeError
 from millrace.outputs import IGNORED
-from millrace.torch import collate
+from millrace.torch import collate, to_tensors
 
 
-def causal_lm_batch(samples: Sequence[Any]) -> dict[str, Any]:
-    """A collator for a causal model, which `shift_labels` keeps from shifting labels again."""
-    batch = collate(samples)
+def causal_lm_batch(samples: Sequence[Any] | Mapping[str, Any]) -> dict[str, Any]:
+    """The input of a causal model, which `shift_labels` keeps from shifting labels again.
+
+    It is a collator for `MapDataset`, and a `transform` for a `Loader`.
+    """
+    batch = to_tensors(samples) if isinstance(samples, Mapping) else collate(samples)
     labels = batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORED)
     shared = {"position_ids": batch["position_ids"], "labels": labels, "shift_labels": labels}
     return {"input_ids": batch["tokens"], **shared}

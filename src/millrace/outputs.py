@@ -65,9 +65,10 @@ class FinishedDataset:
         self.dataset, self.output, self.micro_batch_size = dataset, output, micro_batch_size
         if not hasattr(dataset, "tokens") or not callable(output):
             raise ConfigError(
-                f"a {type(dataset).__name__} and {shown(output)} cannot make batches: give a "
-                "dataset with a method `tokens` (a stream has none: give its Loader a `transform`, "
-                "or make a TextDataset of the rows), and a function of a TokenBatch"
+                f"a {type(dataset).__name__} and {getattr(output, '__name__', shown(output))} "
+                "cannot make batches: give a dataset with a method `tokens` (a stream has none: "
+                "give its Loader a `transform`, such as millrace.huggingface.causal_lm_batch, or "
+                "make a TextDataset of the rows), and a function of a TokenBatch"
             )
         try:
             signature(output).bind(None)

@@ -73,11 +73,12 @@ def test_the_other_parts_of_messages() -> None:
     ("row", "reason"),
     [
         ({}, "it needs messages, or conversations"),
-        ({"messages": "u"}, "messages is 'u'; give a list"),
+        ({"messages": "u"}, "messages is 'u'; parse it into a list"),
         ({"messages": CHAT[:1]}, "none of the 1 messages is an assistant's"),
         ({"messages": [USER, "a"]}, r"messages\[1\] is 'a'"),
         ({"messages": [USER, {"content": "a"}]}, r"messages\[1\] has no role"),
         ({"messages": [{**USER, "role": "boss"}]}, r"messages\[0\] has the role 'boss'"),
+        ({"messages": [USER, {"role": "function_call"}]}, "make it the tool_calls of an assistant"),
         (said(content=" \n"), r"\[1\] .* is empty"),
         ({"messages": [{"role": "user"}, CHAT[1]]}, r"messages\[0\] \(user\) is empty"),
         (said(content=3), r"messages\[1\] has 3; only"),

@@ -44,7 +44,8 @@ def test_a_row_is_shown_with_its_mask(path: Path, verb: Any) -> None:
     (document,) = json.loads(verb(*command, "--row", 1, "--turns", "last", "--json"))
     said = zip(document["texts"], document["trained"], strict=True)
     assert "".join(text for text, is_trained in said if is_trained) == "Bye<|im_end|>"
-    assert "none of the 1 messages is an assistant" in verb(*command, "--row", 0, status=1)
+    problem = "chats.jsonl, line 1: none of the 1 messages is an assistant"
+    assert problem in verb(*command, "--row", 0, status=1)
     assert "[2] are not in 0 to 1" in verb(*command, "--row", 2, status=1)
     (empty := path.with_name("e.jsonl")).touch()
     assert "there are no rows" in verb("inspect", empty, "--tokenizer", "bytes", status=1)

@@ -31,6 +31,12 @@ if __name__ == "__main__":
         del os.environ[name]
     for steps, *sizes in (2, 4, 2), (4, 8, 1), (7, 2, 4):
         train(steps, *sizes)
+    packs = tiny_data.make_packs(tiny_data.arguments(""))
+    batch = next(millrace.Loader(packs, micro_batch_size=2, transform=causal_lm_batch))
+    same = causal_lm_batch(MapDataset(packs).__getitems__([0, 1]))
+    assert {name: one.tolist() for name, one in batch.items()} == {
+        name: one.tolist() for name, one in same.items()
+    }
     for message, *arguments in (
         ("sample 56 of epoch 0; the Trainer would resume at sample 28 of epoch 0", 4, 1),
         ("seed: saved 3, now 4", 4, 2, 4),

@@ -141,7 +141,8 @@ def _messages_of(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tup
         elif isinstance(value, list):
             yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
         else:
-            raise TextError(f"{name} is {shown(value)}; give a list of messages")
+            remedy = "parse it into" if isinstance(value, str) else "give"
+            raise TextError(f"{name} is {shown(value)}; {remedy} a list of messages")
 
 
 def _message(place: str, value: Any) -> Message:
@@ -152,7 +153,9 @@ def _message(place: str, value: Any) -> Message:
     role, content = message.get("role", role), message.get("content", content)
     if not isinstance(role, str) or role not in ROLES:
         what = f"{place} has the role {shown(role)}" if role is not None else f"{place} has no role"
-        raise TextError(f"{what}; the known ones are {', '.join(ROLES)}: rename it")
+        is_call = role in ("function_call", "tool_call")
+        remedy = "make it the tool_calls of an assistant's message" if is_call else "rename it"
+        raise TextError(f"{what}; the known ones are {', '.join(ROLES)}: {remedy}")
     message |= {"role": ROLES[role], "content": _text_of(place, content)}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if not isinstance(reasoning, str | None):

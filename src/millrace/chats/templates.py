@@ -162,7 +162,9 @@ class ChatML:
     ) -> str:
         """As `JinjaTemplate.render`."""
         if tools:
-            raise TextError("our ChatML does not describe tools: give a template that does")
+            raise TextError(
+                "our ChatML does not describe tools: give a template that does (--chat-template)"
+            )
         bodies = [f"<|im_start|>{one['role']}\n{_chatml_body(one)}<|im_end|>\n" for one in messages]
         return "".join(bodies) + "<|im_start|>assistant\n" * has_prompt
 

@@ -15,7 +15,7 @@ from millrace.chats import ChatEncoder, ChatOptions
 from millrace.checks import printable_lines
 from millrace.encoding import Tokenizer
 from millrace.engine.progress import Progress
-from millrace.errors import ConfigError, DataError
+from millrace.errors import ConfigError, DataError, TextError
 from millrace.files import atomic_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
@@ -87,11 +87,15 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
     if _ROW_FILES.search(folder):
         if decoder is None:
             raise ConfigError("--tokenizer is missing: conversations are shown as its tokens")
+        encoder, rows = ChatEncoder(decoder, **chats), open_rows(folder)
         try:
-            (row,) = open_rows(folder).rows([options.row])
+            (row,) = rows.rows([options.row])
         except IndexError as error:
             raise ConfigError(f"{folder}: {error}") from None
-        documents = ChatEncoder(decoder, **chats).explain(row)
+        try:
+            documents = encoder.explain(row)
+        except TextError as error:
+            raise TextError(f"{rows.place(options.row)}: {error}") from None
         if as_json:
             return json_text(documents)
         has_colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
