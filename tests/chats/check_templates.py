@@ -32,7 +32,6 @@ NAMES = """<|im_end|> <|eot_id|> <end_of_turn> <turn|> <|END_OF_TURN_TOKEN|> <|r
     <end_of_sentence> <|end_of_sentence|> <|EOT|> <end_of_utterance> <|tool_response>""".split()
 STOPS = re.compile(rf"(?:{'|'.join(sorted(map(re.escape, NAMES), key=len, reverse=True))})")
 MORE = re.compile(rf"\s*{STOPS.pattern}")
-KINDS = ("content", "reasoning_content", "tool_calls")
 TAG = re.compile(r"\s*(<[^<>\s]{1,40}>)")
 OTHERS = ("QQQQ ZZZZ", "7#7#7")
 WORDS = "the mill turns water wheel race over naïve 水車 ποταμός 🌊 user assistant system".split()
@@ -95,8 +94,7 @@ def hostile_row(draw: random.Random) -> dict[str, Any]:
             add("tool", name="get_w", tool_call_id="call00001")
         add("assistant")
         if draw.random() < 0.2:
-            thought = draw.choice(["call it", "hm 水車", "<b>"])
-            messages[-1]["reasoning_content"] = f"{thought} {len(messages)}"
+            messages[-1]["reasoning_content"] = draw.choice(["call it", "hm 水車", "<b>"])
     if draw.random() < 0.1:
         add("user")
     tools = [{"type": "function", "function": function}]
@@ -146,27 +144,27 @@ class Checker:
             self.texts[key] = self.template.render(messages, self.tools, has_prompt)
         return self.texts[key]
 
-    def is_shown(self, kind: str) -> bool:
-        """Whether the template shows all calls, reasoning or contents of the assistant."""
+    def is_shown(self, is_call: bool) -> bool:
+        """Whether the template shows all calls, or all contents of the assistant."""
 
         def texts(turn: dict[str, Any]) -> list[str]:
             calls = [one["function"] for one in turn.get("tool_calls", ())]
             called = [text for one in calls for text in (one["name"], one["arguments"]["city"])]
-            return called if kind == "tool_calls" else [turn.get(kind, "").strip()]
+            return called if is_call else [turn["content"].strip()]
 
         return all(text in self.text(at + 1) for at in self.turns for text in texts(self.row[at]))
 
     def check(self, documents: Sequence[Document]) -> list[str]:
         """What is wrong; TextError for a row that cannot be judged."""
-        if lost := [kind for kind in KINDS[1:] if not self.is_shown(kind)]:
-            return [f"{lost[0]} are left out"]
+        if not self.is_shown(is_call=True):
+            return ["a tool call is left out"]
         times = Counter(turn for one in documents for turn in self.trained_turns(one))
         self.wrong += [f"turn {turn} {times[turn]} times" for turn in times if times[turn] > 1]
         for turn in self.turns:
             said, is_call = self.row[turn]["content"].strip(), "tool_calls" in self.row[turn]
             if not said or "think>" in said or is_call or times[turn]:
                 continue  # templates leave out reasoning, and what is said beside a call
-            if self.is_shown("content"):
+            if self.is_shown(is_call=False):
                 self.wrong.append(f"turn {turn} is not trained on")
         return self.wrong
 
@@ -276,7 +274,7 @@ def check_template(name: str, num_chats: int, seed: int) -> Result:
             problem = re.sub("[0-9]+", "N", str(error))[:90]
         try:
             if problem:
-                outcome = "refused" if all(map(checker.is_shown, KINDS)) else "not shown"
+                outcome = "refused" if all(map(checker.is_shown, (True, False))) else "not shown"
             else:
                 wrong = checker.check(documents)
                 result.wrong.extend(f"{name}, seed {seed}, chat {number}: {one}" for one in wrong)

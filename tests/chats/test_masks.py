@@ -154,14 +154,12 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
 
 
 def test_reasoning_that_the_template_leaves_out(tokenizer: Tokenizer) -> None:
-    """It is missed in the turn's own document, not where others follow."""
+    """It is counted where the turn's own document lacks it, not where others follow."""
     chat = [CHAT[0], {**CHAT[1], "reasoning": "r"}]
-    for template in (PLAIN, TAGGED):
+    for template, num_bare in ((PLAIN, 1), (TAGGED, 1), (THINKING, 0)):
         for messages in (chat, chat + CHAT):
-            problems = ChatEncoder(tokenizer, template).encode([{"messages": messages}]).problems
-            assert "message 1: the template leaves out its reasoning" in problems[0]
-        encoder = ChatEncoder(tokenizer, template, reasoning=False)
-        assert trained_text(encoder, chat) == ["a<|end|>"]
+            report = ChatEncoder(tokenizer, template).encode([{"messages": messages}]).report
+            assert (report["bad rows"], report["turns without their reasoning"]) == (0, num_bare)
     texts = ["<think>r</think>a<|end|>", "<think></think>a<|end|>"]
     assert trained_text(ChatEncoder(tokenizer, THINKING), chat + CHAT) == texts
 

@@ -92,7 +92,8 @@ class ChatEncoder:
             Arrays as `EncodedRows` says, with a `report`: "rows"; "bad rows", of which "rows
             without a target" would train on no token; "documents", of which "documents of
             rewritten history" are beyond the first of their row; "turns" that are trained on, of
-            which "turns without a stop token"; "tokens", of which "trained tokens"; "tokens across
+            which "turns without a stop token" and "turns without their reasoning", which the
+            template never renders; "tokens", of which "trained tokens"; "tokens across
             a border" of trained and other characters, which are not trained on; and documents by
             the routes that agree on their masks.
         """
@@ -120,6 +121,7 @@ class ChatEncoder:
             "documents of rewritten history": len(documents) - int((counts > 0).sum()),
             "turns": len(stops),
             "turns without a stop token": sum(start == end for start, end in stops),
+            "turns without their reasoning": sum(one.num_bare for _, one in documents),
             "tokens": len(trained),
             "trained tokens": int(trained.sum()),
             "tokens across a border": int(masks.is_across.sum()),

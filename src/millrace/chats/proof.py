@@ -10,7 +10,7 @@ Trained are the characters from the end of the generation prompt to the end of t
 
 import bisect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -43,11 +43,13 @@ class Turn(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A rendered text, what is trained of it, and the names of the routes that agree."""
+    """A rendered text, what is trained of it, the names of the routes that agree, and the number of
+    turns whose reasoning the template never renders."""
 
     text: str
     turns: list[Turn]
     routes: tuple[str, ...]
+    num_bare: int = 0
 
     @property
     def spans(self) -> list[Span]:
@@ -154,7 +156,10 @@ class _Proof:
                 f"message {self.without_prompt[0]}: {self.name} does not render the chat before "
                 "it, so that only markers tell the mask: give mask_routes=1 to trust them"
             )
-        return Document(self.text, turns, tuple(routes)), proven
+        return Document(self.text, turns, tuple(routes), self._num_bare(proven)), proven
+
+    def _num_bare(self, messages: Iterable[int]) -> int:
+        return sum(THOUGHT in self.lost.get(message, ()) for message in messages)
 
     def _turn(self, message: int) -> list[Turn]:
         """What is trained of a turn, if anything."""
@@ -179,14 +184,8 @@ class _Proof:
         return self._trained(where, begin + self._starts[key], (end + first, end + last))
 
     def _where(self, message: int) -> MessageSpan:
-        lost = self.lost.get(message, ())
-        if CALL in lost:
+        if CALL in self.lost.get(message, ()):
             raise _RewrittenError("the template leaves out a part of its tool calls")
-        if THOUGHT in lost and self.rules.options.reasoning:
-            raise _RewrittenError(
-                "the template leaves out its reasoning: give a template that renders it, or "
-                "reasoning=False to train without it"
-            )
         if message not in self.where:
             raise _RewrittenError("route markers: nothing of its content is in the rendered text")
         return self.where[message]
@@ -260,7 +259,8 @@ class _Proof:
             if prompt.endswith(self.text[where.before : start]):
                 stop, shift = self._stop(message, where), len(prompt) - start
                 turns = self._trained(where, start, stop, shift)
-                return Document(prompt + self.text[start:], turns, ("markers", "prompt"))
+                routes, num_bare = ("markers", "prompt"), self._num_bare([message])
+                return Document(prompt + self.text[start:], turns, routes, num_bare)
         raise _RewrittenError
 
     def _trained(self, where: MessageSpan, start: int, stop: Span, shift: int = 0) -> list[Turn]:
