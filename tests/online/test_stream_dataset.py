@@ -237,6 +237,36 @@ def test_a_stream_begins_at_its_start_and_resumes_in_its_epoch() -> None:
     assert sorted(seen) == [*b"012345678"]
 
 
+@pytest.mark.parametrize("kind", ["hugging face", "stateful", "torchdata"])
+def test_streams_of_one_source_do_not_move_each_other(kind: str) -> None:
+    """Neither by turns nor where one begins after another has resumed."""
+    rows = [{"text": f"{number:02}"} for number in range(60)]
+
+    def source() -> Any:
+        if kind == "hugging face":
+            return datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+        return source_of(kind, rows)
+
+    def batches(loader: Loader, count: int) -> list[Any]:
+        return [next(loader)["tokens"].tolist() for _ in range(count)]
+
+    options: dict[str, Any] = {"packing": "joined", "shuffle_buffer": 7}
+    expected, shared = batches(loader_of(source(), **options), 44), source()
+    loaders = [loader_of(shared, **options) for _ in range(2)]
+    ahead = 10
+    batches(loaders[0], ahead)
+    for step in range(30):
+        for loader, place in zip(loaders, (step + ahead, step), strict=True):
+            assert batches(loader, 1) == expected[place : place + 1]
+            resumed = loader_of(source(), **options)
+            resumed.load_state_dict(loader.state_dict())
+            assert batches(resumed, 2) == expected[place + 1 : place + 3]
+    other = loader_of(shared, **options)
+    other.load_state_dict(loaders[0].state_dict())
+    assert batches(other, 2) == expected[40:42]
+    assert batches(loader_of(shared, **options), 3) == expected[:3]
+
+
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_bad_rows_stop_at_their_sample(packing: str) -> None:
     rows: list[Any] = [{"text": "abc"}, {"text": "def"}, {"no": 1}, {"text": "ghi"}]

@@ -3,9 +3,11 @@
 import itertools
 import os
 import threading
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import Any
 
@@ -47,10 +49,27 @@ def _has_buffer(source: Any) -> bool:
     return False
 
 
+class _Place(Renewed):
+    """What the streams of one source share: the source has a single place, which each moves."""
+
+    _renewed = ("lock", "reader")
+
+    def __init__(self) -> None:
+        self.origin: list[Any] = []  # the state where the source begins, once it has begun
+        self.renew()
+
+    def after_fork(self) -> None:
+        self.lock = threading.Lock()  # a loader may begin while an earlier one still reads
+        self.reader = 0  # id of the stream that has moved the place last
+
+
+_places: weakref.WeakKeyDictionary[Any, _Place] = weakref.WeakKeyDictionary()
+
+
 class RowStream(Renewed):
     """A `TokenStream` of rows: see `StreamDataset`."""
 
-    _renewed = ("report", "_lock", "_reading", "_after")
+    _renewed = ("report", "_reading", "_after")
 
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
         is_wrong = isinstance(source, str | bytes | os.PathLike | Mapping)
@@ -72,14 +91,16 @@ class RowStream(Renewed):
         self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
         # None: what `iter` gives first, though rows may have been looked at.
         self._first: dict[str, Any] = {"window": 0, "source": None if self._has_state else 0}
-        self._origin: list[Any] = []  # the state there, once the source has begun
+        self._place = _Place()
+        with suppress(TypeError):  # a source that cannot be a key
+            if self._has_state:
+                self._place = _places.setdefault(source, self._place)
         kind = "own" if options["packing"] == "documents" else "all"
         self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
 
     def after_fork(self) -> None:
         self.report = Counter[str]()
-        self._lock = threading.Lock()  # a loader may begin while an earlier one still reads
         self._reading: Iterator[Any] = iter(())  # of entries, or of samples
         self._after: Any = None  # the state behind what was read
 
@@ -89,8 +110,9 @@ class RowStream(Renewed):
         for name in ("window", "row", "token"):
             check_int(f"{name}, of the stream's state,", state[name], 0)
         size = 1 if is_packed else self._options["rows_per_sample"]
-        with self._lock:
-            if state != self._after:
+        with self._place.lock:
+            if state != self._after or self._place.reader != id(self):
+                self._place.reader = id(self)
                 self._reading = self._packed(state) if is_packed else self._entries(state)
             self._after = None  # after an error, the place is read again
             entries: list[Any] = list(itertools.islice(self._reading, count * size))
@@ -138,22 +160,22 @@ class RowStream(Renewed):
 
     def _rows_from(self, state: Any) -> Iterator[Any]:
         source = self._source
-        is_first = state == self._first["source"] and (self._has_state or not self._origin)
+        is_first = state == self._first["source"] and (self._has_state or not self._place.origin)
         if self._obstacle and not is_first:
             raise ResumeError(f"the source cannot begin again there: {self._obstacle}")
         if self._has_state:
             is_hugging_face = hasattr(source, "_ex_iterable")
-            if not self._origin:
+            if not self._place.origin:
                 rows: Iterator[Any] = iter(source)
                 # Hugging Face's has a state only behind the first row; it takes None for the start.
-                self._origin = [None if is_hugging_face else self._source_state()]
+                self._place.origin = [None if is_hugging_face else self._source_state()]
                 if state is None:
                     return rows
             if is_hugging_face and state:
                 source.set_epoch(state["epoch"])  # else it forgets the state of another epoch
-            source.load_state_dict(plain_json(self._origin[0] if state is None else state))
+            source.load_state_dict(plain_json(self._place.origin[0] if state is None else state))
             return iter(source)
-        self._origin = [0]
+        self._place.origin = [0]
         state = check_int("source, of the stream's state,", state, 0)
         following = source(state) if callable(source) else itertools.islice(source, state, None)
         if not isinstance(following, Iterable):
