@@ -17,6 +17,7 @@ LOCK = ".lock"
 NEW = ".new"
 TEMPORARY = ".tmp"
 UNFINISHED = "split.unfinished"
+SHARD_NUMBER = r"_(\d{5}|[1-9]\d{5,})"  # pattern, in the prefix of a shard of a split
 
 _BESIDE_DOCUMENTS = (
     INFO,

@@ -13,7 +13,7 @@ import numpy as np
 from millrace.cache.loss_files import joined_ranges, write_loss_ranges
 from millrace.checks import check_split
 from millrace.errors import ConfigError
-from millrace.names import BIN, IDX, UNFINISHED
+from millrace.names import BIN, IDX, SHARD_NUMBER, UNFINISHED
 from millrace.option_class import StrPath, check_options, option, parse_size
 from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
@@ -204,7 +204,7 @@ def _surplus_shards(output_prefix: str, count: int, source: str) -> list[str]:
     """
     check_prefix(f"{output_prefix}_00000")
     folder, name = os.path.split(output_prefix)
-    index_name = re.compile(re.escape(name) + r"_(\d{5}|[1-9]\d{5,})\.idx")
+    index_name = re.compile(re.escape(name) + SHARD_NUMBER + re.escape(IDX))
     surplus, others = list[str](), list[str]()
     for match in filter(None, map(index_name.fullmatch, sorted(os.listdir(folder or ".")))):
         index, is_surplus = os.path.join(folder, match[0]), int(match[1]) >= count
