@@ -332,7 +332,7 @@ class LookAhead:
         self._num_cold = 0  # reads that still prefetch
         self._told: deque[tuple[int, int]] = deque()  # starts of coming steps, and their sizes
         self._num_told = 0  # samples of these steps
-        self._limit = 1  # of them: at first the step in hand is read alone, to be there the sooner
+        self._limit = 1  # most samples to tell of; 1 so that nothing delays the first step
         self._end = start  # of these steps
         self._lock = threading.Lock()
         # No thread reads a step while another one is about to announce it.

@@ -196,12 +196,12 @@ def _warnings(
 
 def _moved(mixture: Phases, num_tokens: Any) -> Iterator[str]:
     """Tells of drawn sources whose ends were moved to documents far away."""
-    wanted = np.diff([one.bounds for one in mixture.sources])[:, 0]
-    is_far = abs(num_tokens - wanted) > _MOST_MOVED * wanted
+    nominal = np.diff([one.bounds for one in mixture.sources])[:, 0]
+    is_far = abs(num_tokens - nominal) > _MOST_MOVED * nominal
     for place in np.flatnonzero(is_far & (num_tokens > 0)).tolist():
         yield (
             f"{mixture.names[place]} has {num_tokens[place]:,} tokens to draw from, not its share "
-            f"of {wanted[place]:,}, as ranges start and end with documents: its epochs have "
+            f"of {nominal[place]:,}, as ranges start and end with documents: its epochs have "
             "another size. Give `part`, `split` or `trial` another share, or shorten documents"
         )
 

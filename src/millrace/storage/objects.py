@@ -33,7 +33,7 @@ from millrace.storage import (
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
 from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 from millrace.storage.msc import ProfileStore
-from millrace.storage.transfers import Ahead, RequestPool, closing, note_use, use
+from millrace.storage.transfers import Ahead, RequestPool, client_use, closing, note_use
 
 T = TypeVar("T")
 
@@ -385,7 +385,7 @@ class ObjectFile(Ahead):
         A random order, which does by chance, may not need those. A forked child does not ask: it
         cannot fetch, and its parent's threads may hold the locks.
         """
-        file, is_refused = self, use["was_forked"] or self.following is None
+        file, is_refused = self, client_use["was_forked"] or self.following is None
         first, end = (0, 0) if is_refused else copy.blocks_ahead(start, stop)
         while file and file._copy is not None and end > first:
             for block in file._copy.new_blocks(first, end):

@@ -25,8 +25,9 @@ closing = threading.Event()  # set when Python ends: requests are not tried agai
 # Before the end of Python joins the threads of pools, which would wait for all retries.
 threading._register_atexit(closing.set)  # type: ignore[attr-defined]
 
-use = {"began": False, "was_forked": False}  # of obstore, by this process or before its fork
-os.register_at_fork(after_in_child=lambda: use.update(was_forked=use["began"]))
+# Of obstore, by this process or before its fork.
+client_use = {"began": False, "was_forked": False}
+os.register_at_fork(after_in_child=lambda: client_use.update(was_forked=client_use["began"]))
 _FORK = (
     "this process was forked after its parent had read from a bucket: its client would wait for "
     "ever. Use threads, or start workers by forkserver or spawn: "
@@ -36,16 +37,16 @@ _FORK = (
 
 
 def note_use() -> None:
-    if use["was_forked"]:
+    if client_use["was_forked"]:
         raise StorageError(_FORK)
-    use["began"] = True
+    client_use["began"] = True
 
 
 class RequestPool(ThreadPoolExecutor):
-    """Threads for requests, of which the first ones share few.
+    """Threads that make requests: few for the first requests of a process, then all.
 
-    A thread costs a connection, and all processes of a run start at one time: with eight at first,
-    64 processes on two cores have their first batches a fifth sooner.
+    Each thread opens a connection, and all processes of a run start at one time: with eight threads
+    at first, 64 processes on two cores have their first batches a fifth sooner.
     """
 
     def __init__(self, threads: int) -> None:
