@@ -48,7 +48,7 @@ class TinyGPT(nn.Module):
         x = self.embedding(tokens) + self.positions(position_ids)
         query, key, value = self.query_key_value(x).chunk(3, dim=-1)
         scores = query @ key.transpose(-1, -2) / WIDTH**0.5
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         if document_ids is not None:
             hidden = hidden | (document_ids[:, :, None] != document_ids[:, None, :])
         x = x + scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
