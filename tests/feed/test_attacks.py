@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -250,6 +251,35 @@ def test_a_fork_starts_threads_of_its_own() -> None:
 
     assert is_true_in_child(is_next)
     assert next(loader)["tokens"].tolist() == [2, 3]
+
+
+@FORKS
+def test_a_forked_child_frees_no_batch_of_its_parent() -> None:
+    """torch ends a child that frees a tensor on a GPU which another stream has used."""
+    freed: list[int] = []  # the processes that made what was freed
+
+    class Batch(dict[str, Any]):
+        def __init__(self, *arrays: Any) -> None:
+            super().__init__(*arrays)
+            self.process = os.getpid()
+
+        def __del__(self) -> None:
+            freed.append(self.process)
+
+    made: list[Any] = []
+    loader = small_loader(made.append, prefetch=3, prepare=Batch)
+    first = next(loader)
+    wait_for(lambda: len(made) == 4)
+
+    def is_spared() -> bool:
+        copies = [next(copy.copy(loader)), next(loader)]
+        loader.close()
+        del copies
+        gc.collect()
+        return set(freed) == {os.getpid()}
+
+    assert is_true_in_child(is_spared)
+    assert first["tokens"].tolist() == [0, 1]
 
 
 PROGRAM = """

@@ -21,6 +21,8 @@ from millrace.sampling.samplers import Sampler, checked_position, num_steps
 
 _MAX_PREFETCH = 1 << 20
 _MAX_THREADS = 1024
+# A forked child keeps the batches that were ready: to free a tensor on a GPU there would end it.
+_queues_of_parent: list[StepQueue | None] = []
 
 
 class Loader(Renewed):
@@ -356,6 +358,8 @@ class Loader(Renewed):
     def after_fork(self) -> None:
         """Forgets the threads and waits of another process, and the step under way there."""
         self._lock = threading.RLock()
+        if getattr(self, "_queue", None) is not None:
+            _queues_of_parent.append(self._queue)
         self._queue = None
         self._stats = WaitStats()
         self._next = self._position
