@@ -22,6 +22,7 @@ import pytest
 
 from millrace import ConfigError, DataError, IndexedDataset
 from millrace.feed import BlendedDataset, GPTDataset, Loader, SequentialSampler, TransformedDataset
+from millrace.torch import to_tensors
 from tests.feed.helpers import (
     AHEAD,
     FORKS,
@@ -54,6 +55,16 @@ def test_no_more_than_prefetch_batches_are_made_ahead() -> None:
         time.sleep(0.05)
         assert len(made) == number
         next(loader)
+
+
+@pytest.mark.parametrize("prepare", [None, to_tensors])
+def test_more_small_batches_are_made_ahead(prepare: Any) -> None:
+    made: list[int] = []
+    with small_loader(made.append, prepare=prepare) as loader:
+        next(loader)
+        wait_for(lambda: len(made) == 33)
+        time.sleep(0.05)
+        assert len(made) == 33
 
 
 def test_a_step_does_not_wait_for_later_ones() -> None:

@@ -282,7 +282,7 @@ class StepQueue:
         with self._lock:
             is_automatic, self._is_automatic = self._is_automatic, False
         if is_automatic and type(batch) is dict:
-            size = sum(one.nbytes for one in batch.values() if isinstance(one, np.ndarray))
+            size = sum(getattr(one, "nbytes", 0) for one in batch.values())  # tensors, too
             num_steps = min(_AHEAD_BYTES // size, _MAX_AHEAD) if size > 0 else 0
             for _ in range(num_steps - 2 * self._maker.num_threads):
                 self._permits.put(True)
