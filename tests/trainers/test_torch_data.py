@@ -302,6 +302,14 @@ def test_to_device(dataset: Any) -> None:
             to_device("cuda:0")
 
 
+def test_workers_do_not_copy_to_a_gpu(dataset: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tensors would outlive them: with "spawn", workers end by SIGABRT."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    loader = Loader(dataset, micro_batch_size=2, prepare=to_device("cuda:0"))
+    with pytest.raises(ConfigError, match="in a worker process of a DataLoader: leave it out"):
+        next(iter(by_step(loader, num_workers=1)))
+
+
 def test_a_state_in_one_entry(dataset: Any) -> None:
     loader, other = loader_of(dataset), loader_of(dataset)
     next(loader)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 from millrace.checks import check_bool
 from millrace.errors import ConfigError
@@ -44,7 +45,8 @@ def to_device(
     """A `prepare` function for a loader that copies each batch to a device ahead of its use.
 
     The loader's threads call it, so a batch is there when the trainer asks for it. On a CUDA device
-    the copy runs on a separate stream, beside the computation.
+    the copy runs on a separate stream, beside the computation. These threads call CUDA at any time,
+    so capture a CUDA graph with `capture_error_mode="thread_local"` while they run.
 
     Args:
         device: The device, for example "cuda:0"; "cpu" is the same as `to_tensors`.
@@ -54,7 +56,8 @@ def to_device(
         Function from a batch of arrays to tensors on the device.
 
     Raises:
-        ConfigError: A device that torch does not know or that is not available.
+        ConfigError: A device that torch does not know or that is not available. The function raises
+            it in a worker process of a DataLoader, whose tensors on a GPU would outlive it.
     """
     try:
         target = torch.device(device)
@@ -105,6 +108,11 @@ def _copy(batch: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, 
 def _copy_to_cuda(
     batch: Mapping[str, NDArray[Any]], device: torch.device, stream: Any
 ) -> dict[str, torch.Tensor]:
+    if get_worker_info() is not None:
+        raise ConfigError(
+            "to_device would copy to a GPU in a worker process of a DataLoader: leave it out of "
+            "the loader, give the DataLoader pin_memory=True, and copy in the trainer"
+        )
     user = torch.cuda.default_stream(device) if stream is None else stream
     side = _copy_stream(device)
     pinned = to_tensors(batch, pin=True)
