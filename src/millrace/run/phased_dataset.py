@@ -51,7 +51,6 @@ class PhasedDataset(BlendedDataset):
     """
 
     _place = "{samples} of the run"
-    _has_one_kind_of_boundaries = True
     source, transforms = None, []  # as of a blend
     _inputs = property(lambda self: self.stores)  # `datasets` are made when they are drawn from
 

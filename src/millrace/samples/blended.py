@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from millrace.checks import check_floats, check_int
-from millrace.deferred import Deferred, cached_property
+from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError
 from millrace.order import BlendOrder, Mixture, Spans, build_blend_indices, normalize
 from millrace.order.spans import join_spans
@@ -38,7 +38,7 @@ class BlendedDataset(TokenDataset):
 
     Args:
         datasets: Datasets whose samples have arrays of the same names, dtypes and shapes. If their
-            `boundaries` differ, it gives no `cu_seqlens`, `max_seqlen` and `document_numbers`.
+            options differ, it gives no `cu_seqlens`, `max_seqlen` and `document_numbers`.
         weights: Weight of each dataset, normalised here; None: its length. Megatron-LM's builder
             has normalised weights once before, which may change their last bit: pass
             `normalize(weights)` for its order.
@@ -155,29 +155,18 @@ class BlendedDataset(TokenDataset):
             leaves = self._leaves(dataset_numbers, draws)
             if leaves is not None:
                 return gather(leaves, options, form, self.run_numbers(numbers))
-        views: dict[int, Any] = {
-            number: one.options if is_ours(one) else None for number, one, *_ in draws
-        }
-        if None in views.values() or not self._has_one_kind_of_boundaries:
-            batch = _merge_finished(draws, form)
-            if form is None:
-                return batch
-            batch["sample_numbers"] = numbers.copy()
-            batch["dataset_numbers"] = dataset_numbers.astype(np.int64)
-            return {name: batch[name] for name in form.fields}
-        tokens, kinds = self._tokens_for(numbers, form), {*views.values()}
-        if len(kinds) == 1:
-            return rows(tokens, kinds.pop(), form)
-        return rows(tokens, [views[number] for number in dataset_numbers.tolist()], form)
+        if options is not None and all(is_ours(one) for _, one, *_ in draws):
+            return rows(self._tokens_for(numbers, form), options, form)
+        batch = _merge_finished(draws, form)
+        if form is None:
+            return batch
+        batch["sample_numbers"] = numbers.copy()
+        batch["dataset_numbers"] = dataset_numbers.astype(np.int64)
+        return {name: batch[name] for name in form.fields}
 
     def _options_of(self, draws: list[_Draw]) -> SampleOptions | None:
         """The options of all samples of a batch; None: they differ."""
         return self.options
-
-    @cached_property
-    def _has_one_kind_of_boundaries(self) -> bool:
-        views = [one.options for one in self.datasets if is_ours(one)]
-        return len({view.boundaries for view in views if view is not None}) == 1
 
     def _tokens(self, numbers: Numbers) -> TokenBatch:
         dataset_numbers, draws = self._draws(numbers)
@@ -246,7 +235,7 @@ def _merge_finished(draws: list[_Draw], form: BatchForm | None) -> Batch:
     """The rows of several datasets, each read by its own method."""
     if form is not None and (uneven := [name for name in form.fields if name in _UNEVEN]):
         others = [one for _, one, *_ in draws if not is_ours(one)]
-        why = f"{name_of(others[0])} returns finished rows" if others else "the boundaries differ"
+        why = f"{name_of(others[0])} returns finished rows" if others else "the options differ"
         raise ConfigError(
             f"{why}, so that the blend cannot make {', '.join(uneven)}: leave these fields out"
         )

@@ -217,6 +217,6 @@ def row_form(form: BatchForm | None) -> _native.RowForm | None:
     )
 
 
-def needs_parts(form: BatchForm | None) -> bool:
+def needs_parts(form: BatchForm) -> bool:
     """Whether a field of the form needs the parts of the samples."""
-    return form is not None and any(name in PART_FIELDS for name in form.fields)
+    return any(name in PART_FIELDS for name in form.fields)

@@ -1,6 +1,6 @@
 """From a token batch to the arrays of a batch: one rule for every source of tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,47 +21,33 @@ from millrace.samples.fields import (
     needs_parts,
     row_form,
 )
-from millrace.samples.tokens import Numbers, TokenBatch, split_at_eod
+from millrace.samples.tokens import Field, Numbers, TokenBatch, split_at_eod
 
 
-def rows(
-    tokens: TokenBatch,
-    options: SampleOptions | Sequence[SampleOptions],
-    form: BatchForm | None = None,
-) -> Batch:
+def rows(tokens: TokenBatch, options: SampleOptions, form: BatchForm | None = None) -> Batch:
     """The arrays of a batch.
 
     Args:
         tokens: Tokens of the samples.
-        options: What a sample looks like; or one for each sample, with one length of rows and one
-            kind of boundaries.
+        options: What a sample looks like.
         form: Which arrays the batch has. None: FIELDS.
 
     Raises:
         ConfigError: A field that the token batch does not give.
         DataError: A sample that is longer than its row, or a token id that does not fit.
     """
-    if isinstance(options, SampleOptions):
-        arrays = _core_fields(tokens, options, form)
-        first, extras = options, None
-    else:
-        arrays = _of_several_views(tokens, options, form)
-        first, extras = options[0], np.array([one.add_extra_token for one in options], np.bool_)
+    arrays = _core_fields(tokens, options, form)
     if form is None:
         return dict(zip(FIELDS, arrays, strict=True))
-    kinds = {name: kind for name, (kind, _) in tokens.fields.items() if name in form.fields}
-    parts = None
-    if needs_parts(form) or "part" in kinds.values():
-        tokens = _with_parts(tokens, first)
-        parts = find_parts(tokens.part_counts, tokens.part_bounds, first, extras)
-    own: Batch = {"dataset_numbers": np.zeros(len(tokens), np.int64)}
-    for name, (_, array) in tokens.fields.items():
-        own[name] = array
-        if kinds.get(name) == "token":
-            own[name] = _rows_of(tokens, array, first.sequence_length)
-        elif kinds.get(name) == "part" and parts is not None:
-            own[name] = of_parts(array, parts)
-    return finish(form, arrays, (len(tokens), first.sequence_length), parts, own)
+    length, parts, fields = options.sequence_length, None, dict(tokens.fields)
+    own = {name: field for name, field in fields.items() if name in form.fields}
+    for name, (kind, array) in own.items():
+        if kind == "token":
+            fields[name] = "sample", _rows_of(tokens, array, length)
+    if needs_parts(form) or any(kind == "part" for kind, _ in own.values()):
+        tokens = _with_parts(tokens, options)
+        parts = find_parts(tokens.part_counts, tokens.part_bounds, options)
+    return finish(form, arrays, (len(tokens), length), parts, fields)
 
 
 def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
@@ -108,21 +94,6 @@ def mask_losses(loss_mask: NDArray[np.float32], tokens: TokenBatch) -> NDArray[n
         return _native.mask_losses(loss_mask, tokens.trained.view(np.uint8), tokens.ends)
 
 
-def _of_several_views(
-    tokens: TokenBatch, views: Sequence[SampleOptions], form: BatchForm | None
-) -> list[Any]:
-    """FIELDS of samples with several options."""
-    merged: list[Any] = [None] * len(FIELDS)
-    for view in dict.fromkeys(views):
-        here = np.flatnonzero([one == view for one in views])
-        for column, array in enumerate(_core_fields(tokens.select(here), view, form)):
-            if array is not None:
-                if merged[column] is None:
-                    merged[column] = np.empty((len(views), *array.shape[1:]), array.dtype)
-                merged[column][here] = array
-    return merged
-
-
 class Parts(NamedTuple):
     """The parts of rows; sample i has the parts bounds[i] up to bounds[i + 1]."""
 
@@ -131,16 +102,12 @@ class Parts(NamedTuple):
     places: Numbers  # among the parts of the token batch; -1: padding alone
 
 
-def find_parts(
-    counts: Numbers, bounds: Numbers, options: SampleOptions, extras: Any = None
-) -> Parts:
+def find_parts(counts: Numbers, bounds: Numbers, options: SampleOptions) -> Parts:
     """The parts of rows, from those of their tokens.
 
-    `counts` are the tokens of each part, the extra token included: int64 [parts]. `extras` says
-    whether each sample has an extra token; None: as the options say.
+    `counts` are the tokens of each part, the extra token included: int64 [parts].
     """
     num_rows, length = len(bounds) - 1, options.sequence_length
-    extras = options.add_extra_token if extras is None else extras
     places = np.flatnonzero(counts > 0)
     rows, counts = spread(np.diff(bounds))[0][places], counts[places]
     sizes = np.bincount(rows, counts, num_rows).astype(np.int64)
@@ -150,7 +117,7 @@ def find_parts(
         padded = np.flatnonzero(sizes < length)  # padding is a part of its own
     else:
         # A last part that is the extra token alone does not count, nor does padding.
-        is_part = (starts == 0) | (starts < (sizes - extras)[rows])
+        is_part = (starts == 0) | (starts < (sizes - options.add_extra_token)[rows])
         padded = np.flatnonzero(sizes == 0)
     table = np.array((rows, starts, places))[:, is_part]
     if padded.size > 0:
@@ -162,25 +129,32 @@ def find_parts(
 
 
 def finish(
-    form: BatchForm, arrays: Sequence[Any], shape: tuple[int, int], parts: Parts | None, own: Batch
+    form: BatchForm,
+    arrays: Sequence[Any],
+    shape: tuple[int, int],
+    parts: Parts | None,
+    fields: Mapping[str, Field],
 ) -> Batch:
-    """The fields of a form, of FIELDS as the core wrote them, and of other arrays by name.
+    """The arrays of a form, of FIELDS as the core wrote them, and of fields by part or sample.
 
     `shape` is [batch, sequence_length].
     """
     batch = {name: one for name, one in zip(FIELDS, arrays, strict=True) if name in form.fields}
     if len(batch) < len(form.fields):
-        batch |= own
+        batch["dataset_numbers"] = np.zeros(shape[0], np.int64)
         if parts is not None:
             batch |= _part_fields(form, parts, *shape)
     for name in form.fields:
-        if name not in batch and name == "document_numbers":
+        if name in fields:
+            kind, array = fields[name]
+            batch[name] = _of_parts(array, parts) if kind == "part" else array
+        elif name == "document_numbers":
             raise ConfigError(
                 "document_numbers are not known: tokens were moved, or come from no token file. "
                 "Leave out document_numbers and document_bounds"
             )
-        if name not in batch:
-            names = ", ".join(dict.fromkeys((*ALL_FIELDS, *own)))
+        elif name not in batch:
+            names = ", ".join(dict.fromkeys((*ALL_FIELDS, *fields)))
             raise ConfigError(f"there is no field {name!r}; there are {names}")
     return {name: batch[name] for name in form.fields}
 
@@ -194,7 +168,7 @@ def _rows_of(tokens: TokenBatch, array: NDArray[Any], length: int) -> NDArray[An
     return out
 
 
-def of_parts(array: NDArray[Any], parts: Parts) -> NDArray[Any]:
+def _of_parts(array: NDArray[Any], parts: Any) -> NDArray[Any]:
     """An array by part; for padding alone -1, or 0 if that does not fit."""
     padding = np.full((1, *array.shape[1:]), -1 if array.dtype.kind == "i" else 0)
     return np.concatenate((array, padding.astype(array.dtype)))[parts.places]

@@ -11,7 +11,7 @@ from millrace.deferred import cached_property
 from millrace.order import Order, Spans
 from millrace.order.spans import checked_spans, core_spans
 from millrace.samples.fields import FIELDS, Batch, BatchForm, SampleOptions, needs_parts, row_form
-from millrace.samples.rows import core_errors, find_parts, finish, of_parts
+from millrace.samples.rows import core_errors, find_parts, finish
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, fingerprint_of
 from millrace.shards.shard_reader import Shards
 from millrace.store import IndexedDataset, RawTokens
@@ -166,20 +166,17 @@ def gather(
         arrays = _native.gather_samples(*leaves.core, options, row_form(form))
     if form is None:
         return dict(zip(FIELDS, arrays, strict=True))
-    of = leaves.dataset_numbers
-    own: Batch = {
-        "sample_numbers": np.array(sample_numbers),
-        "dataset_numbers": np.zeros_like(leaves.numbers) if of is None else of.astype(np.int64),
-    }
-    parts = None
+    parts, fields = None, {"sample_numbers": ("sample", np.array(sample_numbers))}
+    if leaves.dataset_numbers is not None:
+        fields["dataset_numbers"] = "sample", leaves.dataset_numbers.astype(np.int64)
     if needs_parts(form):
         sequences, counts, bounds = arrays[4:]
         parts = find_parts(counts, bounds, options)
         if "document_numbers" in form.fields:
             places = np.repeat(leaves.places, np.diff(bounds))
             documents = documents_of(leaves.sources, places, sequences)
-            own["document_numbers"] = of_parts(documents, parts)
-    return finish(form, arrays[:4], (len(leaves.numbers), options.sequence_length), parts, own)
+            fields["document_numbers"] = "part", documents
+    return finish(form, arrays[:4], (len(leaves.numbers), options.sequence_length), parts, fields)
 
 
 def documents_of(stores: Sequence[Any], sources: Any, sequences: Numbers) -> Numbers:
