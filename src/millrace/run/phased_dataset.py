@@ -50,7 +50,6 @@ class PhasedDataset(BlendedDataset):
             `Phases.draws`.
     """
 
-    _place = "{samples} of the run"
     source, transforms = None, []  # as of a blend
     _inputs = property(lambda self: self.stores)  # `datasets` are made when they are drawn from
 

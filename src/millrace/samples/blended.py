@@ -54,8 +54,6 @@ class BlendedDataset(TokenDataset):
             samples differ in shape.
     """
 
-    _place = "{samples} of the blend"
-
     def __init__(
         self,
         datasets: Sequence[Dataset],
@@ -87,7 +85,7 @@ class BlendedDataset(TokenDataset):
         self.options = views[0] if views.count(views[0]) == len(views) else None
         self.transforms = []
         self.order: Any = order
-        stores = [one.stores if isinstance(one, TokenDataset) else (None,) for one in self.datasets]
+        stores = [getattr(one, "stores", (None,)) for one in self.datasets]
         self.stores = list(itertools.chain(*stores))
         self._first_stores = np.cumsum([0, *map(len, stores)], dtype=np.int32)
 
@@ -202,9 +200,6 @@ class BlendedDataset(TokenDataset):
     def spans(self, sample_numbers: ArrayLike) -> Spans:
         """Which tokens the samples are made of; each dataset numbers sequences of its own."""
         _, draws = self._draws(check_numbers(sample_numbers, len(self)))
-        for _, dataset, *_ in draws:
-            if not hasattr(dataset, "spans"):
-                raise ConfigError(f"a {type(dataset).__name__} of the blend has no method `spans`")
         parts = [dataset.spans(numbers) for _, dataset, numbers, _ in draws]
         return join_spans(parts, _order(draws))
 

@@ -80,7 +80,6 @@ class TokenDataset:
     """
 
     takes_form = True
-    _place = "{prefix}, {samples}"  # of a sample, in messages
 
     def __init__(
         self, source: TokenSource, options: SampleOptions | None, transforms: Iterable[Any] = ()
@@ -95,10 +94,9 @@ class TokenDataset:
         self.transforms = check_transforms(source, transforms, boundaries)
         inner = getattr(source, "all_options", [None])
         self.all_options: Sequence[Any] = inner if options is None else [options]
-        self.stores: Sequence[StoredTokens | None] = (None,)  # that `part_source` counts
-        if isinstance(source, StoredTokens | TokenDataset):
-            self.stores = source.stores if isinstance(source, TokenDataset) else (source,)
-        self._inputs: Sequence[Any] = (*self.stores, source)  # that prefetch
+        # What `part_source` counts: the stored tokens, None for other sources.
+        self.stores: Sequence[Any] = getattr(source, "stores", (None,))
+        self._inputs: Sequence[Any] = [source]  # that prefetch
 
     @property
     def prefix(self) -> str:
@@ -157,14 +155,13 @@ class TokenDataset:
         numbers = self.run_numbers(np.array(sample_numbers, np.int64))
         return batch.with_field("sample_numbers", "sample", numbers)
 
-    @property
-    def spans(self) -> Any:
-        """A method, if the source has it: the `Spans` that samples of some numbers are made of, not
-        yet transformed. It raises the errors of `batch`."""
-        _ = self.source.spans
-        return self._spans
+    def spans(self, sample_numbers: ArrayLike) -> Any:
+        """The `Spans` that the samples of these numbers are made of, not yet transformed.
 
-    def _spans(self, sample_numbers: ArrayLike) -> Any:
+        Raises:
+            ConfigError, IndexError, DataError: As `batch`.
+            AttributeError: The source has no method `spans`.
+        """
         return self.source.spans(check_numbers(sample_numbers, len(self)))
 
     def run_numbers(self, numbers: Numbers) -> Numbers:
@@ -240,7 +237,7 @@ class TokenDataset:
                 except (MillraceError, OSError) as its_error:
                     samples, found = f"sample {number}", its_error
                     break
-            place = self._place.format(prefix=self.prefix, samples=samples)
+            place = f"{self.prefix}, {samples}"
             if isinstance(found, OSError):
                 raise OSError(found.errno, f"{place}: {found.strerror or found}") from None
             raise type(found)(f"{place}: {found}") from None
@@ -322,8 +319,6 @@ class TransformedDataset(TokenDataset):
             that cannot work.
     """
 
-    _place = "{prefix}, transformed {samples}"
-
     def __init__(self, dataset: Any, transforms: Iterable[Any]) -> None:
         if isinstance(dataset, TransformedDataset):
             raise ConfigError("the dataset is transformed already: give all transforms in one list")
@@ -340,12 +335,10 @@ class TransformedDataset(TokenDataset):
         return getattr(self.dataset, "check_steps", None)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
-        has_mask = form is None or "loss_mask" in form.fields
-        is_own = self.options is not None and has_mask and is_ours(self.dataset)
-        if self._moves_tokens or is_own:
+        if self._moves_tokens or (self.options is not None and is_ours(self.dataset)):
             return super()._batch(numbers, form)
         batch = batch_of_form(self.dataset, numbers, form)
-        if not has_mask:
+        if form is not None and "loss_mask" not in form.fields:
             return batch
         # The dataset may keep the dict that it returned.
         return {**batch, "loss_mask": mask_losses(batch["loss_mask"], self._tokens(numbers))}

@@ -190,14 +190,11 @@ def form_of(fields: tuple[str, ...] | None, **options: Any) -> BatchForm | None:
 
 
 def _check_fields(fields: Any) -> tuple[str, ...]:
-    if isinstance(fields, str) or not isinstance(fields, Sequence) or len(fields) == 0:
-        raise ConfigError(f"fields is {shown(fields)}; give a list of names, such as {FIELDS}")
-    names = tuple(fields)
-    for name in names:
-        if not isinstance(name, str):
-            raise ConfigError(f"fields must be names, not {shown(name)}")
-        if names.count(name) > 1:
-            raise ConfigError(f"the field {name!r} is named twice; name it once")
+    is_list = isinstance(fields, Sequence) and not isinstance(fields, str)
+    names: tuple[Any, ...] = tuple(fields) if is_list else ()
+    is_text = all(isinstance(name, str) for name in names)
+    if not names or not is_text or len(set(names)) < len(names):
+        raise ConfigError(f"fields is {shown(fields)}; give different names, such as {FIELDS}")
     if "document_numbers" in names and "document_bounds" not in names:
         names += ("document_bounds",)
     return names

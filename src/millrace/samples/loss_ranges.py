@@ -11,7 +11,7 @@ from millrace.cache import arrays
 from millrace.cache.loss_files import ARRAY, KIND, checked_ranges, ranges_checksum, read_loss_ranges
 from millrace.checks import check_bool, check_choice, check_path
 from millrace.errors import ConfigError, DataError
-from millrace.samples.dataset import Dataset, TokenDataset
+from millrace.samples.dataset import Dataset
 from millrace.samples.stored import StoredTokens
 from millrace.samples.tokens import Numbers, TokenBatch
 from millrace.store import RawTokens
@@ -50,9 +50,7 @@ class LossRanges:
     ) -> None:
         self.dataset = dataset
         self.only = check_bool("only", only)
-        stores: Any = (dataset,) if isinstance(dataset, StoredTokens) else (None,)
-        if isinstance(dataset, TokenDataset):
-            stores = dataset.stores
+        stores: Any = getattr(dataset, "stores", (None,))
         if any(store is None or isinstance(store._file, RawTokens) for store in stores):
             raise ConfigError(
                 f"a {type(dataset).__name__} does not say which tokens of a token file it takes: "

@@ -37,6 +37,11 @@ class StoredTokens:
         self._file = store
         self.order: Any = order
 
+    @property
+    def stores(self) -> tuple["StoredTokens"]:
+        """See `TokenDataset`."""
+        return (self,)
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "core"}
 

@@ -74,12 +74,11 @@ def check_transforms(source: Any, transforms: Iterable[Any], boundaries: str = "
     has_moved = False
     for place, transform in enumerate(transforms):
         kind = type(transform).__name__
-        if isinstance(transform, type):
-            name = transform.__name__
-            raise ConfigError(f"transform {place} is the class {name}; give an object of it")
-        for name in ("fingerprint", "changes_tokens", "__call__"):
-            if not hasattr(transform, name):
-                raise ConfigError(f"transform {place} is {shown(transform)}, which has no {name!r}")
+        methods = ("fingerprint", "changes_tokens", "__call__")
+        if isinstance(transform, type) or not all(hasattr(transform, name) for name in methods):
+            raise ConfigError(
+                f"transform {place} is {shown(transform)}; give an object with {', '.join(methods)}"
+            )
         own = getattr(transform, "dataset", None)
         if own is not None and own is not source:
             raise ConfigError(f"transform {place}, {kind}, was made for another dataset")

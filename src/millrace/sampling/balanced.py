@@ -161,7 +161,7 @@ class DocumentCosts:
         Without a multiple, it is the greatest of those for which the dataset's packs have room.
         """
         for one in (*getattr(dataset, "datasets", ()), dataset):
-            if not hasattr(one, "spans"):
+            if not hasattr(getattr(one, "source", None) or one, "spans"):
                 raise ConfigError(
                     f"a {type(one).__name__} has no method `spans`, which gives lengths: give "
                     'costs, or the TextDataset order="packs"'
