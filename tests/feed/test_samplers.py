@@ -336,7 +336,7 @@ def test_invalid_numbers_of_schedules_are_refused(value: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([], "there are no changes"),
+        ([], "give pairs"),
         ([(5, 4)], "consumed_samples of change 0 must be between 0 and 0, not 5"),
         ([(0, 4), (10, 8), (10, 16)], "samples of change 2 must be between 11 and .*, not 10"),
         ([(0, 4), (-10, 8)], r"consumed_samples of change 1 must be .*, not -10"),

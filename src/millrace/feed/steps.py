@@ -314,7 +314,7 @@ def _work(queue_ref: weakref.ref[StepQueue], permits: SimpleQueue[Any]) -> None:
 
 
 class LookAhead:
-    """Prefetches the samples of coming steps, if the dataset has `prefetch` and `is_remote`.
+    """Prefetches the samples of coming steps, if the dataset has `prefetch`.
 
     The storage brings in cold samples side by side. For samples in memory the calls would cost more
     than reading them: they are made only after a read from the disk, and always for remote storage,
@@ -322,33 +322,28 @@ class LookAhead:
     """
 
     def __init__(self, dataset: Any, sampler: Sampler, start: int) -> None:
-        self._is_remote = getattr(dataset, "is_remote", None)
-        can_prefetch = self._is_remote is not None and hasattr(dataset, "prefetch")
-        self._dataset = dataset if can_prefetch else None
+        self._prefetch = getattr(dataset, "prefetch", None)
+        self._is_remote = getattr(dataset, "is_remote", False)
         self._sampler = sampler
         self._distance = getattr(dataset, "look_ahead", 0) or _DISTANCE
-        # Samples to announce at a time: a call for a few costs as much as one for many.
-        self._group = max(self._distance // 4, 1)
         self._num_cold = 0  # reads that still prefetch
         self._told: deque[tuple[int, int]] = deque()  # starts of coming steps, and their sizes
         self._num_told = 0  # samples of these steps
         self._limit = 1  # most samples to tell of; 1 so that nothing delays the first step
         self._end = start  # of these steps
-        self._lock = threading.Lock()
-        # No thread reads a step while another one is about to announce it.
-        self._turn: Any = threading.Lock() if self._is_remote else nullcontext()
+        self._lock = threading.Lock()  # no thread reads a step that another is about to announce
 
     def read(self, before: Position, after: Position, work: Callable[[], Any]) -> Any:
         """Does work that reads the samples of a step; those of later steps are read soon."""
-        if self._dataset is None:
+        if self._prefetch is None:
             return work()
         position = (before if self._is_remote else after).consumed_samples
         num_blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
         if self._is_remote or self._num_cold > 0:
             # The read itself will say what is wrong.
-            with suppress(BaseException), self._turn:
+            with suppress(BaseException), self._lock:
                 if steps := self._coming(position):
-                    self._dataset.prefetch(np.concatenate(steps))
+                    self._prefetch(np.concatenate(steps))
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
         has_read_disk = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock > num_blocks
@@ -358,27 +353,27 @@ class LookAhead:
     def _coming(self, position: int) -> list[NDArray[np.int64]]:
         """The sample numbers that the storage is not told of yet, by step; none for most steps."""
         steps: list[NDArray[np.int64]] = []
-        with self._lock:
-            while self._told and self._told[0][0] < position:
-                self._num_told -= self._told.popleft()[1]
-            self._end = max(self._end, position)
-            limit = self._limit if self._num_told < self._distance else 0
-            self._limit = self._distance + self._group
-            while self._num_told < limit and self._sampler.has_step(self._end):
-                steps.append(self._sampler.sample_numbers(self._end))
-                size = max(len(steps[-1]), 1)  # a rank's last step may be empty
-                self._told.append((self._end, size))
-                self._num_told += size
-                self._end = max(self._sampler.consumed_after(self._end), self._end + 1)
+        while self._told and self._told[0][0] < position:
+            self._num_told -= self._told.popleft()[1]
+        self._end = max(self._end, position)
+        limit = self._limit if self._num_told < self._distance else 0
+        # A quarter at a time: a call for a few samples costs as much as one for many.
+        self._limit = self._distance + max(self._distance // 4, 1)
+        while self._num_told < limit and self._sampler.has_step(self._end):
+            steps.append(self._sampler.sample_numbers(self._end))
+            size = max(len(steps[-1]), 1)  # a rank's last step may be empty
+            self._told.append((self._end, size))
+            self._num_told += size
+            self._end = max(self._sampler.consumed_after(self._end), self._end + 1)
         return steps
 
 
 def _print_stacks(seconds: float) -> None:
-    if (stream := sys.__stderr__) is not None:
-        with suppress(OSError, ValueError):  # it is closed
-            stream.write(f"millrace: a batch takes more than {seconds:g} s; all threads:\n")
-            stream.flush()
-            faulthandler.dump_traceback(stream)
+    stream: Any = sys.__stderr__
+    with suppress(AttributeError, OSError, ValueError):  # there is none, or it is closed
+        stream.write(f"millrace: a batch takes more than {seconds:g} s; all threads:\n")
+        stream.flush()
+        faulthandler.dump_traceback(stream)
 
 
 @contextmanager

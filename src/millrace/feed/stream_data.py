@@ -15,8 +15,7 @@ from millrace.forks import Renewed
 from millrace.samples.fields import Batch, BatchForm, SampleOptions
 from millrace.samples.rows import rows
 from millrace.samples.tokens import TokenBatch, TokenStream, fingerprint_of
-from millrace.sampling.samplers import RankSampler, SequentialSampler
-from millrace.store import IndexedDataset
+from millrace.sampling.samplers import RankSampler, SequentialSampler, num_steps
 
 
 class EndOfBatches(Exception):  # noqa: N818 - not an error
@@ -26,17 +25,14 @@ class EndOfBatches(Exception):  # noqa: N818 - not an error
 class StreamSampler(SequentialSampler):
     """A slice of each step of a stream, whose number of samples may be unknown."""
 
+    num_steps: Any
+
     def __init__(self, num_samples: int | None, **share: Any) -> None:
         super().__init__(MAX_INT64, **share)
-        self.has_end = num_samples is not None
-        if num_samples is not None:
+        if num_samples is None:
+            self.num_steps = None  # as `Sampler` has it
+        else:
             self.num_samples = num_samples
-
-    def num_steps(self, consumed_samples: int = 0) -> int:
-        if not self.has_end:
-            why = "; pass num_steps" if isinstance(self, ExternalBatches) else " of a stream"
-            raise TypeError(f"the number of steps is not known{why}")
-        return super().num_steps(consumed_samples)
 
 
 class StreamDataset:
@@ -170,8 +166,7 @@ class ExternalBatches(Renewed, StreamSampler):
 
     _iterator: Iterator[Any]
     _position: int  # of the iterator, or -1
-    _failure: BaseException | None  # of the batches: the first since one was read
-    _renewed = ("_lock", "_iterator", "_position", "_failure")
+    _renewed = ("_lock", "_iterator", "_position")
 
     def __init__(
         self,
@@ -195,7 +190,7 @@ class ExternalBatches(Renewed, StreamSampler):
         self.renew()
 
     def __len__(self) -> int:
-        return self.num_steps() * self.block_size
+        return num_steps(self) * self.block_size
 
     def batch(self, sample_numbers: ArrayLike) -> Any:
         """The batch of the step that starts at the first number.
@@ -207,19 +202,13 @@ class ExternalBatches(Renewed, StreamSampler):
         """
         start = int(np.asarray(sample_numbers)[0])
         with self._lock:
-            try:
-                iterator = self._iterator if start == self._position else self._open(start)
-                self._position = -1  # unknown, if `next` fails
-                self._iterator = iterator
-                batch = next(iterator, self)
-            except BaseException as error:
-                if self._failure is None and not isinstance(error, ResumeError):
-                    self._failure = error
-                raise
-            self._failure = None
+            iterator = self._iterator if start == self._position else self._open(start)
+            self._position = -1  # unknown, if `next` fails
+            self._iterator = iterator
+            batch = next(iterator, self)
             if batch is self:
                 self._position = start  # the end stays the end
-                if self.has_end:
+                if self.num_steps is not None:
                     raise ConfigError(
                         f"the batches end at or before consumed_samples={start}; "
                         f"num_steps={self.num_steps()} promises {len(self)} samples"
@@ -240,11 +229,10 @@ class ExternalBatches(Renewed, StreamSampler):
             return iter(self._batches(start))
         iterator = iter(self._batches)
         if iterator is self._batches and self._has_begun:
-            cause = "" if self._failure is None else f" after {self._failure!r}"
             raise ResumeError(
-                f"an iterator cannot go back to consumed_samples={start}{cause}: give an iterable "
-                "that can begin again, or a function of consumed_samples"
-            ) from self._failure
+                f"an iterator cannot go back to consumed_samples={start}: give an iterable that "
+                "can begin again, or a function of consumed_samples"
+            )
         self._has_begun = True
         end = sum(self.block_size for _ in islice(iterator, start // self.block_size))
         if end < start:
@@ -256,7 +244,7 @@ class ExternalBatches(Renewed, StreamSampler):
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._iterator, self._position, self._failure = iter(()), -1, None
+        self._iterator, self._position = iter(()), -1
 
 
 IN_TURN = (ExternalBatches, StreamDataset)  # without sample numbers: one thread reads them
@@ -265,17 +253,12 @@ IN_TURN = (ExternalBatches, StreamDataset)  # without sample numbers: one thread
 def check_dataset(dataset: Any) -> None:
     """Raises ConfigError for what is not a dataset, with the remedy."""
     missing = _missing(dataset, "__len__", "batch", "fingerprint")
-    if not missing or isinstance(dataset, StreamDataset):
-        return
-    if isinstance(dataset, IndexedDataset):
-        remedy = "GPTDataset(indexed_dataset, sequence_length=..., seed=...) makes samples of it"
-    elif isinstance(dataset, TokenStream):
-        remedy = "StreamDataset(stream, options) makes rows of its tokens"
-    elif hasattr(dataset, "dataset") and not hasattr(dataset, "__iter__"):
-        remedy = "give the dataset that it was made of, its attribute `dataset`"
-    else:
-        remedy = "give a GPTDataset, or ExternalBatches(batches, samples_per_step=...) of batches"
-    raise ConfigError(f"dataset is a {type(dataset).__name__}, which has no {missing}: {remedy}")
+    if missing and not isinstance(dataset, StreamDataset):
+        raise ConfigError(
+            f"dataset is a {type(dataset).__name__}, which has no {missing}: give a dataset, such "
+            "as the `dataset` that an adapter was made of, or GPTDataset(indexed_dataset, ...), "
+            "StreamDataset(stream, options), ExternalBatches(batches, samples_per_step=...)"
+        )
 
 
 def sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:

@@ -147,7 +147,9 @@ def finish(
     for name in form.fields:
         if name in fields:
             kind, array = fields[name]
-            batch[name] = _of_parts(array, parts) if kind == "part" else array
+            if kind == "part" and parts is not None:
+                array = _of_parts(array, parts.places)
+            batch[name] = array
         elif name == "document_numbers":
             raise ConfigError(
                 "document_numbers are not known: tokens were moved, or come from no token file. "
@@ -168,10 +170,10 @@ def _rows_of(tokens: TokenBatch, array: NDArray[Any], length: int) -> NDArray[An
     return out
 
 
-def _of_parts(array: NDArray[Any], parts: Any) -> NDArray[Any]:
+def _of_parts(array: NDArray[Any], places: Numbers) -> NDArray[Any]:
     """An array by part; for padding alone -1, or 0 if that does not fit."""
     padding = np.full((1, *array.shape[1:]), -1 if array.dtype.kind == "i" else 0)
-    return np.concatenate((array, padding.astype(array.dtype)))[parts.places]
+    return np.concatenate((array, padding.astype(array.dtype)))[places]
 
 
 def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: int) -> Batch:

@@ -1,6 +1,5 @@
 """A sampler that deals the packs of each global batch so that every rank has as much work."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -150,8 +149,7 @@ class DocumentCosts:
 
     def __post_init__(self) -> None:
         for name in ("quadratic", "linear"):
-            if not 0 <= check_float(name, getattr(self, name)) < math.inf:
-                raise ConfigError(f"{name} must be 0 or more, not {getattr(self, name)}")
+            check_float(name, getattr(self, name), 0, _MAX_COST)
         check_int("multiple", self.multiple, 1)
 
     @classmethod

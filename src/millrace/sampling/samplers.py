@@ -297,14 +297,13 @@ class CyclicSampler(Renewed, RankSampler):
     def consumed_after(self, consumed_samples: int) -> int:
         return self._step_start(consumed_samples) + self.block_size
 
-    def check_position(self, consumed_samples: int) -> None:
-        self._step_start(consumed_samples)
-
     def consumed_at(self, step: int) -> int:
         return check_int("step", step, 0, MAX_INT64) * self.block_size
 
     def step_at(self, consumed_samples: int) -> int:
         return self._step_start(consumed_samples) // self.block_size
+
+    check_position = step_at
 
     def fingerprint(self) -> dict[str, Any]:
         return {

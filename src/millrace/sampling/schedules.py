@@ -166,12 +166,10 @@ class RampUp(BatchSizeSchedule):
         # Up to `samples`, Megatron-LM's size is start + int(consumed / (samples / increments)) *
         # increment, in float64; after that, the final size. Sizes of no number of samples fall out.
         changes, ramp = {0: self.start}, range(self.samples + 1)
+        per_increment = self.samples / max(num_increments, 1)
         for number in range(1, num_increments + 1):
-            per_increment = self.samples / num_increments
-            guess = int(number * per_increment)  # at most 2 away
-            near = ramp[max(guess - 2, 0) : guess + 3]
-            place = bisect_left(near, number, key=lambda consumed: int(consumed / per_increment))
-            changes[near.start + place] = self.start + number * self.increment
+            first = bisect_left(ramp, number, key=lambda consumed: int(consumed / per_increment))
+            changes[first] = self.start + number * self.increment
         super().__init__([*changes.items()])
 
 
@@ -182,11 +180,11 @@ def _checked_changes(changes: Any) -> tuple[tuple[int, int], ...]:
     try:
         pairs = [(start, size) for start, size in changes]
     except (TypeError, ValueError):
+        pairs = []
+    if not pairs:
         raise ConfigError(
             f"changes are {shown(changes)}; give pairs (consumed_samples, global_batch_size)"
-        ) from None
-    if not pairs:
-        raise ConfigError("there are no changes; give at least (0, global_batch_size)")
+        )
     checked: list[tuple[int, int]] = []
     least, most = 0, 0  # the first change is at 0, the others ascend
     for place, (start, size) in enumerate(pairs):
