@@ -93,5 +93,5 @@ def test_a_state_moves_to_any_position_of_the_same_stream() -> None:
     assert one.batch(3)["tokens"].tolist() == batches[3]
     with pytest.raises(ResumeError, match="seed: saved 0, now 5"):
         loader(stream=Tokenised(seed=5)).load_state_dict(state)
-    with pytest.raises(TypeError, match="number of steps is not known"):
+    with pytest.raises(TypeError, match="has no number of steps"):
         len(one)

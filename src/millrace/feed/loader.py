@@ -10,9 +10,15 @@ from typing import Any
 
 from millrace.checks import check_float, check_int, plain_json, shown
 from millrace.errors import ConfigError
-from millrace.feed.metrics import step_metrics
 from millrace.feed.state import STATE_VERSION, Fingerprint, Position
-from millrace.feed.steps import Step, StepMaker, StepQueue, WaitStats, stacks_printed_after
+from millrace.feed.steps import (
+    Step,
+    StepMaker,
+    StepQueue,
+    WaitStats,
+    stacks_printed_after,
+    step_metrics,
+)
 from millrace.feed.stream_data import IN_TURN, StreamDataset, check_dataset, sampler_of
 from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset
@@ -67,6 +73,9 @@ class Loader(Renewed):
         watchdog: Seconds of waiting for a batch after which stderr shows what all threads do. None:
             never.
 
+    Attributes:
+        dataset, sampler: What the loader draws from, and what says which samples the rank takes.
+
     Raises:
         ConfigError: A number outside its limits, what is not a dataset or sampler, or a fingerprint
             that a saved state cannot hold.
@@ -115,10 +124,9 @@ class Loader(Renewed):
         form = form_of(
             fields, token_dtype=token_dtype, share_labels=share_labels, vocab_size=vocab_size
         )
-        self.transform = transform
-        if prefetch is not None:
-            prefetch = check_int("prefetch", prefetch, 0, _MAX_PREFETCH)
-        self._prefetch = prefetch
+        self.dataset, self.sampler, self.transform = dataset, sampler, transform
+        limit = None if prefetch is None else check_int("prefetch", prefetch, 0, _MAX_PREFETCH)
+        self._prefetch = limit
         threads = check_int("threads", threads, 1, _MAX_THREADS)
         threads = 1 if isinstance(dataset, IN_TURN) else threads
         self._maker = StepMaker(dataset, sampler, form, prepare, threads)
@@ -136,16 +144,6 @@ class Loader(Renewed):
             if consumed_samples != 0:
                 raise
             self._problem = error
-
-    @property
-    def dataset(self) -> Dataset | StreamDataset:
-        """What the loader draws from."""
-        return self._maker.dataset
-
-    @property
-    def sampler(self) -> Sampler:
-        """What says which samples this rank takes at each step."""
-        return self._maker.sampler
 
     @property
     def consumed_samples(self) -> int:

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 
 from millrace.checks import check_int, shown
 from millrace.errors import ConfigError, MillraceError
-from millrace.feed.metrics import batch_metrics
 from millrace.feed.state import Position
 from millrace.feed.stream_data import IN_TURN, EndOfBatches, StreamDataset
+from millrace.files import checksum
 from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset, batch_of_form
-from millrace.samples.fields import BatchForm
+from millrace.samples.fields import FIELDS, BatchForm
+from millrace.samples.tokens import Numbers
 from millrace.sampling import Sampler
 
 _PARTS = ("sampler", "dataset", "prepare")  # of the work for a step, in their order
@@ -144,6 +145,31 @@ def failed_step(before: Position, error: BaseException, numbers: Any = None) -> 
         elif hasattr(error, "add_note") and place not in getattr(error, "__notes__", ()):
             error.add_note(place)  # not on Python 3.10
     return Step(before, error=error)
+
+
+def batch_metrics(batch: Any) -> dict[str, float]:
+    """Tokens, the share of them that is trained on, and a checksum; nothing without arrays."""
+    items = [(name, batch.get(name)) for name in FIELDS] if isinstance(batch, dict) else []
+    arrays = {k: v for k, v in items if isinstance(v, np.ndarray) and v.dtype.kind in "biuf"}
+    if "tokens" not in arrays:
+        return {}
+    metrics: dict[str, float] = {"tokens": arrays["tokens"].size}
+    if "loss_mask" in arrays:
+        metrics["trained_share"] = float(arrays["loss_mask"].sum()) / max(metrics["tokens"], 1)
+    # Dashboards keep numbers as float64, which is exact up to 53 bits.
+    metrics["checksum"] = int(checksum(map(np.ascontiguousarray, arrays.values())), 16) >> 11
+    return metrics
+
+
+def step_metrics(dataset: Any, numbers: Numbers) -> dict[str, float]:
+    """The same of some samples, which are read for it; and tokens and epochs by source."""
+    metrics = batch_metrics(getattr(dataset, "counted", dataset.batch)(numbers))
+    sources = dataset.sources_of(numbers) if hasattr(dataset, "sources_of") else {}
+    for name, (count, epochs) in sources.items():
+        metrics[f"tokens/{name}"] = count * (metrics["tokens"] // max(len(numbers), 1))
+        if epochs is not None:
+            metrics[f"epoch/{name}"] = epochs
+    return metrics
 
 
 @dataclass

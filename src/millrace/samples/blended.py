@@ -276,11 +276,10 @@ def _build_blend_order(
 
 def _form(dataset: Any) -> dict[str, str]:
     """Dtype and shape of a sample's arrays by name. Token files are not opened for it."""
-    if isinstance(dataset, TokenDataset) and dataset.options is not None:
-        shape = [dataset.options.sequence_length]
+    options = getattr(dataset, "all_options", [None])[0]
+    if options is not None:
+        shape = [options.sequence_length]
         return {name: f"{'float32' if name == 'loss_mask' else 'int64'} {shape}" for name in FIELDS}
-    if isinstance(dataset, BlendedDataset):
-        return _form(dataset.datasets[0])
     return _layout(dataset.batch(np.empty(0, np.int64)))
 
 

@@ -305,8 +305,8 @@ class TokenDataset:
 class TransformedDataset(TokenDataset):
     """A dataset whose samples are transformed.
 
-    Tokens and labels are made of the transformed tokens by the options of the dataset; then the
-    loss mask is set to 0 wherever the label is a token that is not trained on.
+    Rows are made of the transformed tokens by the options of the dataset; if it has none, they are
+    its own. The loss mask is 0 wherever the label is a token that is not trained on.
 
     Args:
         dataset: `GPTDataset`, `BlendedDataset`, or another dataset with a method `tokens` and, if a
@@ -324,8 +324,7 @@ class TransformedDataset(TokenDataset):
             raise ConfigError("the dataset is transformed already: give all transforms in one list")
         super().__init__(dataset, getattr(dataset, "options", None), transforms)
         self.dataset = dataset
-        self._moves_tokens = any(one.changes_tokens for one in self.transforms)
-        if self._moves_tokens and self.options is None:
+        if self.options is None and any(one.changes_tokens for one in self.transforms):
             why = "a transform that changes tokens needs options, the same for all samples"
             raise ConfigError(f"{why}: transform each dataset of the blend alone")
 
@@ -335,7 +334,7 @@ class TransformedDataset(TokenDataset):
         return getattr(self.dataset, "check_steps", None)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
-        if self._moves_tokens or (self.options is not None and is_ours(self.dataset)):
+        if self.options is not None:
             return super()._batch(numbers, form)
         batch = batch_of_form(self.dataset, numbers, form)
         if form is not None and "loss_mask" not in form.fields:

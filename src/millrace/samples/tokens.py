@@ -334,8 +334,7 @@ class TokenStream(Protocol):
 def fingerprint_of(source: Any, consumed_samples: int | None) -> dict[str, Any]:
     """The fingerprint of a source, order or dataset, whose method may take no argument."""
     method = source.fingerprint
-    function = getattr(method, "__func__", None)
-    takes_count = _takes_count(function) if function else _takes_count.__wrapped__(method)
+    takes_count = _takes_count(getattr(method, "__func__", method))
     fingerprint = method(consumed_samples) if takes_count else method()
     if not isinstance(fingerprint, Mapping):
         name = type(source).__name__
