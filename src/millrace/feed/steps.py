@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -187,22 +187,16 @@ class WaitStats:
     steps: int = 0
     waited_steps: int = 0
     seconds: float = 0.0
-    by_cause: dict[str, float] = field(default_factory=dict)
-
-    def add_wait(self, seconds: float, cause: str) -> None:
-        self.waited_steps += 1
-        self.seconds += seconds
-        self.by_cause[cause] = self.by_cause.get(cause, 0.0) + seconds
+    by_cause: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class StepQueue:
     """Steps in their order, made by threads before they are asked for.
 
     One thread at a time claims the next step; each makes its own. A step needs one of `prefetch`
-    permits (None: 2 for each thread, or more if steps are small), which `take` gives back. After a
-    step that failed no other is made. A thread that waits for a permit does not know its queue, so
-    an unused loader is collected, also if its own dataset refers to it. `position` is where the
-    next step to hand out starts; -1 after `close`.
+    permits (None: 2 for each thread, or more if steps are small), which `take` gives back. A thread
+    that waits for a permit does not know its queue, so an unused loader is collected. `position` is
+    where the next step to hand out starts; -1 after `close`.
     """
 
     def __init__(self, maker: StepMaker, start: Position, prefetch: int | None) -> None:
@@ -342,9 +336,8 @@ def _work(queue_ref: weakref.ref[StepQueue], permits: SimpleQueue[Any]) -> None:
 class LookAhead:
     """Prefetches the samples of coming steps, if the dataset has `prefetch`.
 
-    The storage brings in cold samples side by side. For samples in memory the calls would cost more
-    than reading them: they are made only after a read from the disk, and always for remote storage,
-    also for the step in hand: what was not announced is asked for one dataset after the other.
+    For samples in memory the calls would cost more than reading them: they are made only after a
+    read from the disk, and always for remote storage, there also for the step in hand.
     """
 
     def __init__(self, dataset: Any, sampler: Sampler, start: int) -> None:

@@ -158,9 +158,7 @@ class TokenDataset:
     def spans(self, sample_numbers: ArrayLike) -> Any:
         """The `Spans` that the samples of these numbers are made of, not yet transformed.
 
-        Raises:
-            ConfigError, IndexError, DataError: As `batch`.
-            AttributeError: The source has no method `spans`.
+        It raises the errors of `batch`, and AttributeError if the source has no `spans`.
         """
         return self.source.spans(check_numbers(sample_numbers, len(self)))
 
@@ -273,8 +271,7 @@ class TokenDataset:
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         """Tells the storage, or the source, that these samples are read soon, without waiting.
 
-        Raises:
-            ConfigError, IndexError, DataError: As `batch`.
+        It raises the errors of `batch`.
         """
         numbers = check_numbers(sample_numbers, len(self))
         if hasattr(self.source, "prefetch"):

@@ -318,13 +318,11 @@ class CyclicSampler(Renewed, RankSampler):
         consumed_samples = check_int("consumed_samples", consumed_samples, 0, MAX_INT64)
         start = consumed_samples // self.block_size * self.block_size
         if start < consumed_samples:
-            epoch, position = divmod(consumed_samples, self.samples_per_epoch)
-            common = math.gcd(position, self.samples_per_epoch)
+            common = math.gcd(consumed_samples, self.samples_per_epoch)
             raise ConfigError(
-                f"consumed_samples is {consumed_samples}, which is {position} samples into epoch "
-                f"{epoch}; a step takes micro_batch_size * data_parallel_size = {self.block_size} "
-                f"samples and starts at {start} or {start + self.block_size}. Resume with a "
-                f"micro batch and a number of ranks whose product divides {common}"
+                f"consumed_samples is {consumed_samples}; a step takes micro_batch_size * "
+                f"data_parallel_size = {self.block_size} samples and starts at {start} or "
+                f"{start + self.block_size}. Resume with a product of both that divides {common}"
             )
         return start
 
