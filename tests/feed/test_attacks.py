@@ -241,15 +241,6 @@ time.sleep(1)
     assert "Timeout" in (tmp_path / "own").read_text()
 
 
-def test_fields_of_another_dataset_are_picked() -> None:
-    batch = next(small_loader(fields=("tokens",), token_dtype="int32"))
-    assert (batch["tokens"].dtype, batch["tokens"].tolist()) == (np.int32, [0, 1])
-    with pytest.raises(DataError, match="token id 1, which is outside"):
-        next(small_loader(fields=("tokens",), vocab_size=1))
-    with pytest.raises(ConfigError, match="Numbers returns tokens; it has no labels"):
-        next(small_loader(fields=("tokens", "labels")))
-
-
 @FORKS
 def test_a_fork_starts_threads_of_its_own() -> None:
     loader = small_loader(threads=2, prefetch=4)

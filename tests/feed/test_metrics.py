@@ -18,9 +18,10 @@ from millrace import (
     build_datasets,
     write_loss_ranges,
 )
-from millrace.feed import ExternalBatches, SampleOptions, StreamDataset, TokenBatch
+from millrace.feed import ExternalBatches, StreamDataset
 from tests.conftest import write_documents
 from tests.feed.helpers import Numbers
+from tests.feed.test_external import OPTIONS, Counting
 
 OWN: dict[str, Any] = {"sequence_length": 8, "seed": 1, "loss_ranges": "apply"}
 
@@ -70,15 +71,8 @@ def test_counters_are_those_of_the_batches(order: str, prefetch: int, prefixes: 
 
 
 def test_datasets_of_other_kinds(prefixes: list[str]) -> None:
-    class Counting:
-        def read(self, state: Any, count: int) -> Any:
-            return TokenBatch(np.arange(5 * count), 5 * np.arange(1, count + 1)), {}
-
-        def fingerprint(self, consumed_samples: Any = None) -> dict[str, Any]:
-            return {}
-
     one = GPTDataset(IndexedDataset(prefixes[0]), **OWN | {"loss_ranges": "ignore"})
-    stream = StreamDataset(Counting(), SampleOptions(sequence_length=4))
+    stream = StreamDataset(Counting(), OPTIONS)
     odd = {"tokens": np.array(["text", None])}
     external = ExternalBatches([{"tokens": np.ones((4, 4))}, odd, "text"], samples_per_step=4)
 
@@ -91,7 +85,7 @@ def test_datasets_of_other_kinds(prefixes: list[str]) -> None:
         (one, {"tokens": 32, f"tokens/{prefixes[0]}": 32, "trained_share": 1.0}),
         (Numbers(), {"tokens": 4}),
         (BlendedDataset([Numbers(), Numbers()], [1, 1], 20), {"tokens": 4, "tokens/Numbers": 4}),
-        (stream, {"tokens": 16, "trained_share": 1.0}),
+        (stream, {"tokens": 12, "trained_share": 1.0}),
         (external, {"tokens": 16}),
     ):
         share = {} if dataset is external else {"micro_batch_size": 4}

@@ -155,20 +155,3 @@ def test_a_blend_refuses_a_batch_of_another_form(batch: dict[str, np.ndarray]) -
 
     with pytest.raises(DataError, match=r"Changing returned .* needed"):
         BlendedDataset([Tokens(), Changing()]).batch(np.arange(20))
-
-
-def test_a_source_without_options_keeps_its_own_view(make_dataset: Make) -> None:
-    class Wrapped:
-        def __init__(self, dataset: GPTDataset) -> None:
-            self.source, self.batch = dataset.source, dataset.batch
-            self.fingerprint = dataset.fingerprint
-
-        def __len__(self) -> int:
-            return 20
-
-    data = make_dataset([300])
-    plain = GPTDataset(data, sequence_length=8, seed=1)
-    masked = GPTDataset(data, sequence_length=8, seed=1, pad_token=int(plain[0]["labels"][0]))
-    batch = BlendedDataset([Wrapped(plain), Wrapped(masked)]).batch(np.arange(40))
-    alone = [dataset.batch(np.arange(20))["loss_mask"].sum() for dataset in (plain, masked)]
-    assert batch["loss_mask"].sum() == sum(alone) < 40 * 8

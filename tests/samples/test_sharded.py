@@ -307,16 +307,3 @@ def test_a_forked_process_reads_it(folder: Path, sequences: NDArray[Any], access
     dataset, expected = ShardedDataset(folder, access=access), sequences[[0, 22]]
     dataset.batch([3])
     assert is_true_in_child(lambda: np.array_equal(dataset.batch([0, 22])["tokens"], expected))
-
-
-def test_it_blends_with_datasets_of_other_options(
-    folder: Path, sequences: NDArray[Any], tmp_path: Path
-) -> None:
-    write_pair(tmp_path / "text", [np.arange(100, 181)])
-    gpt = GPTDataset(IndexedDataset(tmp_path / "text"), seed=1, sequence_length=8)
-    blend = BlendedDataset([ShardedDataset(folder), gpt], [0.5, 0.5], 20)
-    batch = blend.batch(np.arange(20))
-    rows = np.flatnonzero(blend.dataset_index == 0)
-    assert batch["tokens"][rows].tolist() == sequences[: len(rows)].tolist()
-    assert np.all(batch["loss_mask"][rows, -1] == 0)
-    assert np.all(batch["loss_mask"][blend.dataset_index == 1] == 1)
