@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.checks import check_floats, check_int
+from millrace.checks import check_floats
 from millrace.deferred import Deferred
 from millrace.errors import ConfigError, DataError
 from millrace.order import BlendOrder, Mixture, Spans, build_blend_indices, normalize
@@ -260,7 +260,6 @@ def _form_of_rows(form: BatchForm | None) -> BatchForm | None:
 def _build_blend_order(
     datasets: Sequence[Dataset], weights: Sequence[float] | None, size: int | None
 ) -> BlendOrder:
-    size = None if size is None else check_int("the blend's size", size, 0)
     if weights is not None:
         weights = check_floats("the weights", weights)
         if len(weights) != len(datasets):

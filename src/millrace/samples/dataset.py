@@ -321,7 +321,8 @@ class TransformedDataset(TokenDataset):
             raise ConfigError("the dataset is transformed already: give all transforms in one list")
         super().__init__(dataset, getattr(dataset, "options", None), transforms)
         self.dataset = dataset
-        if self.options is None and any(one.changes_tokens for one in self.transforms):
+        self._moves_tokens = any(one.changes_tokens for one in self.transforms)
+        if self._moves_tokens and self.options is None:
             why = "a transform that changes tokens needs options, the same for all samples"
             raise ConfigError(f"{why}: transform each dataset of the blend alone")
 
@@ -331,10 +332,11 @@ class TransformedDataset(TokenDataset):
         return getattr(self.dataset, "check_steps", None)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
-        if self.options is not None:
+        has_mask = form is None or "loss_mask" in form.fields
+        if self.options is not None and (self._moves_tokens or has_mask):
             return super()._batch(numbers, form)
         batch = batch_of_form(self.dataset, numbers, form)
-        if form is not None and "loss_mask" not in form.fields:
+        if not has_mask:
             return batch
         # The dataset may keep the dict that it returned.
         return {**batch, "loss_mask": mask_losses(batch["loss_mask"], self._tokens(numbers))}
