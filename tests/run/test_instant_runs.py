@@ -28,6 +28,7 @@ from millrace import (
 )
 from millrace.run import InstantConfig, config_from, read_arguments
 from millrace.run.skips import Skips
+from millrace.sampling import BalancedSampler
 from tests.conftest import write_documents
 from tests.order.instant_model import Model
 from tests.order.test_phases import cases
@@ -436,6 +437,13 @@ def test_transforms_see_the_numbers_of_the_run(tmp_path: Path) -> None:
         assert batch["sample_numbers"].tolist() == transform.seen == [0, 1, 5, 6]
         assert batch["tokens"].dtype == np.uint16
         assert batch["dataset_numbers"].tolist() == (batch["tokens"][:, 0] < 10_000).tolist()
+
+
+def test_samples_are_balanced_also_after_some_were_drawn(tmp_path: Path) -> None:
+    dataset, share = train_of(make_run(tmp_path)), {"global_batch_size": 4, "micro_batch_size": 1}
+    before = BalancedSampler.of(dataset, **share).sample_numbers(0).tolist()
+    dataset.batch([0, 1, 2])
+    assert BalancedSampler.of(dataset, **share).sample_numbers(0).tolist() == before
 
 
 def test_an_empty_batch_is_of_a_source_that_takes_part(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class SourceFile:
 
     Attributes:
         prefix: Absolute path prefix of the pair.
-        is_remote: As of `StoredTokens`.
+        is_remote, look_ahead: As of `StoredTokens`.
         dtype: Dtype of the tokens as they are read.
         num_tokens: Number of tokens, by the size of the file.
         part: First token of the source's part, and end, before they are moved to documents.
@@ -57,6 +57,7 @@ class SourceFile:
         path, index = self.prefix + BIN, self.prefix + IDX
         storage = storage_of(path, config.storage)
         self.is_remote = storage is not LOCAL
+        self.look_ahead = 4 * getattr(storage, "requests", 64)
         try:
             size = storage.stat(path).size
             if dtype is None:

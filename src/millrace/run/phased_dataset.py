@@ -230,6 +230,9 @@ class _OnDemand(dict[int, GPTDataset]):
     def __len__(self) -> int:
         return self._size
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
+
     def __missing__(self, number: int) -> GPTDataset:
         self[number] = self._make(number)
         return self[number]

@@ -116,6 +116,11 @@ class StoredTokens:
         reader = self.store.reader
         return hasattr(reader, "prefetch") and not getattr(reader, "is_local", False)
 
+    @property
+    def look_ahead(self) -> int:
+        """Number of samples to announce: four times the requests in flight."""
+        return 4 * getattr(getattr(self._file, "storage", None), "requests", 64)
+
     def ranges(self, sample_numbers: Numbers) -> tuple[Numbers, Numbers]:
         """Offset and size in bytes of each piece of the samples, in the store's reader."""
         with core_errors(_OUTSIDE):
