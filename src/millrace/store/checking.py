@@ -139,37 +139,28 @@ def make_pool(threads: int | None) -> ThreadPoolExecutor:
 
 
 def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
-    """Checks again if a new pair was published meanwhile, as the old sidecar is not for it."""
-    for _ in range(10):
-        before, checks = _identities(prefix), Checks(prefix, pool, on_bytes)
-        _check_pair(prefix, checks)
-        if not checks.report.problems or _identities(prefix) == before:
-            break
-    return checks.report
-
-
-def _identities(prefix: str) -> list[Any] | None:
-    with contextlib.suppress(OSError, ValueError):  # a prefix that no file can have
-        storage = storage_of(prefix)
-        return [storage.stat(path) for path in paths_to_read(prefix) if exists(storage, path)]
-    return None
-
-
-def _check_pair(prefix: str, checks: Checks) -> None:
-    sums: dict[str, Any] = {}
+    """Opens all files before it reads any: another pair may be published meanwhile."""
+    checks, sums = Checks(prefix, pool, on_bytes), dict[str, Any]()
     with checks.errors_of():
         info = read_info(prefix)
         sums = vars(info.checksums) if info and info.checksums else {}
     checks.report.has_checksums = bool(sums)
     with checks.errors_of():
-        data, index = open_pair(prefix, "file", storage=storage_of(prefix))
+        storage, path = storage_of(prefix), paths_to_read(prefix).origins
+        data, index = open_pair(prefix, "file", storage=storage)
         assert data is not None
+        origins = storage.open(path, "file") if exists(storage, path) else None
         checks.blocks(prefix + IDX, index, sums.get("idx"))
         checks.blocks(prefix + BIN, data, sums.get("bin"), partial(_sequences_in, prefix))
         dataset = IndexedDataset(prefix, access="file")
         dataset.check()
         check_split(prefix)
-        _check_origins(dataset, sums.get("origins"), checks)
+        if origins is not None:
+            checks.blocks(path, origins, sums.get("origins"))
+        if not checks.report.problems:  # the fingerprint of a damaged pair may have changed
+            with contextlib.suppress(ConfigError):  # pyarrow is not installed
+                _check_origins(dataset, has_sums=sums.get("origins") is not None)
+    return checks.report
 
 
 def _sequences_in(prefix: str, start: int, stop: int) -> str:
@@ -180,16 +171,8 @@ def _sequences_in(prefix: str, start: int, stop: int) -> str:
     return f"sequences {numbers[0]} to {numbers[1]}, documents {documents[0]} to {documents[1]}"
 
 
-def _check_origins(dataset: IndexedDataset, sums: Checksums | None, checks: Checks) -> None:
-    """Compares every byte of the sidecar of origins; without checksums, reads every row."""
-    path, storage = paths_to_read(dataset.prefix).origins, dataset.storage
-    if not exists(storage, path):
-        return
-    checks.blocks(path, storage.open(path, "file"), sums)
-    if checks.report.problems:  # the fingerprint of a damaged pair may have changed
-        return
-    with contextlib.suppress(ConfigError):  # pyarrow is not installed
-        origins = dataset.origins_file
-        if origins is not None and sums is None:
-            for _ in origins.tables(0, dataset.num_documents):
-                pass
+def _check_origins(dataset: IndexedDataset, has_sums: bool) -> None:
+    """Compares the sidecar of origins with the pair; without checksums, reads every row."""
+    if dataset.origins_file is not None and not has_sums:
+        for _ in dataset.origins_file.tables(0, dataset.num_documents):
+            pass
