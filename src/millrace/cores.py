@@ -6,12 +6,10 @@ import math
 import os
 from collections.abc import Iterator
 
-# The files that limit a control group, by controller and version.
+# The files that limit a control group, of version 2 and of version 1.
 _LIMITS = {
-    ("cpu", 1): ("cpu.cfs_quota_us", "cpu.cfs_period_us"),
-    ("cpu", 2): ("cpu.max",),
-    ("memory", 1): ("memory.limit_in_bytes",),
-    ("memory", 2): ("memory.max",),
+    "cpu": (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+    "memory": (("memory.max",), ("memory.limit_in_bytes",)),
 }
 
 
@@ -46,22 +44,16 @@ def _limits(controller: str, folder: str, own: str) -> Iterator[list[int]]:
         lines = _text(own).splitlines()
     except (OSError, ValueError):  # not Linux, or not readable
         return
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if not path:
-            continue
-        if controllers == "":  # version 2, alone or beside version 1
-            mounts, version = ("", "unified"), 2
-        elif controller in controllers.split(","):
-            mounts, version = (controller, controllers), 1
-        else:
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") > 1):
+        # Of version 2, alone or beside version 1, a line names no controllers.
+        mounts = (controller, controllers) if controllers else ("", "unified")
+        if controllers and controller not in controllers.split(","):
             continue
         parts = path.strip("/").split("/")  # of a group, and a container may only see a parent
         parents = ["/".join(parts[:count]) for count in range(len(parts) + 1)]
-        for mount, group in itertools.product(mounts, parents):
+        for mount, group, names in itertools.product(mounts, parents, _LIMITS[controller]):
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                base = os.path.join(folder, mount, group)
-                texts = [_text(base, name) for name in _LIMITS[controller, version]]
+                texts = [_text(folder, mount, group, name) for name in names]
                 yield [int(number) for text in texts for number in text.split()]
 
 
