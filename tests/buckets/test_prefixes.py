@@ -83,7 +83,7 @@ def test_random_cases_under_faults(
     tmp_path: Path, bucket: Bucket, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Faults that are shorter than the limit change no batch, and are not seen."""
-    for name in ("storage.mirror.BLOCK", "storage.objects.BLOCK", "store.info.BLOCK_SIZE"):
+    for name in ("storage.mirror.BLOCK", "storage.transfers.BLOCK", "store.info.BLOCK_SIZE"):
         monkeypatch.setattr(f"millrace.{name}", 4096)
     monkeypatch.setattr("millrace.storage.mirror.FIRST", 0)  # pieces that no sidecar can check
     random = np.random.default_rng(seed)

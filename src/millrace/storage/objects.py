@@ -6,34 +6,31 @@ of each reply are compared. So all bytes that are read are those of one object, 
 
 import contextlib
 import functools
-import json
 import os
 import random
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from millrace.checks import check_float, check_folder, check_int
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
 from millrace.forks import Renewed
-from millrace.names import BIN, IDX, INFO
-from millrace.storage import (
-    BUCKET_SCHEMES,
-    Access,
-    Bytes,
-    Identity,
-    Numbers,
-    StoredFile,
-    gather_range,
-)
+from millrace.names import IDX
+from millrace.storage import BUCKET_SCHEMES, Access, Identity, StoredFile
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
-from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
+from millrace.storage.mirror import Mirror
 from millrace.storage.msc import ProfileStore
-from millrace.storage.transfers import Ahead, RequestPool, client_use, closing, note_use
+from millrace.storage.transfers import (
+    ObjectFile,
+    RequestPool,
+    changed,
+    closing,
+    identity_of,
+    note_use,
+)
 
 T = TypeVar("T")
 
@@ -282,7 +279,7 @@ def _problem_of(path: str, error: BaseException) -> str:
     if _EXPIRED.search(text):
         return f"{path} was refused, because the credentials or the signature expired: {text}"
     if kind == "PreconditionError":
-        raise _changed(path, "another object")
+        raise changed(path, "another object")
     if status in (401, 403) or kind == "PermissionDeniedError":
         remedy = "Check the credentials, and what they may read"
         raise StorageError(f"{path} was denied: {text}. {remedy}") from None
@@ -292,17 +289,6 @@ def _problem_of(path: str, error: BaseException) -> str:
     if is_final or is_local:
         raise StorageError(f"{path} cannot be read: {text}") from None
     return f"{path} cannot be read: {text}"
-
-
-def _changed(path: str, now: str) -> StorageError:
-    return StorageError(
-        f"{path} changed after it was opened: it is {now} now. Objects of a run must not change: "
-        "write new data under a new name"
-    )
-
-
-def identity_of(meta: Any) -> Identity:
-    return Identity(meta["size"], int(meta["last_modified"].timestamp()) * 10**9, meta["e_tag"])
 
 
 @dataclass(frozen=True)
@@ -327,115 +313,3 @@ class PinnedObjects:
 
     def list(self, prefix: str) -> Iterator[str]:
         return self.base.list(prefix)
-
-
-class ObjectFile(Ahead):
-    """An object as it was when it was opened, read by ranges."""
-
-    _renewed = ("_parts", "_lock", "following")
-
-    def __init__(
-        self, storage: ObjectStorage, path: str, identity: Identity, mirror: Mirror | None = None
-    ) -> None:
-        self._storage, self._path = storage, path
-        self.identity, self.size = identity, identity.size
-        self._copy: Copy | None = None
-        if mirror is not None and self.size > 0:
-            self._copy = copy_of(mirror, path, identity)
-        self.renew()
-
-    def read(self, byte_offset: int, num_bytes: int) -> Bytes:
-        return gather_range(self, byte_offset, byte_offset + num_bytes)
-
-    def after_fork(self) -> None:
-        super().after_fork()
-        self.following: Any = None  # what is read after this one; False: nothing, None: unknown
-
-    def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
-        if self._copy is None or not self._copy.is_whole():
-            super().prefetch(byte_offsets, byte_counts)
-        elif len(byte_offsets) > 0:
-            last = int(byte_offsets[-1])
-            self._fill_ahead(self._copy, last, last + int(byte_counts[-1]))
-
-    def gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:
-        data = None if self._copy is None else self._copy.gather(byte_offsets, byte_counts)
-        if data is None:
-            return super().gather(byte_offsets, byte_counts)
-        if self._parts:
-            with self._lock:
-                self._parts.clear()  # they were announced before all of the copy was there
-        return data
-
-    def start(self, start: int, stop: int) -> Any:
-        if self._copy is not None:
-            self._fill_ahead(self._copy, start, stop)
-            if (data := self._copy.read(start, stop)) is not None:
-                return data
-        return self._submit(self._fetch_or_fill, start, stop)
-
-    def _submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """A `Future` of some work, which is given a fetch whose time limit counts from now."""
-        note_use()  # in a forked child the work might wait for a lock of the parent
-        return self._storage.pool.submit(work, *arguments, partial(self._fetch, time.monotonic()))
-
-    def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
-        """Asks for the blocks that come next where bytes [start, stop) of a shard read on.
-
-        A random order, which does by chance, may not need those. A forked child does not ask: it
-        cannot fetch, and its parent's threads may hold the locks.
-        """
-        file, is_refused = self, client_use["was_forked"] or self.following is None
-        first, end = (0, 0) if is_refused else copy.blocks_ahead(start, stop)
-        while file and file._copy is not None and end > first:
-            for block in file._copy.new_blocks(first, end):
-                file._submit(file._copy.fill, *block, file._sums)
-            first, end = 0, end - file._copy.num_blocks
-            file = file.following
-
-    def _fetch_or_fill(self, start: int, stop: int, fetch: Callable[..., Any]) -> Any:
-        copy, data = self._copy, None
-        if copy is not None and copy.fill(start, stop, self._sums, fetch):
-            data = copy.read(start, stop)
-        return fetch(start, stop) if data is None else data
-
-    def _sums(self) -> list[str]:
-        """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            if self._path.endswith(BIN):
-                path = self._path.removesuffix(BIN) + INFO
-                sidecar = ObjectFile(self._storage, path, self._storage.stat(path))
-                # By this thread: the pool's others may all wait for these checksums.
-                data = sidecar._fetch(time.monotonic(), 0, sidecar.size)
-                sums = json.loads(bytes(data))["checksums"]
-                kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
-                if kind == ("xxh3_64", BLOCK, self.size):
-                    return list(sums["bin"]["blocks"])
-        return []
-
-    def _fetch(
-        self, begin: float, start: int, stop: int, is_right: Callable[[Any], bool] | None = None
-    ) -> Any:
-        """Bytes [start, stop) of the object, and of no other; asked for at `begin`."""
-        options: Any = {"range": (start, stop)}
-        if self.identity.version is not None:
-            options["if_match"] = self.identity.version
-
-        def request(store: Any, key: str) -> Any:
-            reply = store.get(key, options=options)
-            now = identity_of(reply.meta)
-            if now[::2] != self.identity[::2]:
-                is_now = f"an object of {now.size} bytes and the ETag {now.version}"
-                raise _changed(self._path, is_now)
-            body = reply.bytes()
-            if reply.range != (start, stop) or len(body) != stop - start:
-                problem = f"{len(body)} bytes came for bytes {start} to {stop}"
-                raise EOFError(f"wrong length: {problem}")
-            if is_right is not None and not is_right(body):
-                raise EOFError(f"bytes {start} to {stop} do not have the checksum of the sidecar")
-            return body
-
-        try:
-            return self._storage.ask(self._path, request, begin=begin)
-        except FileNotFoundError:
-            raise _changed(self._path, "gone") from None
