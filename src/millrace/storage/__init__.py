@@ -162,38 +162,29 @@ class FileStream(io.RawIOBase):
         """Fills the buffer, or takes all that is left: pyarrow takes fewer bytes for the end."""
         view = memoryview(buffer).cast("B")
         count = max(min(len(view), self.reader.size - self._place), 0)
-        self._fill(view[:count])
+        # Other bytes than were asked for are a ValueError.
+        view[:count] = self.reader.read(self._place, count).data
         self._place += count
         return count
 
-    def _fill(self, view: memoryview) -> None:
-        view[:] = self.reader.read(self._place, len(view)).data  # another size is a ValueError
 
-
-class SequentialStream(FileStream):
+class SequentialStream(io.BufferedReader):
     """A file object that is read on from any place, by blocks; the next ones are announced."""
 
     def __init__(self, reader: BinReader) -> None:
-        super().__init__(reader)
-        self._number, self._block = -1, np.empty(0, np.uint8)
+        super().__init__(_Blocks(reader), _STREAM_BLOCK)
+        self.reader = reader
 
-    def _fill(self, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            number, start = divmod(self._place + done, _STREAM_BLOCK)
-            if number != self._number:
-                self._number, self._block = number, self._read_block(number)
-            count = min(len(view) - done, _STREAM_BLOCK - start)
-            view[done : done + count] = self._block[start : start + count].data
-            done += count
 
-    def _read_block(self, number: int) -> Bytes:
-        starts = np.arange(number, number + _BLOCKS_AHEAD) * _STREAM_BLOCK
-        starts = starts[starts < self.reader.size]
-        counts = np.minimum(_STREAM_BLOCK, self.reader.size - starts)
+class _Blocks(FileStream):
+    def readinto(self, buffer: Any) -> int:
+        """Reads a block at most, for a buffer that is filled by several."""
         if hasattr(self.reader, "prefetch"):
+            starts = self._place + _STREAM_BLOCK * np.arange(_BLOCKS_AHEAD)
+            starts = starts[starts < self.reader.size]
+            counts = np.minimum(_STREAM_BLOCK, self.reader.size - starts)
             self.reader.prefetch(starts, counts)
-        return self.reader.gather(starts[:1], counts[:1])
+        return super().readinto(memoryview(buffer).cast("B")[:_STREAM_BLOCK])
 
 
 def bytes_in_memory(reader: BinReader) -> Bytes | None:

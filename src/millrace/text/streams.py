@@ -79,7 +79,7 @@ def is_of_a_process(path: str) -> bool:
     return _OF_A_PROCESS.match(path) is not None
 
 
-def open_path(path: str) -> io.RawIOBase:
+def open_path(path: str) -> Any:
     """A file, an object, or standard input, which stays open when this is closed."""
     if is_remote(path):
         return SequentialStream(storage_of(path).open(path, "file"))
