@@ -68,10 +68,7 @@ def read_info(prefix: str, storage: Storage | None = None) -> Info | None:
     storage = storage_of(prefix, storage)
     path = paths_to_read(prefix, storage).info
     try:
-        content = json.loads(read_file(storage, path))
-        if isinstance(content, dict) and content.get("version", 1) != 1:
-            raise DataError(f"{path} has version {content['version']}; 1 can be read")
-        info = record_from(Info, content, "the sidecar")
+        info = record_from(Info, json.loads(read_file(storage, path)), "the sidecar")
         if (sums := info.checksums) is not None:
             for one in filter(None, (sums.bin, sums.idx, sums.origins)):
                 if sums.block_size != BLOCK_SIZE or len(one.blocks) != -(-one.size // BLOCK_SIZE):
@@ -80,12 +77,10 @@ def read_info(prefix: str, storage: Storage | None = None) -> Info | None:
         return info
     except FileNotFoundError:
         return None
-    except DataError:
-        raise
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} is damaged ({error}). The token files may be intact: remove it, or write the "
-            "pair again"
+            f"{path} is damaged, or of a later version ({error}). The token files may be intact: "
+            "remove it, or write the pair again"
         ) from None
 
 

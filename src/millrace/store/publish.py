@@ -133,14 +133,11 @@ def check_prefix(prefix: str) -> None:
     if prefix.endswith((".bin", ".idx")):
         raise ConfigError(f"the prefix is {prefix}; give it without {prefix[-4:]}, which is added")
     name = os.path.basename(prefix)
-    size, limit = len(os.fsencode(name)), os.pathconf(folder, "PC_NAME_MAX")
-    most = limit - len(temporary_name(ORIGINS))
+    size = len(os.fsencode(name))
+    most = os.pathconf(folder, "PC_NAME_MAX") - len(temporary_name(ORIGINS))
     if size > most:
-        raise ConfigError(
-            f"the name {shown(name, 80)} of the prefix has {size} bytes; at most {most} are "
-            f"possible, because names of files have up to {limit} bytes in {folder}. Give a "
-            "shorter prefix"
-        )
+        problem = f"has {size} bytes; in {folder}, {most} are possible: give a shorter prefix"
+        raise ConfigError(f"the name {shown(name, 80)} of the prefix {problem}")
     for path in files_of(prefix):
         if os.path.isdir(path):
             raise ConfigError(f"{path} is a folder; remove it, or give another prefix")
