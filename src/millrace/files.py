@@ -85,8 +85,7 @@ def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
         try:
             with open(temporary, "xb") as file:
                 yield file
-                if durable:
-                    flush_to_disk(file)
+                flush_to_disk(file, durable=durable)
             os.rename(temporary, path)
         except BaseException as error:
             with contextlib.suppress(FileNotFoundError):
@@ -116,9 +115,10 @@ def is_of_the_process(error: OSError) -> bool:
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
-def flush_to_disk(file: IO[Any]) -> None:
+def flush_to_disk(file: IO[Any], *, durable: bool = True) -> None:
     file.flush()
-    os.fsync(file.fileno())
+    if durable:
+        os.fsync(file.fileno())
 
 
 def fsync_folder(path: str) -> None:

@@ -236,21 +236,19 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 def _map_array(path: str, record: ArrayRecord) -> NDArray[Any]:
     dtype, shape = np.dtype(record.dtype), record.shape
-    header = _npy_header(dtype, shape)
-    size = len(header) + dtype.itemsize * math.prod(shape)
+    offset = len(_npy_header(dtype, shape))
+    size = offset + dtype.itemsize * math.prod(shape)
     try:
         with open(path, "rb", buffering=0) as file:
-            first, last = _ends(file)
-            if os.fstat(file.fileno()).st_size != size or not first.startswith(header):
-                raise DataError(f"{path} is not the array {dtype} {list(shape)}, or is truncated")
-            if files.checksum([first, last]) != record.ends:
-                raise DataError(f"{path} is damaged, or another set's: its ends have changed")
+            is_whole = os.fstat(file.fileno()).st_size == size
+            if not is_whole or files.checksum(_ends(file)) != record.ends:
+                raise DataError(f"{path} is not the array {dtype} {list(shape)}, or is damaged")
             content = _native.map_file(file.fileno(), size)
     except OSError as error:
         if files.is_of_the_process(error):
             raise
         raise DataError(f"{path} is missing, or cannot be read: {error.strerror}") from None
-    return np.frombuffer(content, dtype, offset=len(header)).reshape(shape)
+    return np.frombuffer(content, dtype, offset=offset).reshape(shape)
 
 
 def _ends(file: BinaryIO) -> tuple[bytes, bytes]:

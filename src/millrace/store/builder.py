@@ -322,32 +322,30 @@ class IndexedDatasetBuilder:
 
     def _write_files(self) -> None:
         """Brings all files to the disk; a DataError if they are not what was added."""
-        files, written = self._pair[1], self._finish_bin()
-        hasher = None if self._hasher is None else BlockHasher()
+        files, written, hasher = self._pair[1], self._finish_bin(), BlockHasher()
         with open(files.idx, "wb", buffering=1 << 20) as index:
             for chunk in self._columns.chunks():
                 index.write(chunk)
-                if hasher is not None:
-                    hasher.update(chunk)
+                hasher.update(chunk)
             index.flush()
             # On NFS a file's time is that of its flush, and clocks step back: see `publish`.
             written = max(written, os.fstat(index.fileno()).st_mtime_ns)
             os.utime(index.fileno(), ns=(written, written))
-            self._flush_to_disk(index)
+            flush_to_disk(index, durable=self._durable)
         sums = None
-        if self._hasher is not None and hasher is not None:
+        if self._hasher is not None:
             sums = PairChecksums(bin=self._hasher.finish(), idx=hasher.finish())
         if sums is not None or self._provenance is not None:
-            info = Info(provenance=dict(self._provenance or {}), checksums=sums)
+            info = Info(provenance=self._provenance or {}, checksums=sums)
             with open(files.info, "wb") as sidecar:
                 sidecar.write(info.to_json().encode())
-                self._flush_to_disk(sidecar)
+                flush_to_disk(sidecar, durable=self._durable)
 
     def _finish_bin(self) -> int:
         """Ends the `.bin`; returns the time of its last change."""
         self._flush()
         self._buffer.wait()
-        self._flush_to_disk(self._file)
+        flush_to_disk(self._file, durable=self._durable)
         status, width = os.fstat(self._file.fileno()), self.dtype.itemsize
         expected, counted = self._columns.num_tokens() * width, self.num_tokens * width
         if not expected == counted == self._num_bytes == status.st_size:
@@ -358,10 +356,6 @@ class IndexedDatasetBuilder:
                 "nothing is published"
             )
         return status.st_mtime_ns
-
-    def _flush_to_disk(self, file: BinaryIO) -> None:
-        if self._durable:
-            flush_to_disk(file)
 
 
 def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
