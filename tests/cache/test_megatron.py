@@ -12,7 +12,6 @@ import pytest
 
 from millrace.cache import megatron as cache
 from millrace.errors import DataError
-from millrace.files import TMP, temporary_name
 from millrace.order import build_gpt_indices, plan_gpt
 from tests.no_flock import no_flock
 from tests.store import pairs
@@ -198,15 +197,3 @@ def test_processes_that_build_the_same_set_all_load_it(has_locks: bool, tmp_path
     names = [path.name for path in (tmp_path / "cache").iterdir()]
     assert len(names) == 8 * 4, sorted(names)
     assert num_builds == 8 if has_locks else num_builds >= 8  # of each set, one process builds it
-
-
-def test_leftovers_of_a_dead_builder_are_removed(tmp_path: Path) -> None:
-    files, arrays, check = make(tmp_path)
-    for path in (files.path("sample_index"), files.path("description")):
-        Path(temporary_name(path)).touch()
-        Path(path + TMP).touch()
-    other = Path(temporary_name(files.path("other_index")))
-    other.touch()
-    cache.load_or_build(files, check, lambda _: arrays)
-    assert len(list(tmp_path.iterdir())) == 4 + 1
-    assert other.exists()

@@ -37,19 +37,6 @@ def test_pieces_equal_their_twins(tmp_path_factory: pytest.TempPathFactory, data
         _native.prefetch_mapped(content, offsets, counts)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_many_neighbours_take_several_reads(tmp_path: Path, count: int) -> None:
-    content = np.arange(3 * count, dtype=np.uint8)
-    (tmp_path / "data").write_bytes(content.tobytes())
-    order = np.random.default_rng(count).permutation(count)
-    offsets, counts = 3 * order.astype(np.int64), np.full(count, 3, np.int64)
-    expected = content.reshape(-1, 3)[order].reshape(-1)
-    with open(tmp_path / "data", "rb") as file:
-        got = _native.read_packed(file.fileno(), len(content), offsets, counts)
-    assert np.array_equal(got, expected)
-    assert np.array_equal(_native.copy_pieces(content, offsets, counts), expected)
-
-
 @pytest.mark.parametrize(
     ("offset", "count"),
     [(-1, 1), (0, 11), (10, 1), (11, 0), (0, -1), (2**62, 2**62), (-(2**63), 5), (5, 2**63 - 1)],

@@ -334,7 +334,7 @@ def test_errors_and_a_full_disk_leave_no_sidecar(
         add(writer, some_rows(50))
         raise ZeroDivisionError
 
-    def fail(file: Any) -> None:
+    def fail(file: Any, **options: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("millrace.files.flush_to_disk", fail)

@@ -117,7 +117,9 @@ def test_missing_and_truncated_shards(folder: Path) -> None:
 
 def test_the_dtype_of_metadata_that_do_not_say_it(tmp_path: Path) -> None:
     write_like_the_script(tmp_path / "out", make_sequences(10, 8, np.uint16))
-    assert read_metadata(tmp_path / "out", dtype="uint16").dtype == "uint16"
+    metadata = read_metadata(tmp_path / "out", dtype="uint16")
+    assert metadata.domain_stats == {"domain_A": 5, "domain_B": 5}
+    assert (metadata.dtype, metadata.seed, metadata.permutation) == ("uint16", None, None)
     with pytest.raises(DataError, match="or of another dtype"):
         read_metadata(tmp_path / "out")
     with pytest.raises(ConfigError, match=r"dtype must be one of .*, not 'float32'"):
@@ -216,11 +218,3 @@ def test_changed_bytes_are_refused_or_change_nothing(whole: Path, data: Any) -> 
         else:
             text[place:place] = text[place : place + data.draw(st.integers(1, 40))]
     assert_refused_or_equal(whole, bytes(text))
-
-
-def test_metadata_of_the_common_script_are_read(tmp_path: Path) -> None:
-    write_like_the_script(tmp_path / "out", make_sequences(10, 8))
-    metadata = read_metadata(tmp_path / "out")
-    assert metadata.dtype == "uint32"
-    assert metadata.domain_stats == {"domain_A": 5, "domain_B": 5}
-    assert (metadata.seed, metadata.permutation, metadata.checksums) == (None, None, {})
