@@ -36,15 +36,13 @@ def temporary_name(path: str) -> str:
 def temporaries_of(*paths: str) -> list[str]:
     """The temporaries of files, also of living writers and older versions (".tmp")."""
     names = {os.path.split(path) for path in paths}
-    temporaries = []
-    for folder in {folder for folder, _ in names}:
-        with contextlib.suppress(FileNotFoundError):
-            temporaries += [
-                os.path.join(folder, file)
-                for file in os.listdir(folder or ".")
-                if (folder, written_name(file)) in names
-            ]
-    return sorted(temporaries)
+    return sorted(
+        os.path.join(folder, file)
+        for folder in {folder for folder, _ in names}
+        if os.path.isdir(folder or ".")
+        for file in os.listdir(folder or ".")
+        if (folder, written_name(file)) in names
+    )
 
 
 def written_name(temporary: str) -> str | None:

@@ -87,24 +87,18 @@ class IndexedDatasetBuilder:
         # The working directory may change.
         folder = os.path.realpath(os.path.dirname(self.prefix) or ".")
         place = os.path.join(folder, os.path.basename(self.prefix))
-        resources = contextlib.ExitStack()
-        self._turns = Turns(f"the builder of {self.prefix}", resources.close)
-        try:
-            with interrupts_held():
-                self._columns = IndexColumns(folder, self.dtype, has_modes=self.multimodal)
-                resources.callback(self._columns.close)
-                self._pair = place, resources.enter_context(building(place))
-                file = open(self._pair[1].bin, "wb", buffering=0)  # noqa: SIM115
-                self._file: Any = resources.enter_context(file)
-                self._buffer = _native.TokenBuffer(
-                    self.dtype.name, _BUFFER_SIZE, file.fileno(), self.multimodal
-                )
-                resources.callback(self._buffer.close)
-                weakref.finalize(self, self._turns.end_at_exit)
-        except BaseException:
-            with interrupts_held():
-                resources.close()
-            raise
+        with interrupts_held(), contextlib.ExitStack() as stack:
+            self._columns = IndexColumns(folder, self.dtype, has_modes=self.multimodal)
+            stack.callback(self._columns.close)
+            self._pair = place, stack.enter_context(building(place))
+            file = stack.enter_context(open(self._pair[1].bin, "wb", buffering=0))
+            self._file: Any = file
+            self._buffer = _native.TokenBuffer(
+                self.dtype.name, _BUFFER_SIZE, file.fileno(), self.multimodal
+            )
+            stack.callback(self._buffer.close)
+            self._turns = Turns(f"the builder of {self.prefix}", stack.pop_all().close)
+            weakref.finalize(self, self._turns.end_at_exit)
         watch_forks(self)
 
     @property
