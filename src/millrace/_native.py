@@ -73,18 +73,16 @@ def shuffled_ranges(
     Returns:
         [sum of (stop - start) * copies] of `dtype`.
     """
-    limits = np.iinfo(dtype)
-    for start, stop, copies in ranges:
-        if not limits.min <= start <= stop <= min(limits.max + 1, MAX_INT64) or copies < 0:
-            raise ConfigError(
-                f"the range ({start}, {stop}) times {copies} is empty backwards, has a negative "
-                f"count or does not fit {limits.dtype}"
-            )
+    low, high = int(np.iinfo(dtype).min), min(int(np.iinfo(dtype).max) + 1, MAX_INT64)
+    fits = all(low <= start <= stop <= high and copies >= 0 for start, stop, copies in ranges)
+    if not fits or sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
+        raise ConfigError(
+            f"the ranges {ranges} go backwards, do not fit {np.dtype(dtype)}, or hold more numbers "
+            "than memory can"
+        )
     # Drop empty ranges: the kernel would loop `copies` times over nothing, and the product could
     # overflow.
     ranges = [row for row in ranges if row[0] < row[1] and row[2] > 0]
-    if sum((stop - start) * copies for start, stop, copies in ranges) > MAX_INT64 // 8:
-        raise ConfigError(f"the ranges {ranges} hold more numbers than memory can")
     full = random.get_state(legacy=False)
     state = full["state"]
     out, (state["key"], state["pos"]) = _core.shuffled_ranges(

@@ -187,6 +187,7 @@ def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -
     """Publishes pairs: all, or (if it fails in the first two steps) none of them.
 
     The temporaries are whole and flushed; the folders are flushed only if the pairs are durable.
+    The caller holds Ctrl-C back.
     """
     prefixes = [prefix for prefix, _ in pairs]
     try:
@@ -203,9 +204,6 @@ def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -
         raise
     try:
         _finish(prefixes, durable)
-    except KeyboardInterrupt:  # the pairs count already: they must not wait for a next builder
-        _finish(prefixes, durable)
-        raise
     except OSError:
         # An old file cannot be removed, perhaps another user's. If all old indices remain, the old
         # pairs count, and the new ones must not appear later.
