@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import hashlib
 
 TMP = ".tmp"  # ends the name of a file that is being written
+_TEMPORARY = re.compile(r"(.*?)(\.[0-9a-f]{12})?" + re.escape(TMP), re.DOTALL)
 SAY_AFTER = 10.0  # seconds of waiting before a warning
 _DENIED = (
     "a lock of another user, which you cannot open: ask for it to be removed (if no process holds "
@@ -41,13 +42,13 @@ def temporaries_of(*paths: str) -> list[str]:
         for folder in {folder for folder, _ in names}
         if os.path.isdir(folder or ".")
         for file in os.listdir(folder or ".")
-        if (folder, written_name(file)) in names
+        if file.endswith(TMP) and (folder, written_name(file)) in names
     )
 
 
 def written_name(temporary: str) -> str | None:
     """The final name of a temporary; None for other files."""
-    match = re.fullmatch(r"(.*?)(\.[0-9a-f]{12})?" + re.escape(TMP), temporary, re.DOTALL)
+    match = _TEMPORARY.fullmatch(temporary)
     return None if match is None else match[1]
 
 
