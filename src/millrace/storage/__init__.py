@@ -202,10 +202,8 @@ def bytes_in_memory(reader: BinReader) -> Bytes | None:
             f"the reader's bytes are {shown(data)}; a contiguous uint8 [{reader.size}] is needed, "
             "at an address that is a multiple of 8"
         )
-    if data.flags.writeable:
-        data = data.view()
-        data.flags.writeable = False
-    view: Bytes = data
+    view: Bytes = data.view()
+    view.flags.writeable = False
     return view
 
 
