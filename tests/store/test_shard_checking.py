@@ -5,9 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from millrace import ConfigError, IndexedDatasetBuilder
+from millrace import IndexedDatasetBuilder
 from millrace.shards import verify_shards
 from millrace.shards.metadata import read_metadata, write_metadata
 from tests.shard_folders import (
@@ -32,8 +31,6 @@ def test_a_whole_folder_has_no_problems(folder: Path) -> None:
     assert sum(counts) == sum(path.stat().st_size for path in folder.glob("shard_*"))
     for threads in (1, 7):
         assert verify_shards(f"{folder}/", threads=threads).problems == []
-    with pytest.raises(ConfigError, match=r"threads must be .* not 0"):
-        verify_shards(folder, threads=0)
 
 
 def test_every_flipped_bit_is_found(folder: Path) -> None:

@@ -46,12 +46,6 @@ def test_metadata_come_back_as_they_were_written(tmp_path: Path) -> None:
         assert {"total_documents", "total_sequences"} - document.keys()
 
 
-def test_unknown_keys_are_ignored(folder: Path) -> None:
-    before = read_metadata(folder)
-    change(folder, written_by="a later version", more={"a": [1]})
-    assert read_metadata(folder) == before
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
