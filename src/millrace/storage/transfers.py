@@ -80,9 +80,7 @@ class ObjectFile(Renewed):
     ) -> None:
         self._storage, self._path = storage, path
         self.identity, self.size = identity, identity.size
-        self._copy: Copy | None = None
-        if mirror is not None and self.size > 0:
-            self._copy = copy_of(mirror, path, identity)
+        self._copy = copy_of(mirror, path, identity) if mirror and self.size > 0 else None
         self.renew()
 
     def after_fork(self) -> None:
