@@ -133,26 +133,22 @@ class GPTDataset(CachedIndices, MegatronDataset):
             self._open_deferred()
         if self._is_plain():
             tokens, labels, loss_mask, position_ids = self._gather(number)
-            more = [None, self._span(number)[2]] if config.inter_document_masking else []
+            lengths = [self._span(number)[2]] if config.inter_document_masking else []
         else:
-            text, *more = self._query_document_sample_shuffle_indices(number)
+            text, _, *lengths = self._query_document_sample_shuffle_indices(number)
             row = np.asarray(text).astype(np.int64, copy=False)
             length = len(row) - bool(config.add_extra_token_to_sequence)
             tokens, labels, loss_mask, position_ids = _fill(row, self._row_options(length))
         if idx is None:
             loss_mask[:] = 0.0
         sample = {"tokens": tokens, "labels": labels}
-        masks_documents = config.reset_attention_mask and config.create_attention_mask
         if config.create_attention_mask and not config.inter_document_masking:
-            mask = _causal_mask(len(tokens))
-            sample["attention_mask"] = (
-                _mask_across_documents(mask, position_ids) if masks_documents else mask
-            )
-        if masks_documents and not config.reset_position_ids:
-            position_ids = np.arange(len(tokens))
+            sample["attention_mask"] = _attention_mask(position_ids, config.reset_attention_mask)
+            if not config.reset_position_ids:
+                position_ids = np.arange(len(tokens))
         sample |= {"loss_mask": loss_mask, "position_ids": position_ids}
         if config.inter_document_masking:
-            sample |= self._document_bounds(*more[1:])
+            sample |= self._document_bounds(*lengths)
         return {name: torch.from_numpy(array) for name, array in sample.items()}
 
     def _query_document_sample_shuffle_indices(self, idx: Any) -> tuple[Any, ...]:
@@ -407,9 +403,7 @@ def _get_ltor_masks_and_position_ids(
     loss_mask[-1] = 1.0 - (bool(eod_mask_loss) and tokens[-1] == eod_token)
     mask = None
     if create_attention_mask:
-        causal = ~np.tri(len(tokens), dtype=np.bool_)[None]
-        masked = _mask_across_documents(causal, position_ids) if reset_attention_mask else causal
-        mask = torch.from_numpy(masked)
+        mask = torch.from_numpy(_attention_mask(position_ids, reset_attention_mask).copy())
     if not reset_position_ids:
         position_ids = np.arange(len(tokens))
     return mask, torch.from_numpy(loss_mask), torch.from_numpy(position_ids)
@@ -430,8 +424,12 @@ def _causal_mask(length: int) -> Mask:
     return mask
 
 
-def _mask_across_documents(mask: Mask, position_ids: NDArray[np.int64]) -> Mask:
-    """Masks other documents' tokens too; a document starts where its position id is 0."""
+def _attention_mask(position_ids: NDArray[np.int64], is_reset: bool | None) -> Mask:
+    """True where there is no attention: a later token or, with resets, one of another document.
+    Documents start where the position id is 0."""
+    mask = _causal_mask(len(position_ids))
+    if not is_reset:
+        return mask
     documents = np.cumsum(position_ids == 0, dtype=np.int32)
     masked: Mask = mask | (documents[:, None] != documents[None, :])
     return masked
