@@ -86,7 +86,9 @@ def assert_resumes(
         reaches_end = is_whole and step + len(rest) == len(batches)
         name = f"a loader that resumes after {step} steps"
         runs.check(state, rest, reaches_end, name, first_step=step)
-    runs.check_chain(batches, states[0])
+    state, name = states[0], "a run that stops and resumes after every step"
+    for step, batch in enumerate(batches):
+        state = runs.check(state, [batch], False, name, first_step=step)
     runs.check_batch_method(batches, states[0])
     return len(batches)
 
@@ -100,48 +102,41 @@ class _Runs:
 
     def first(self, max_steps: int | None) -> tuple[list[Any], list[Any]]:
         """The batches of a run, and the states before each of them and at the end."""
+        batches: list[Any] = []  # each with a copy of it
         with self._new() as loader:
-            states = [loader.state_dict()]
-            copies = [copy.deepcopy(states[0])]
-            batches: list[Any] = []
-            originals: list[Any] = []
+            state = loader.state_dict()
+            states = [(state, copy.deepcopy(state))]
             for batch in itertools.islice(loader, max_steps):
-                originals.append(batch)
-                batches.append(_frozen(batch))
-                states.append(loader.state_dict())
-                copies.append(copy.deepcopy(states[-1]))
+                batches.append((batch, _frozen(batch)))
+                state = loader.state_dict()
+                states.append((state, copy.deepcopy(state)))
         if not batches:
             raise ConfigError("the loader returns no batch: nothing can be checked")
-        for step, (batch, original) in enumerate(zip(batches, originals, strict=True)):
+        for step, (batch, snapshot) in enumerate(batches):
             what = f"the batch of step {step} has changed while its loader went on"
             remedy = "A dataset must return new arrays each time, and leave them as they are"
-            _assert_equal(batch, original, "batch", what, f". {remedy}")
-        for step, (state, snapshot) in enumerate(zip(states, copies, strict=True)):
+            _assert_equal(snapshot, batch, "batch", what, f". {remedy}")
+        for step, (state, snapshot) in enumerate(states):
             what = f"the state after {step} steps"
             _assert_equal(snapshot, state, "state", f"{what} has changed while its loader went on")
             pickled, copied = pickle.loads(pickle.dumps(state)), copy.deepcopy(state)
             _assert_equal(state, pickled, "state", f"{what} is changed by pickle")
             _assert_equal(state, copied, "state", f"{what} is changed by deepcopy")
-        return batches, [self._copy(state, step) for step, state in enumerate(states)]
+        as_saved = [self._copy(state, step) for step, (state, _) in enumerate(states)]
+        return [snapshot for _, snapshot in batches], as_saved
 
     def check(
         self, state: Any, batches: list[Any], reaches_end: bool, name: str, first_step: int = 0
-    ) -> None:
-        """Checks that a new loader, with a state or without, returns these batches."""
+    ) -> Any:
+        """Checks that a new loader, with a state or without, returns these batches; its state."""
         with self._new(state, name) as loader:
-            iterator = iter(loader)
+            iterator, end = iter(loader), first_step + len(batches)
             for step, expected in enumerate(batches, first_step):
                 _check_next(iterator, expected, step, name)
+            state = self._copy(loader.state_dict(), end)
             if reaches_end and next(iterator, _END) is not _END:
-                last = first_step + len(batches) - 1
-                raise AssertionError(f"{name} goes on after step {last}, the last of the run")
-
-    def check_chain(self, batches: list[Any], state: Any) -> None:
-        name = "a run that stops and resumes after every step"
-        for step, expected in enumerate(batches):
-            with self._new(state, name) as loader:
-                _check_next(iter(loader), expected, step, name)
-                state = self._copy(loader.state_dict(), step + 1)
+                raise AssertionError(f"{name} goes on after step {end - 1}, the last of the run")
+        return state
 
     def check_batch_method(self, batches: list[Any], state: Any) -> None:
         for step, expected in enumerate(batches):
@@ -149,11 +144,11 @@ class _Runs:
                 has_method = callable(getattr(loader, "batch", None))
                 if not has_method or getattr(loader, "consumed_samples", None) != 0:
                     return
-                batch = _frozen(loader.batch(step))
+                name = f"loader.batch({step})"
+                batch, what = loader.batch(step), f"{name} differs from step {step}"
+                _assert_equal(expected, batch, "batch", what)
                 now = self._copy(loader.state_dict(), 0)
-            name = f"loader.batch({step})"
-            _assert_equal(expected, batch, "batch", f"{name} differs from step {step}")
-            _assert_equal(state, now, "state", f"{name} has changed the state")
+                _assert_equal(state, now, "state", f"{name} has changed the state")
 
     @contextlib.contextmanager
     def _new(self, state: Any = None, name: str = "") -> Iterator[Any]:
@@ -222,14 +217,12 @@ class _Array:
 
     def __eq__(self, other: object) -> bool:
         """Whether dtype, shape and all bytes are equal: NaN equals NaN, and 0.0 is not -0.0."""
-        return repr(self) == repr(other) and self.first_unlike(other) is None
+        return repr(self) == repr(other) and not self.unlike(other).any()
 
-    def first_unlike(self, other: Any) -> tuple[int, ...] | None:
-        """The first place where two arrays of one dtype and shape differ; None: nowhere."""
-        kind, shape = f"V{self.values.itemsize}", self.values.shape
-        one, two = (np.ascontiguousarray(array.values).reshape(-1) for array in (self, other))
-        is_other = one.view(kind) != two.view(kind)
-        return np.unravel_index(is_other.argmax(), shape) if is_other.any() else None
+    def unlike(self, other: Any) -> NDArray[np.bool_]:
+        """Where two arrays of one dtype and shape differ."""
+        kind = f"V{self.values.itemsize}"
+        return self.values.view(kind) != other.values.view(kind)  # type: ignore[no-any-return]
 
 
 def _frozen(value: Any) -> Any:
@@ -251,8 +244,8 @@ def _assert_equal(expected: Any, actual: Any, place: str, what: str, remedy: str
     for path, one, other in differences(*frozen, _is_equal, (place,)):
         where = place_of(path)
         if isinstance(one, _Array) and repr(one) == repr(other):
-            at = one.first_unlike(other) or ()
-            where += str([*map(int, at)]) if at else ""
+            at = tuple(np.argwhere(one.unlike(other))[0].tolist())
+            where += str([*at]) if at else ""
             one, other = one.values[at].tolist(), other.values[at].tolist()
         first, now = (shown(value, 80) for value in (one, other))
         raise AssertionError(f"{what}: {where} is {first} in the first run, {now} now{remedy}")
