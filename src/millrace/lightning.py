@@ -114,8 +114,7 @@ class TrainerBatches:
         # Number of finished batches: a state's, because Lightning may restore its own only later.
         self._finished: int = (state or {}).get("finished_batches", 0)
         self._drop_finished()
-        self._earlier: int | None = self._finished if state is None or self._finished else None
-        self._first = loader.consumed_samples
+        self._earlier, self._first = self._finished, loader.consumed_samples
 
     def __iter__(self) -> Iterator[Any]:
         first = start = self.loader._position
@@ -132,8 +131,6 @@ class TrainerBatches:
 
     def __len__(self) -> int:
         """Number of batches, earlier ones in sizes of then. Else Lightning reads one ahead."""
-        if self._earlier is None:  # a state of an earlier version
-            return len(self.loader)
         return self._earlier + num_steps(self.loader.sampler, self._first)
 
     def _drop_finished(self) -> None:

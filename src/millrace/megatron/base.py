@@ -27,8 +27,6 @@ LowLevelDataset = IndexedDataset | Iterable[Any]
 _PAD_TOKEN_ID = -1
 """The pad id if the tokenizer has none of its own."""
 
-_PATHS = "_paths_of_mapped_indices"  # in a pickle
-
 
 @dataclass(eq=False, repr=False)
 class MegatronDataset(ABC, torch.utils.data.Dataset):  # type: ignore[misc]
@@ -126,8 +124,7 @@ class CachedIndices(ABC):
 
     _INDICES: ClassVar[tuple[str, ...]]
     config: BlendedMegatronDatasetConfig
-    unique_description: str
-    unique_description_hash: str
+    unique_identifiers: Mapping[str, Any]
 
     @abstractmethod
     def _check(self, arrays: cache.Arrays) -> None:
@@ -142,12 +139,8 @@ class CachedIndices(ABC):
         """The indices in the order of `_INDICES`; None for each if they are deferred. Without a
         folder there is no cache. Indices of a trusted cache are never built."""
         self._description = description
-        self._files = cache.CacheSet(
-            folder=os.fspath(folder or ""),
-            stem=f"{self.unique_description_hash}-{type(self).__name__}-{split.name}",
-            description=self.unique_description,
-            arrays=self._INDICES,
-        )
+        identifiers, folder = self.unique_identifiers, os.fspath(folder or "")
+        self._files = cache.CacheSet.of(folder, identifiers, split.name, self._INDICES)
         if self.config.defer_npy_index_mmap:
             for name in self._INDICES:
                 setattr(self, f"path_to_{name}", self._files.path(name))
@@ -195,15 +188,14 @@ class CachedIndices(ABC):
         return self._build()
 
     def __getstate__(self) -> dict[str, Any]:
-        paths = {
-            name: str(array.filename)
-            for name in self._INDICES
-            if isinstance(array := getattr(self, name), np.memmap) and array.filename is not None
-        }
-        return self.__dict__ | dict.fromkeys(paths) | {_PATHS: paths}
+        state = dict(self.__dict__)
+        for name in self._INDICES:
+            if isinstance(array := state[name], np.memmap) and array.filename is not None:
+                state[name] = str(array.filename)
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        paths = state.pop(_PATHS)
         self.__dict__.update(state)
-        for name, path in paths.items():
-            setattr(self, name, cache.load_array(path))
+        for name in self._INDICES:
+            if isinstance(path := state[name], str):
+                setattr(self, name, cache.load_array(path))

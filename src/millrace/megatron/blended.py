@@ -71,15 +71,15 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
         _check_blend(self.datasets, self.weights, self.size)
         self.split = self.datasets[0].index_split
         self.weights = self.weights if self.size is None else normalize(self.weights)
-        self.unique_description, self.unique_description_hash = cache.describe(
-            {
-                "class": type(self).__name__,
-                "datasets": [dataset.unique_identifiers for dataset in self.datasets],
-                "split": self.split.name,
-                "weights": list(self.weights),
-                "size": self.size,
-            }
-        )
+        self.unique_identifiers = {
+            "class": type(self).__name__,
+            "datasets": [dataset.unique_identifiers for dataset in self.datasets],
+            "split": self.split.name,
+            "weights": list(self.weights),
+            "size": self.size,
+        }
+        described = cache.describe(self.unique_identifiers)
+        self.unique_description, self.unique_description_hash = described
         self.dataset_index, self.dataset_sample_index = self._build_indices()
 
     def __len__(self) -> int:

@@ -17,7 +17,7 @@ from millrace.errors import ConfigError, MillraceError
 from millrace.feed import FullValidationSampler, Loader
 from millrace.feed.stream_data import IN_TURN
 from millrace.files import checksum
-from millrace.interrupts import interrupts_held
+from millrace.interrupts import interruptible, interrupts_held
 from millrace.run import Datasets, build_datasets as _build_datasets
 from millrace.run.instant_config import AnyConfig
 
@@ -90,43 +90,24 @@ def first_then_rest(
     if distributed_rank() is None:
         return work()
     result: Any = None
-    interrupt: BaseException | None = None
-    for is_ours in (is_first, not is_first):
-        error = interrupt  # which the next exchange tells
-        if is_ours and error is None:
+    with interrupts_held():  # a rank that left an exchange early would block the others
+        for is_ours in (is_first, not is_first):
+            error: BaseException | None = None
             try:
-                result = work()
+                with interruptible():
+                    result = work() if is_ours else result
             except BaseException as caught:
                 error = caught
-        errors, interrupt = _exchange(error, group)
-        if error is not None:
-            raise error
-        for rank, other in enumerate(errors):
-            if other is not None:
-                if hasattr(other, "add_note"):  # not on Python 3.10
-                    other.add_note(f"raised on rank {rank}")
-                raise other
-    if interrupt is not None:
-        raise interrupt
-    return result  # type: ignore[no-any-return]
-
-
-def _exchange(
-    error: BaseException | None, group: distributed.ProcessGroup | None
-) -> tuple[list[Exception | None], BaseException | None]:
-    """The errors of all ranks, and what a Ctrl-C raised, which waits for the end: a rank that left
-    early would block the others."""
-    errors: list[Any] = [None] * distributed.get_world_size(group)
-    is_done = False
-    try:
-        with interrupts_held():
+            errors: list[Any] = [None] * distributed.get_world_size(group)
             distributed.all_gather_object(errors, _portable(error, group), group=group)
-            is_done = True
-    except BaseException as interrupt:
-        if not is_done:
-            raise
-        return errors, interrupt
-    return errors, None
+            if error is not None:
+                raise error
+            for rank, other in enumerate(errors):
+                if other is not None:
+                    if hasattr(other, "add_note"):  # not on Python 3.10
+                        other.add_note(f"raised on rank {rank}")
+                    raise other
+    return result  # type: ignore[no-any-return]
 
 
 def _portable(error: Any, group: distributed.ProcessGroup | None) -> Exception | None:
