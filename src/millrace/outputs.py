@@ -154,6 +154,7 @@ class _Documents(NamedTuple):
     starts: Numbers
     lengths: Numbers
     samples: Numbers  # of each document
+    numbers: Numbers  # of each document in its sample
     firsts: Numbers  # place of each document's first token in its sample
 
 
@@ -165,18 +166,31 @@ def _documents(batch: TokenBatch) -> _Documents:
     labels[starts] = IGNORED  # no token comes before the first one of a document
     labels = np.append(labels[1:], IGNORED)[: len(tokens)]
     _, positions = spread(lengths)
-    samples, _ = spread(np.diff(batch.part_bounds))
+    samples, numbers = spread(np.diff(batch.part_bounds))
     firsts = starts - (batch.ends - batch.sizes)[samples]
-    return _Documents(tokens, labels, positions, starts, lengths, samples, firsts)
+    return _Documents(tokens, labels, positions, starts, lengths, samples, numbers, firsts)
 
 
-def _starts_by_place(
-    samples: Numbers, firsts: Numbers, shape: tuple[int, int]
-) -> NDArray[np.int32]:
-    """The first token of the document of each place in rows: int32 of that shape."""
-    starts = np.zeros(shape, np.int32)
-    starts[samples, firsts] = firsts
-    return np.maximum.accumulate(starts, axis=1)
+def _row_filler(sizes: Numbers, sequence_length: int) -> Callable[..., NDArray[Any]]:
+    """A function that lays values of rows of these sizes out in an array [rows, sequence_length],
+    whose other places are padding."""
+    _check_length(sizes, sequence_length)
+    places = spread(sizes)
+
+    def fill(values: NDArray[Any], padding: Any, dtype: Any = np.int64) -> NDArray[Any]:
+        array = np.full((len(sizes), sequence_length), padding, dtype)
+        array[places] = values
+        return array
+
+    return fill
+
+
+def _check_length(sizes: Numbers, sequence_length: int) -> None:
+    if sizes.max(initial=0) > check_int("sequence_length", sequence_length, 1):
+        raise DataError(
+            f"a sample has {sizes.max()} tokens; rows have {sequence_length}. Give the rows a "
+            "sequence_length of the packs' capacity, and the dataset add_extra_token=False"
+        )
 
 
 def count_targets(samples: TokenBatch | Spans) -> int:
@@ -228,27 +242,21 @@ def megatron_packed(batch: TokenBatch, *, sequence_length: int, pad_token: int =
         the label, then 0, is of no document; cu_seqlens, int32 [batch, sequence_length + 1], filled
         up with sequence_length; max_seqlen, int32 [batch].
     """
-    one = _documents(batch)
-    num_rows, pad_token = len(batch), check_int("pad_token", pad_token, 0)
-    rows, places = spread(batch.sizes)
-    _check_length(batch.sizes, sequence_length)
-    arrays: Batch = {
-        "tokens": np.full((num_rows, sequence_length), pad_token, np.int64),
-        "labels": np.zeros((num_rows, sequence_length), np.int64),
-        "loss_mask": np.zeros((num_rows, sequence_length), np.float32),
-    }
+    one, in_rows = _documents(batch), _row_filler(batch.sizes, sequence_length)
     is_target = one.labels != IGNORED
-    arrays["tokens"][rows, places] = one.tokens
-    arrays["labels"][rows, places] = np.where(is_target, one.labels, 0)
-    arrays["loss_mask"][rows, places] = is_target
-    edges = np.full((num_rows, sequence_length + 1), sequence_length, np.int32)
-    in_row = np.arange(len(one.firsts)) - batch.part_bounds[one.samples]
-    edges[one.samples, in_row] = one.firsts
-    edges[batch.sizes == 0, 0] = 0
-    starts = _starts_by_place(one.samples, one.firsts, (num_rows, sequence_length))
-    arrays["position_ids"] = np.arange(sequence_length) - starts
-    longest = np.diff(edges, axis=1).max(axis=1, initial=0).astype(np.int32)
-    return {**arrays, "cu_seqlens": edges, "max_seqlen": longest}
+    edges = np.full((len(batch), sequence_length + 1), sequence_length, np.int32)
+    edges[:, 0] = 0
+    edges[one.samples, one.numbers] = one.firsts
+    last_numbers = np.maximum(np.diff(batch.part_bounds), 1) - 1
+    last_firsts = edges[np.arange(len(batch)), last_numbers]
+    return {
+        "tokens": in_rows(one.tokens, check_int("pad_token", pad_token, 0)),
+        "labels": in_rows(np.where(is_target, one.labels, 0), 0),
+        "loss_mask": in_rows(is_target, 0, np.float32),
+        "position_ids": in_rows(one.positions, np.arange(sequence_length) - last_firsts[:, None]),
+        "cu_seqlens": edges,
+        "max_seqlen": np.diff(edges, axis=1).max(axis=1, initial=0),
+    }
 
 
 def megatron_thd(batch: TokenBatch, *, multiple: int = 1, pad_token: int = 0) -> dict[str, Any]:
@@ -293,20 +301,16 @@ def torchtitan(batch: TokenBatch, *, sequence_length: int) -> dict[str, Any]:
         restart at each document; the padding, of token 0, is one more document.
     """
     one = _documents(batch)
-    is_last = np.zeros(len(one.tokens), np.bool_)
-    is_last[one.starts + one.lengths - 1] = True
-    keep = ~is_last
-    samples, _ = spread(batch.sizes)
-    sizes = np.bincount(samples[keep], minlength=len(batch))
-    rows, places = spread(sizes)
-    _check_length(sizes, sequence_length)
-    inputs = np.zeros((len(batch), sequence_length), np.int64)
-    labels = np.full_like(inputs, IGNORED)
-    positions = np.arange(sequence_length) - sizes[:, None]  # of the padding
-    inputs[rows, places] = one.tokens[keep]
-    labels[rows, places] = one.labels[keep]
-    positions[rows, places] = one.positions[keep]
-    return {"input": inputs, "positions": positions, "labels": labels}
+    keep = np.ones(len(one.tokens), np.bool_)
+    keep[one.starts + one.lengths - 1] = False
+    sizes = batch.sizes - np.diff(batch.part_bounds)
+    in_rows = _row_filler(sizes, sequence_length)
+    padding = np.arange(sequence_length) - sizes[:, None]
+    return {
+        "input": in_rows(one.tokens[keep], 0),
+        "positions": in_rows(one.positions[keep], padding),
+        "labels": in_rows(one.labels[keep], IGNORED),
+    }
 
 
 def document_starts(batch: TokenBatch, *, sequence_length: int) -> Batch:
@@ -318,14 +322,13 @@ def document_starts(batch: TokenBatch, *, sequence_length: int) -> Batch:
     """
     one = _documents(batch)
     _check_length(batch.sizes, sequence_length)
+    starts = np.zeros((len(batch), sequence_length), np.int32)
+    starts[one.samples, one.firsts] = one.firsts
     has_padding = np.flatnonzero(batch.sizes < sequence_length)
-    rows = np.concatenate((one.samples, has_padding))
-    firsts = np.concatenate((one.firsts, batch.sizes[has_padding]))
-    ids = np.zeros((len(batch), sequence_length), np.int32)
-    ids[rows, firsts] = firsts > 0
+    starts[has_padding, batch.sizes[has_padding]] = batch.sizes[has_padding]
     return {
-        "document_ids": np.cumsum(ids, axis=1, dtype=np.int32),
-        "starts": _starts_by_place(rows, firsts, ids.shape),
+        "document_ids": np.cumsum(starts > 0, axis=1, dtype=np.int32),
+        "starts": np.maximum.accumulate(starts, axis=1),
     }
 
 
@@ -362,11 +365,3 @@ def mask_blocks(starts: NDArray[np.int32], block_size: int = 128) -> Batch:
         answer[f"{prefix}kv_num_blocks"] = counts.reshape(num_rows, 1, size)
         answer[f"{prefix}kv_indices"] = order.reshape(num_rows, 1, size, size)
     return answer
-
-
-def _check_length(sizes: Numbers, sequence_length: int) -> None:
-    if sizes.max(initial=0) > check_int("sequence_length", sequence_length, 1):
-        raise DataError(
-            f"a sample has {sizes.max()} tokens; rows have {sequence_length}. Give the rows a "
-            "sequence_length of the packs' capacity, and the dataset add_extra_token=False"
-        )
