@@ -8,7 +8,6 @@ a run which changes its plan halfway keeps its past.
 import itertools
 import json
 import sysconfig
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -68,7 +67,7 @@ def run_demo(folder: str) -> None:
         eod_token=tokenizer.eod,
         cache=home / "indices",
     )
-    print(textwrap.indent(format_result(index(config)), "   "))
+    print(format_result(index(config)))
 
     _draw_batches(config, home / "state.json")
     _change_plan(dict(zip(texts, prefixes, strict=True)))
@@ -115,9 +114,7 @@ def _draw_batches(config: DatasetConfig, state: Path) -> None:
     loaders = _loaders(config, 2)
     first_half = _draw_steps(loaders, num_steps=len(uninterrupted) // 2)
     state.write_text(json.dumps(loaders[0].state_dict(), indent=2))
-    loaders = _loaders(config, 4)
-    for loader in loaders:
-        loader.load_state_dict(json.loads(state.read_text()))
+    loaders = _loaders(config, 4, json.loads(state.read_text()))
     print(f"   stopped and resumed at consumed_samples = {loaders[0].consumed_samples:,}")
     second_half = _draw_steps(loaders)
     if not np.array_equal(np.concatenate(uninterrupted), np.concatenate(first_half + second_half)):
@@ -141,26 +138,27 @@ def _change_plan(prefixes: dict[str, str]) -> None:
     past = _draw_steps(loaders)
     if not np.array_equal(past, _draw_steps(_loaders(new, 2), len(past))):
         raise MillraceError("the new plan has another past than the old one")
-    state, loaders = loaders[0].state_dict(), _loaders(new, 2)
-    for loader in loaders:
-        loader.load_state_dict(state)
-    num_others = sum(map(len, _draw_steps(loaders)))
-    metrics = loaders[0].metrics()
-    epochs = ", ".join(f"{metrics[f'epoch/{name}']:.2f} of {name}" for name in prefixes)
+    num_others = sum(map(len, _draw_steps(_loaders(new, 2, loaders[0].state_dict()))))
     print(
         f"   {half:,} samples of the old plan: the new one has the same, token for token.\n"
         f"   It resumes from their state with {num_others:,} others, half of each domain, without "
-        f"samples\n   {skip[0]:,} to {skip[1] - 1:,}. Epochs at the end: {epochs}"
+        f"samples\n   {skip[0]:,} to {skip[1] - 1:,}"
     )
 
 
-def _loaders(config: DatasetConfig | InstantConfig, num_ranks: int) -> list[Loader]:
-    dataset = build_datasets(config).train
-    assert dataset is not None
-    return [
+def _loaders(
+    config: DatasetConfig | InstantConfig, num_ranks: int, state: Any = None
+) -> list[Loader]:
+    """The loaders of all ranks, at their start or at a saved state."""
+    dataset: Any = build_datasets(config).train
+    loaders = [
         Loader(dataset, micro_batch_size=4, data_parallel_rank=rank, data_parallel_size=num_ranks)
         for rank in range(num_ranks)
     ]
+    if state is not None:
+        for loader in loaders:
+            loader.load_state_dict(state)
+    return loaders
 
 
 def _draw_steps(loaders: list[Loader], num_steps: int | None = None) -> list[NDArray[Any]]:
