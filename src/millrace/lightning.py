@@ -114,7 +114,8 @@ class TrainerBatches:
         # Number of finished batches: a state's, because Lightning may restore its own only later.
         self._finished: int = (state or {}).get("finished_batches", 0)
         self._drop_finished()
-        self._earlier, self._first = self._finished, loader.consumed_samples
+        self._earlier: int = self._finished
+        self._first = loader.consumed_samples
 
     def __iter__(self) -> Iterator[Any]:
         first = start = self.loader._position

@@ -124,7 +124,7 @@ class CachedIndices(ABC):
 
     _INDICES: ClassVar[tuple[str, ...]]
     config: BlendedMegatronDatasetConfig
-    unique_identifiers: Mapping[str, Any]
+    unique_identifiers: Any
 
     @abstractmethod
     def _check(self, arrays: cache.Arrays) -> None:

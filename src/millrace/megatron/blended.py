@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -291,12 +293,9 @@ class BlendedMegatronDatasetBuilder:
         """For each split, the datasets of all prefixes; rank 0 builds first."""
 
         def build_all() -> list[list[Any]]:
+            build = partial(self._build_megatron_dataset_splits, synchronize_ranks=False)
             with ThreadPoolExecutor(self.config.num_dataset_builder_threads) as pool:
-                futures = [
-                    pool.submit(self._build_megatron_dataset_splits, prefix, split, sizes, False)
-                    for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
-                ]
-                splits = [future.result() for future in futures]
+                splits = [*pool.map(build, prefixes, repeat(split), sizes_per_dataset)]
             return [[datasets[place] for datasets in splits] for place in range(len(Split))]
 
         return build_all() if self.config.fast_cache_load else _rank_0_first(build_all)

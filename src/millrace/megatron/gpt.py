@@ -22,8 +22,9 @@ from millrace.megatron.indexed import IndexedDataset
 from millrace.megatron.utils import GPTDatasetConfig, Split, imported_release, log_on_first_rank
 from millrace.order import GPTPlan, build_gpt_indices_of, plan_gpt
 from millrace.order.gpt import check_seed
+from millrace.samples.dataset import TokenDataset
 from millrace.samples.fields import SampleOptions
-from millrace.samples.stored import StoredTokens, gather
+from millrace.samples.stored import StoredTokens
 from millrace.store.info import has_mask
 
 __all__ = [
@@ -84,7 +85,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
             f"{path}.info.json says which tokens are not trained on, which Megatron-LM's dataset "
             'cannot do: use millrace.GPTDataset, or give loss_ranges="ignore" to train on all',
         )
-        self._source: tuple[tuple[Any, ...], StoredTokens] | None = None
+        self._rows: tuple[tuple[Any, ...], TokenDataset] | None = None
         indices = self._build_document_sample_shuffle_indices()
         self.document_index, self.sample_index, self.shuffle_index = indices
 
@@ -216,7 +217,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         )
 
     def _gather(self, idx: Any) -> tuple[Any, ...]:
-        """Tokens, labels, loss mask and position ids, from a new source if a part was replaced."""
+        """Tokens, labels, loss mask and position ids, of new rows if a part was replaced."""
         number, count = operator.index(idx), len(self.shuffle_index)
         if not -count <= number < count:
             raise IndexError(f"there is no sample {number}; the dataset has 0 to {count - 1}")
@@ -225,19 +226,16 @@ class GPTDataset(CachedIndices, MegatronDataset):
         indices = self.document_index, self.sample_index, self.shuffle_index
         parts = (options, token_file, *indices)
         try:
-            if self._source is None or any(map(operator.is_not, parts, self._source[0])):
+            if self._rows is None or any(map(operator.is_not, parts, self._rows[0])):
                 order = _native.gpt_order(
                     token_file.sequence_lengths,
                     *map(np.asarray, indices),
                     sequence_length=options.sequence_length,
                     add_extra_token=options.add_extra_token,
                 )
-                self._source = parts, StoredTokens(token_file, order)
-            source, numbers = self._source[1], np.array([number % count])
-            leaves = source.leaves(numbers)
-            if leaves is not None:
-                return tuple(array[0] for array in gather(leaves, options).values())
-            return _fill(source.tokens(numbers).tokens, options)
+                self._rows = parts, TokenDataset(StoredTokens(token_file, order), options)
+            batch = self._rows[1]._batch(np.array([number % count]), None)
+            return tuple(array[0] for array in batch.values())
         except ValueError as error:
             raise DataAssertionError(
                 f"{self.dataset_path}, sample {number}: {error}. Remove the cached indices, and "
@@ -316,12 +314,11 @@ class GPTDataset(CachedIndices, MegatronDataset):
         requested = 0 if num_samples is None else num_samples * length + has_extra
         rules = {"add_extra_token": has_extra, "drop_last_partial_sequence": not keeps_partial}
         is_empty = num_tokens - has_extra < (1 if keeps_partial else length)
-        count = None if num_samples is None else max(num_samples, 0)
         try:
             if is_empty and requested <= num_tokens and length >= 1:
                 one_sample = plan_gpt(length + has_extra, None, length, **rules)
                 return replace(one_sample, num_tokens_per_epoch=num_tokens, num_samples=0)
-            return plan_gpt(num_tokens, count, length, **rules)
+            return plan_gpt(num_tokens, num_samples, length, **rules)
         except ValueError as error:
             raise ConfigAssertionError(f"{self.dataset_path}, {split} split: {error}") from error
 
@@ -334,7 +331,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         return self._plan.num_epochs
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_source": None}
+        return super().__getstate__() | {"_rows": None}
 
 
 class MockGPTLowLevelDataset:
