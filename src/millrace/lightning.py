@@ -24,9 +24,8 @@ class DataModule(LightningDataModule):  # type: ignore[misc]
     position after the last batch that was trained on: a batch that was fetched but not finished, as
     in a checkpoint that is saved on an exception, comes again.
 
-    Lightning also saves the position as the state of the training dataloader, but restores that
-    only in the middle of an epoch. So the dataloader's state counts only in a checkpoint without
-    the data module's: that of a class of another name, by which Lightning keeps its states.
+    Lightning also saves the state of the training dataloader, which counts only in a checkpoint
+    without the data module's: that of a class of another name.
 
     Args:
         train: Function of the data-parallel rank and the number of ranks that makes the loader of

@@ -47,17 +47,6 @@ class MapDataset(data.Dataset):  # type: ignore[misc]
 
     Raises:
         ConfigError: A dtype that does not exist.
-
-    Example:
-        >>> import tempfile, millrace
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with millrace.IndexedDatasetBuilder(f"{folder}/text") as builder:
-        ...         builder.add_document(np.arange(20))
-        ...     token_file = millrace.IndexedDataset(f"{folder}/text")
-        ...     dataset = MapDataset(millrace.GPTDataset(token_file, sequence_length=4, seed=1))
-        ...     loader = data.DataLoader(dataset, batch_size=2, collate_fn=collate)
-        ...     len(dataset), next(iter(loader))["tokens"].shape
-        (4, torch.Size([2, 4]))
     """
 
     def __init__(
