@@ -132,7 +132,14 @@ class _Runs:
         with self._new(state, name) as loader:
             iterator, end = iter(loader), first_step + len(batches)
             for step, expected in enumerate(batches, first_step):
-                _check_next(iterator, expected, step, name)
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    problem = f"{name} has no step {step}; without a stop it has one"
+                    raise AssertionError(problem) from None
+                except Exception as error:
+                    raise AssertionError(f"{name} fails in step {step}: {error}") from error
+                _assert_equal(expected, batch, "batch", f"{name} differs in step {step}")
             state = self._copy(loader.state_dict(), end)
             if reaches_end and next(iterator, _END) is not _END:
                 raise AssertionError(f"{name} goes on after step {end - 1}, the last of the run")
@@ -186,16 +193,6 @@ class _Runs:
 
 
 _END = object()
-
-
-def _check_next(iterator: Iterator[Any], expected: Any, step: int, name: str) -> None:
-    try:
-        batch = next(iterator)
-    except StopIteration:
-        raise AssertionError(f"{name} has no step {step}; without a stop it has one") from None
-    except Exception as error:
-        raise AssertionError(f"{name} fails in step {step}: {error}") from error
-    _assert_equal(expected, batch, "batch", f"{name} differs in step {step}")
 
 
 # ---- batches and states as plain values ----

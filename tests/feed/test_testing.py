@@ -13,25 +13,9 @@ import pytest
 from millrace import ConfigError, GPTDataset, IndexedDataset, Loader
 from millrace.feed import CyclicSampler, ExternalBatches, FullValidationSampler
 from millrace.testing import assert_resumes
+from tests.feed.helpers import Numbers
 
 Make = Callable[..., IndexedDataset]
-
-
-class Numbers:
-    """A dataset of a user."""
-
-    def __init__(self, size: int = 10) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def batch(self, sample_numbers: Any) -> dict[str, Any]:
-        numbers = np.asarray(sample_numbers)
-        return {"x": numbers * 1.5, "name": [str(number) for number in numbers.tolist()]}
-
-    def fingerprint(self) -> dict[str, Any]:
-        return {"kind": "numbers", "size": self.size}
 
 
 class Plain:
@@ -65,7 +49,7 @@ def test_loaders_that_resume_are_accepted(make_dataset: Make) -> None:
         (Plain, None, 6),
         (lambda: Loader(gpt, micro_batch_size=3), None, len(gpt) // 3),
         (lambda: Loader(gpt, micro_batch_size=1, consumed_samples=5), None, len(gpt) - 5),
-        (lambda: Loader(Numbers(), micro_batch_size=4, drop_last=False), None, 3),
+        (lambda: Loader(Numbers(10), micro_batch_size=4, drop_last=False), None, 3),
         (lambda: Loader(numbers, sampler=CyclicSampler(21, micro_batch_size=4)), 12, 12),
         (lambda: Loader(numbers, sampler=FullValidationSampler(21, micro_batch_size=4)), None, 6),
         (lambda: Loader(external([[1, 2], [3, 4], {"x": 5}])), None, 3),

@@ -172,10 +172,6 @@ def test_object_stores_are_refused(tmp_path: Path) -> None:
             refused()
 
 
-def test_there_is_nothing_to_compile() -> None:
-    assert ours.compile_helpers() is None
-
-
 PROGRAM = """
 import numpy
 import megatron.core.datasets.utils

@@ -1,8 +1,5 @@
 """check_consistency in real processes."""
 
-import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import torch
 from millrace import ConfigError, Loader
 from millrace.torch import check_consistency
 from tests.trainers.ranks import Numbers
+from tests.trainers.test_examples import launch
 
 RANKS = 4
 DEAD = 2
@@ -22,13 +20,8 @@ DEAD = 2
 def cases_by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank wrote, by case; rank 2 died before the last one."""
     folder = tmp_path_factory.mktemp("ranks")
-    here = Path(__file__).parent
     runs = [{"ranks": RANKS, "arguments": [str(folder), str(DEAD)]}]
-    command = [sys.executable, "-W", "error", str(here / "launch.py"), str(here / "ranks.py")]
-    result = subprocess.run(
-        [*command, "millrace.torch", json.dumps(runs)], capture_output=True, text=True, timeout=200
-    )
-    assert result.returncode == 0, result.stderr
+    launch(str(Path(__file__).with_name("ranks.py")), "millrace.torch", runs, "-W", "error")
     return [
         dict(line.split(": ", 1) for line in (folder / f"rank-{rank}").read_text().splitlines())
         for rank in range(RANKS)

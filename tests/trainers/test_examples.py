@@ -13,8 +13,9 @@ EXAMPLES = ROOT / "examples" / "trainers"
 STEPS = 6
 
 
-def launch(script: str, modules: str, runs: list[dict[str, Any]]) -> None:
-    command = [sys.executable, str(Path(__file__).parent / "launch.py"), str(EXAMPLES / script)]
+def launch(script: str, modules: str, runs: list[dict[str, Any]], *options: str) -> None:
+    launcher = str(Path(__file__).parent / "launch.py")
+    command = [sys.executable, *options, launcher, str(EXAMPLES / script)]
     result = subprocess.run(
         [*command, modules, json.dumps(runs)], capture_output=True, text=True, timeout=300
     )
