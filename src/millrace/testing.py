@@ -37,9 +37,7 @@ def assert_resumes(
     - the state does not change while its loader goes on, and taking it changes no batch;
     - no returned batch changes, as one in a buffer that is used again would;
     - a run that stops after every step, so that each state comes from a resumed loader, returns
-      the same batches;
-    - `loader.batch(k)`, if the loader has that method and starts at sample 0, returns the batch of
-      step k and leaves the position where it is.
+      the same batches.
 
     Memory holds two copies of the run's batches, and the time is quadratic in the number of steps:
     pass a short loader, or limits. Batches may be arrays, tensors, numbers, strings, and lists,
@@ -89,7 +87,6 @@ def assert_resumes(
     state, name = states[0], "a run that stops and resumes after every step"
     for step, batch in enumerate(batches):
         state = runs.check(state, [batch], False, name, first_step=step)
-    runs.check_batch_method(batches, states[0])
     return len(batches)
 
 
@@ -144,18 +141,6 @@ class _Runs:
             if reaches_end and next(iterator, _END) is not _END:
                 raise AssertionError(f"{name} goes on after step {end - 1}, the last of the run")
         return state
-
-    def check_batch_method(self, batches: list[Any], state: Any) -> None:
-        for step, expected in enumerate(batches):
-            with self._new() as loader:
-                has_method = callable(getattr(loader, "batch", None))
-                if not has_method or getattr(loader, "consumed_samples", None) != 0:
-                    return
-                name = f"loader.batch({step})"
-                batch, what = loader.batch(step), f"{name} differs from step {step}"
-                _assert_equal(expected, batch, "batch", what)
-                now = self._copy(loader.state_dict(), 0)
-                _assert_equal(state, now, "state", f"{name} has changed the state")
 
     @contextlib.contextmanager
     def _new(self, state: Any = None, name: str = "") -> Iterator[Any]:

@@ -179,14 +179,6 @@ class UsesItsBufferAgain(Plain):
         return {"x": self.buffer}
 
 
-class MovesInBatch(Plain):
-    consumed_samples = 0
-
-    def batch(self, step: int) -> Any:
-        self.position = step
-        return self.make(step)
-
-
 def changed(base: type[Plain], **methods: Any) -> type[Plain]:
     return type(base.__name__, (base,), methods)
 
@@ -228,11 +220,6 @@ def making(make: Callable[[Any, int], Any]) -> type[Plain]:
             r"after 0 steps refuses its state \{'0': 0\}",
         ),
         (UsesItsBufferAgain, "the batch of step 0 has changed .* is 0.0 in the first run, 5.0 now"),
-        (
-            changed(Plain, consumed_samples=0, batch=lambda self, k: self.make(k + (k == 3))),
-            r"loader\.batch\(3\) differs from step 3",
-        ),
-        (MovesInBatch, r"loader\.batch\(1\) has changed the state"),
     ],
 )
 def test_loaders_that_do_not_resume_are_named(kind: type[Plain], message: str) -> None:
