@@ -6,7 +6,6 @@ of such batches for a `Loader`. Names, shapes and dtypes are those of the traine
 """
 
 from collections.abc import Callable, Mapping
-from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +49,7 @@ class FinishedDataset:
 
     Raises:
         ConfigError: A dataset without `tokens`, or with a `pad_token`, which documents do not have;
-            a blend that splits at several EODs; a function that needs more arguments.
+            a blend that splits at several EODs.
     """
 
     takes_form = True
@@ -70,12 +69,6 @@ class FinishedDataset:
                 "give its Loader a `transform`, such as millrace.huggingface.causal_lm_batch, or "
                 "make a TextDataset of the rows), and a function of a TokenBatch"
             )
-        try:
-            signature(output).bind(None)
-        except TypeError as error:
-            raise ConfigError(f"{error}: give functools.partial(output, ...)") from None
-        except ValueError:  # a callable of another language may not tell its arguments
-            pass
         if micro_batch_size is not None:
             check_int("micro_batch_size", micro_batch_size, 1)
         views = getattr(dataset, "all_options", [getattr(dataset, "options", None)])

@@ -132,13 +132,14 @@ def _check_blend(datasets: Sequence[Any], weights: Sequence[float], size: int | 
         len(datasets) == len(weights),
         f"there are {len(datasets)} datasets and {len(weights)} weights: give one for each",
     )
-    pairs = list(zip(datasets, weights, strict=True))
-    kinds = [(type(data), getattr(data, "index_split", None), type(w)) for data, w in pairs]
-    for number, (dataset, weight) in enumerate(pairs):
+    first: Any = None
+    for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True)):
+        kind = type(dataset), getattr(dataset, "index_split", None), type(weight)
+        first = first or kind
         require(
-            kinds[number] == kinds[0],
-            f"dataset {number} has the class, split and type of weight {kinds[number]}, dataset 0 "
-            f"{kinds[0]}: blend datasets of one class and split by weights of one type",
+            kind == first,
+            f"dataset {number} has the class, split and type of weight {kind}, dataset 0 {first}: "
+            "blend datasets of one class and split by weights of one type",
         )
         require(
             weight > 0 and (size is not None or weight % 1 == 0),
@@ -232,12 +233,9 @@ class BlendedMegatronDatasetBuilder:
             except Exception as error:
                 raise BuildError(f"{self.cls.__name__} could not be built as a mock") from error
         if config.blend:
-            prefixes, weights = config.blend
-            return self._build_blends(prefixes, weights, config.split_matrix, self.sizes)
-        return [
-            None if blend is None else self._build_split(split, blend)
-            for split, blend in zip(Split, config.blend_per_split, strict=True)
-        ]
+            return self._build_blends(*config.blend, config.split_matrix, self.sizes)
+        pairs = zip(Split, config.blend_per_split, strict=True)
+        return [blend and self._build_split(split, blend) for split, blend in pairs]
 
     def _build_split(self, split: Split, blend: Blend) -> Any:
         """One split from its own blend; several validation sets are a list."""
