@@ -110,7 +110,7 @@ class TrainerBatches:
     def __init__(self, loader: Loader, trainer: Trainer, state: dict[str, Any] | None) -> None:
         self.loader, self._trainer = loader, trainer
         self._starts: list[Position] = []  # of the unfinished batches
-        # Number of finished batches: a state's, because Lightning may restore its own only later.
+        # A state's number of finished batches: Lightning may restore its own only later.
         self._finished: int = (state or {}).get("finished_batches", 0)
         self._drop_finished()
         self._earlier: int = self._finished

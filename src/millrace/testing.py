@@ -26,10 +26,9 @@ def assert_resumes(
 ) -> int:
     """Checks that a loader resumes exactly, from every step.
 
-    A loader is any iterable of batches with `state_dict()` and `load_state_dict(state)`: a
-    `millrace.Loader` over your own dataset, sampler or external batches, or torchdata's
-    `StatefulDataLoader`. It runs once from its beginning, and its state is taken after each step.
-    Then, for every number of steps k, from 0 to all of them:
+    A loader is any iterable of batches with `state_dict()` and `load_state_dict(state)`, such as a
+    `millrace.Loader` over your own dataset, or torchdata's `StatefulDataLoader`. It runs once, and
+    its state is taken after each step. Then, for every number of steps k, from 0 to all of them:
 
     - a new loader that loads the state after k steps returns the batches that follow, bit for bit:
       the same names, dtypes, shapes and values, and the same end;

@@ -318,11 +318,7 @@ class IndexedDatasetBuilder:
             self._builder.add_index(path_prefix)
 
     def finalize(self, idx_path: str) -> None:
-        """Writes the index and publishes the pair.
-
-        Args:
-            idx_path: PREFIX.idx, with the prefix of `bin_path`.
-        """
+        """Writes the index, whose path has the prefix of `bin_path`, and publishes the pair."""
         require(
             os.fspath(idx_path) == get_idx_path(self._prefix),
             f"the index of {self._prefix}.bin is {self._prefix}.idx, not {idx_path}",

@@ -196,14 +196,12 @@ class BatchSampler(data.Sampler):  # type: ignore[misc]
 class IterableDataset(data.IterableDataset):  # type: ignore[misc]
     """The batches of a loader, for `DataLoader(dataset, batch_size=None)`.
 
-    Each of n workers makes every n-th batch, so the DataLoader hands them over in the loader's
-    order. Workers hold copies of the loader as it stood when they started; the loader itself stays
-    where it is. So save the state of torchdata's StatefulDataLoader, or with torch's DataLoader
+    Each of n workers makes every n-th batch, in a copy of the loader, which itself stays where it
+    is. So save the state of torchdata's StatefulDataLoader, or with torch's DataLoader
     `state_after(num_batches)`. Without workers the loader itself advances: save its `state_dict()`.
-    With and without workers, an iteration after the end starts where the loader stood before the
-    first one, and has the same batches. After a resume that is the saved position: move the loader
-    to consumed_samples=0 before the next epoch, as a StatefulDataLoader does. Persistent workers
-    keep their copies: after a move, make a new DataLoader.
+    An iteration after the end starts where the loader stood before the first one; after a resume
+    that is the saved position: move the loader to consumed_samples=0 before the next epoch, as a
+    StatefulDataLoader does. After a move, make a new DataLoader if its workers are persistent.
 
     Args:
         loader: The loader of this rank. With `fields`, it needs `transform=to_tensors`: torch's own
@@ -316,9 +314,8 @@ class _WorkerSteps(Iterator[Any]):
 class CheckpointState:
     """A loader's state as one entry of a `torch.distributed.checkpoint`.
 
-    torch.distributed.checkpoint stores each value of a nested state as its own entry, and loads
-    only those of the present state: a blend that has lost a dataset would load without an error.
-    Here one text holds all, so `Loader.load_state_dict` can compare.
+    torch.distributed.checkpoint loads only the values that the present state has: a blend that has
+    lost a dataset would load without an error. Here one text holds all, to be compared.
 
     Args:
         loader: The loader, or another object with `state_dict` and `load_state_dict` whose state

@@ -140,8 +140,8 @@ def check_consistency(
     Every rank of the group must call this at the same step. Without an initialised
     torch.distributed it does nothing.
 
-    Each rank sends some hundred bytes through the store of the process group, without a collective
-    operation: if a rank has died or hangs, the call ends on the others by a timeout.
+    Reports go through the store of the process group, without a collective operation: if a rank has
+    died or hangs, the call ends on the others by a timeout.
 
     Args:
         loader: The loader of this rank.
