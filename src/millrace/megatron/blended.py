@@ -206,9 +206,8 @@ class BlendedMegatronDatasetBuilder:
         self._warn_of_tokenizers()
         datasets = self._build_blended_dataset_splits()
         for dataset in datasets:
-            if isinstance(dataset, (BlendedDataset, MegatronDataset)):
-                is_blend = isinstance(dataset, BlendedDataset)
-                size = dataset.size if is_blend else dataset.num_samples
+            if isinstance(dataset, MegatronDataset):
+                size = dataset.num_samples
                 require(
                     size is None or len(dataset) == 0 or size <= len(dataset),
                     f"{size} samples were requested, and {len(dataset)} built",
@@ -233,7 +232,8 @@ class BlendedMegatronDatasetBuilder:
             except Exception as error:
                 raise BuildError(f"{self.cls.__name__} could not be built as a mock") from error
         if config.blend:
-            return self._build_blends(*config.blend, config.split_matrix, self.sizes)
+            prefixes, weights = config.blend
+            return self._build_blends(prefixes, weights, config.split_matrix, self.sizes)
         pairs = zip(Split, config.blend_per_split, strict=True)
         return [blend and self._build_split(split, blend) for split, blend in pairs]
 
