@@ -33,9 +33,9 @@ def to_tensors(batch: Mapping[str, NDArray[Any]], *, pin: bool = False) -> dict[
     Raises:
         ConfigError: A dtype that torch does not have, such as strings or objects.
     """
-    tensors = {name: _tensor(name, array) for name, array in batch.items()}
+    tensors = _each(batch, _tensor)
     if check_bool("pin", pin) and torch.cuda.is_available():
-        return _each(tensors, lambda tensor: tensor.pin_memory())
+        return _each(tensors, lambda _, tensor: tensor.pin_memory())
     return tensors
 
 
@@ -74,22 +74,21 @@ def to_device(
     return partial(_copy_to_cuda, device=torch.device("cuda", index), stream=stream)
 
 
-def _each(tensors: Mapping[str, Any], function: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """What a function makes of each tensor, also in lists of batches; numbers stay."""
+def _each(batch: Mapping[str, Any], function: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """What a function of name and value makes of each array, also in lists of batches; numbers
+    stay."""
 
-    def of(value: Any) -> Any:
-        if isinstance(value, list):
+    def of(name: str, value: Any) -> Any:
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
             return [_each(one, function) for one in value]
-        return function(value) if torch.is_tensor(value) else value
+        return value if type(value) in (int, float) else function(name, value)
 
-    return {name: of(value) for name, value in tensors.items()}
+    return {name: of(name, value) for name, value in batch.items()}
 
 
-def _tensor(name: str, array: Any) -> Any:
-    if isinstance(array, torch.Tensor) or type(array) in (int, float):
+def _tensor(name: str, array: Any) -> torch.Tensor:
+    if isinstance(array, torch.Tensor):
         return array
-    if isinstance(array, list) and array and isinstance(array[0], Mapping):
-        return [*map(to_tensors, array)]
     array = np.asarray(array)
     is_backwards = min(array.strides, default=0) < 0
     if is_backwards or not (array.dtype.isnative and array.flags.writeable):
@@ -102,7 +101,7 @@ def _tensor(name: str, array: Any) -> Any:
 
 
 def _copy(batch: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    return _each(to_tensors(batch), lambda tensor: tensor.to(device))
+    return _each(to_tensors(batch), lambda _, tensor: tensor.to(device))
 
 
 def _copy_to_cuda(
@@ -117,9 +116,9 @@ def _copy_to_cuda(
     side = _copy_stream(device)
     pinned = to_tensors(batch, pin=True)
     with torch.cuda.stream(side):
-        copies = _each(pinned, lambda tensor: tensor.to(device, non_blocking=True))
+        copies = _each(pinned, lambda _, tensor: tensor.to(device, non_blocking=True))
     # Else their memory could be reused while the trainer still reads.
-    _each(copies, lambda copy: copy.record_stream(user))
+    _each(copies, lambda _, copy: copy.record_stream(user))
     side.synchronize()  # only the loader's thread waits
     return copies
 
