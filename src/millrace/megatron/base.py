@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from millrace.cache import megatron as cache
 from millrace.errors import DataError
@@ -117,6 +117,16 @@ def _other_special_tokens(tokenizer: Any) -> list[Any]:
             with contextlib.suppress(AttributeError, NotImplementedError):
                 tokens.append(getattr(tokenizer, name))
     return tokens
+
+
+def filled_bounds(bounds: ArrayLike, size: int) -> dict[str, NDArray[np.int32]]:
+    """`cu_seqlens` [size], where documents start, filled up with their end, and `max_seqlen`."""
+    starts = np.asarray(bounds, np.int32)
+    if len(starts) > size:  # Too many: leave out the empty documents.
+        starts = np.unique(starts)
+    cu_seqlens = np.full(size, starts[-1], np.int32)
+    cu_seqlens[: len(starts)] = starts
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": np.asarray(np.diff(starts).max())}
 
 
 class CachedIndices(ABC):

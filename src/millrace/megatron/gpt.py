@@ -15,7 +15,7 @@ from millrace.cache import megatron as cache
 from millrace.checks import SCHEME
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError
-from millrace.megatron.base import CachedIndices, MegatronDataset
+from millrace.megatron.base import CachedIndices, MegatronDataset, filled_bounds
 from millrace.megatron.bin_readers import ObjectStorageConfig, _BinReader
 from millrace.megatron.errors import ConfigAssertionError, DataAssertionError, require
 from millrace.megatron.indexed import IndexedDataset
@@ -255,16 +255,9 @@ class GPTDataset(CachedIndices, MegatronDataset):
             f"_query_document_sample_shuffle_indices; it is missing, or does not fit: {lengths}",
         )
         lengths[-1] += length - lengths.sum()  # padding
-        if len(lengths) > length:  # Too many for the array: leave out the empty ones.
-            lengths = lengths[lengths > 0]
-        bounds = np.concatenate(([0], np.cumsum(lengths)))
-        cu_seqlens = np.full(length + 1, length, np.int32)
-        cu_seqlens[: len(bounds)] = bounds
-        return {
-            "position_ids": np.arange(length) - np.repeat(bounds[:-1], lengths),
-            "cu_seqlens": cu_seqlens,
-            "max_seqlen": np.array(lengths.max(), np.int32),
-        }
+        bounds = np.append(0, np.cumsum(lengths))
+        position_ids = np.arange(length) - np.repeat(bounds[:-1], lengths)
+        return {"position_ids": position_ids, **filled_bounds(bounds, length + 1)}
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         """The three indices, loaded or built; (None, None, None) if deferred."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from millrace.checks import check_choice, check_int, shown
 from millrace.errors import TextError
-from millrace.megatron.base import MegatronDataset
+from millrace.megatron.base import MegatronDataset, filled_bounds
 from millrace.megatron.errors import ConversationError, require
 from millrace.megatron.utils import GPTDatasetConfig
 from millrace.online import open_rows
@@ -164,23 +164,17 @@ class SFTDataset(MegatronDataset):
                 break
         if bounds[-1] == 0:
             raise ConversationError(f"{place} has no tokens: remove it")
-        labels, num_bounds = pack[1, 1:], len(bounds)
+        labels, is_newest = pack[1, 1:], self.config.sft_release == "0.19"
         is_trained = (labels != pad) & (labels != IGNORE_INDEX)
         counts["trained_tokens"] = int(np.count_nonzero(is_trained))
-        counts["dropped_conversations"] = len(conversations) - num_bounds + 1
+        counts["dropped_conversations"] = len(conversations) - len(bounds) + 1
         counts["untrained_lines"] = int(not is_trained.any())
         bounds[-1] = length
-        if self.config.sft_release == "0.19":
-            num_bounds = length + 1
-            bounds = bounds if len(bounds) <= num_bounds else sorted({*bounds})
-        cu_seqlens = np.full(num_bounds, length, np.int32)
-        cu_seqlens[: len(bounds)] = bounds
         arrays = {
             "tokens": pack[0, :-1],
             "labels": labels,
             "loss_mask": is_trained.astype(np.float32),
             "position_ids": position_ids,
-            "cu_seqlens": cu_seqlens,
-            "max_seqlen": np.asarray(np.diff(cu_seqlens).max()),
+            **filled_bounds(bounds, length + 1 if is_newest else len(bounds)),
         }
         return arrays, counts
