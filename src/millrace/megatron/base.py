@@ -126,7 +126,7 @@ def filled_bounds(bounds: ArrayLike, size: int) -> dict[str, NDArray[np.int32]]:
         starts = np.unique(starts)
     cu_seqlens = np.full(size, starts[-1], np.int32)
     cu_seqlens[: len(starts)] = starts
-    return {"cu_seqlens": cu_seqlens, "max_seqlen": np.asarray(np.diff(starts).max())}
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": np.asarray((starts[1:] - starts[:-1]).max())}
 
 
 class CachedIndices(ABC):

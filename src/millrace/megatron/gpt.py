@@ -255,7 +255,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
             f"_query_document_sample_shuffle_indices; it is missing, or does not fit: {lengths}",
         )
         lengths[-1] += length - lengths.sum()  # padding
-        bounds = np.append(0, np.cumsum(lengths))
+        bounds = np.concatenate(([0], np.cumsum(lengths)))
         position_ids = np.arange(length) - np.repeat(bounds[:-1], lengths)
         return {"position_ids": position_ids, **filled_bounds(bounds, length + 1)}
 
