@@ -49,7 +49,7 @@ ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
     "text": (2070, "many formats, and what each of them refuses"),
     "shuffling": (2240, "two kinds of items, two plans, a check of the distribution"),
-    "megatron": (2305, "the names of another library"),
+    "megatron": (2295, "the names of another library"),
     "order": (2025, "three orders, each with its mixture; windows of mixed documents"),
     "run": (2255, "two orders, each with a configuration and datasets; trials"),
     "store": (2270, "verification could be a room of its own"),
