@@ -24,23 +24,18 @@ def cases(short: int, most: int) -> Any:
     return pytest.mark.parametrize("seed", [*range(short), *long])
 
 
-def source_of(size: int, cap: int | None = None) -> Any:
-    own = {"num_tokens": size, "bounds": (0, size), "max_epochs": cap}
-    return SimpleNamespace(**own, mix_window=1, weight=0)
+def source_of(size: int) -> Any:
+    return SimpleNamespace(num_tokens=size, bounds=(0, size))
 
 
-def phases_of(sources: dict[str, Any], plan: Plan) -> Phases:
-    """Sources are sizes, sizes with caps, or objects."""
-    kinds: Any = {int: source_of, tuple: lambda pair: source_of(*pair)}
+def phases_of(sources: dict[str, Any], plan: Plan, **caps: int) -> Phases:
     untils = [*(start for start, *_ in plan[1:]), None]
     none = dict.fromkeys(sources, 0)
-    return Phases(
-        {name: kinds.get(type(one), lambda own: own)(one) for name, one in sources.items()},
-        [
-            Phase(until=until, sequence_length=length, weights=none | weights)
-            for until, (_, length, weights) in zip(untils, plan, strict=True)
-        ],
-    )
+    phases = [
+        Phase(until=until, sequence_length=length, weights=none | weights)
+        for until, (_, length, weights) in zip(untils, plan, strict=True)
+    ]
+    return Phases(sources, phases, caps=caps)
 
 
 def random_weights(rng: np.random.Generator, size: int) -> list[float]:
@@ -203,7 +198,7 @@ def test_bad_orders_are_refused() -> None:
 
 def test_a_state_is_saved_while_another_thread_draws(request: pytest.FixtureRequest) -> None:
     plan: Plan = [(4 * n, 8, {"a": 1 + n % 2, "b": 1}) for n in range(2000)]
-    phases = phases_of({"a": 9000, "b": 9000}, plan)
+    phases = phases_of(dict.fromkeys("ab", source_of(9000)), plan)
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
     thread = threading.Thread(target=phases.stretch_of, args=(7999,))
@@ -224,10 +219,9 @@ def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
             return 500
 
     plan = [(0, 8, {"a": 1, "b": 2}), (100, 4, {"a": 1, "b": 1}), (200, 8, {"a": 1})]
-    expected = phases_of({"a": 500, "b": (500, 2)}, plan)
+    expected = phases_of(dict.fromkeys("ab", source_of(500)), plan, b=2)
     fails += [OSError("away")] * 3
-    late = Late(bounds=(0, 500), max_epochs=None, mix_window=1, weight=0)
-    mixture = phases_of({"a": late, "b": (500, 2)}, plan)
+    mixture = phases_of({"a": Late(bounds=(0, 500)), "b": source_of(500)}, plan, b=2)
     for _ in range(3):
         with pytest.raises(OSError, match="away"):
             mixture.draws(np.arange(300))
@@ -238,7 +232,8 @@ def test_a_size_that_cannot_be_read_now_changes_nothing() -> None:
 def test_an_earlier_stretch_is_computed_from_one_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader's threads and its state ask for stretches far apart, in turn."""
     plan: Plan = [(4 * n, 8, {"a": 1 + n % 2, "b": 1}) for n in range(500)]
-    phases, fresh = (phases_of({"a": 9000, "b": 9000}, plan) for _ in range(2))
+    sources = dict.fromkeys("ab", source_of(9000))
+    phases, fresh = (phases_of(sources, plan) for _ in range(2))
     phases = pickle.loads(pickle.dumps(phases))
     phases.stretch_of(1999)
     computed: list[int] = []

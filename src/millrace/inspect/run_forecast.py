@@ -6,20 +6,19 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from millrace.checks import differences, place_of, printable, shown, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import bands_picture
-from millrace.order import GPTPlan, normalize, plan_gpt
+from millrace.order import GPTPlan, normalize
 from millrace.order.phases import Phases
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
-from millrace.run.instant_config import AnyConfig, InstantConfig, check_starts
+from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.phased_dataset import PhasedDataset, instant_datasets
 from millrace.run.plan import SplitPlan, plan_run
 from millrace.run.skips import Skips
@@ -86,7 +85,7 @@ def forecast(
     """
     if isinstance(config, InstantConfig):
         if batches is not None:
-            check_starts(config.whole_phases, Skips(config.skips), batches.step_at)
+            config.check_starts(batches.step_at)
         fields = _of_instant(config, num_parts)
     else:
         fields = _of_built(config)
@@ -196,7 +195,7 @@ def _warnings(
 
 def _moved(mixture: Phases, num_tokens: Any) -> Iterator[str]:
     """Tells of drawn sources whose ends were moved to documents far away."""
-    nominal = np.diff([one.bounds for one in mixture.sources])[:, 0]
+    nominal = mixture.nominal_sizes
     is_far = abs(num_tokens - nominal) > _MOST_MOVED * nominal
     for place in np.flatnonzero(is_far & (num_tokens > 0)).tolist():
         yield (
@@ -267,17 +266,14 @@ def _limits(config: DatasetConfig, split: SplitPlan) -> Iterator[str]:
         return
     growths = []
     for dataset in split.datasets:
-        count, plan = max(dataset.inputs.num_samples or 0, 1), cast(GPTPlan, dataset.order)
-        same = partial(
-            plan_gpt,
-            plan.num_tokens_per_epoch,
-            sequence_length=plan.sequence_length,
-            add_extra_token=plan.add_extra_token,
-            drop_last_partial_sequence=dataset.inputs.drop_last_partial_sequence,
+        inputs, plan = dataset.inputs, dataset.order
+        least = max(inputs.num_samples or 0, 1)
+        more = bisect.bisect_left(
+            range(least, plan.num_samples + 1),
+            True,
+            key=lambda count: GPTPlan.of(replace(inputs, num_samples=count)) != plan,
         )
-        counts = range(count, plan.num_samples + 1)
-        more = bisect.bisect_left(counts, True, key=lambda count: same(num_samples=count) != plan)
-        growths.append(((count + more - 1) / count, dataset.file.prefix))
+        growths.append(((least + more - 1) / least, dataset.file.prefix))
     growth, prefix = min(growths)
     yield (
         f"with more than about {int(wanted * growth):,} samples the run would have "

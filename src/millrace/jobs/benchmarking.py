@@ -27,9 +27,8 @@ from millrace.names import BIN, IDX
 from millrace.option_class import check_options, option
 from millrace.run import DatasetConfig, InstantConfig, arguments, build_datasets
 from millrace.run.config import source_of
-from millrace.run.instant_config import AnyConfig, length_changes
+from millrace.run.instant_config import AnyConfig
 from millrace.run.plan import Manifest
-from millrace.run.skips import Skips
 from millrace.samples.fields import FIELDS, TOKEN_DTYPES
 
 _BUSY = 0.7  # share of the cores' time above which a measurement is bound by them
@@ -266,8 +265,7 @@ def measure_rank(
     # Megatron-LM's order of one prefix has the samples of whole epochs.
     num_samples = of_run = min(len(dataset), config.num_samples[0] or len(dataset))
     if isinstance(config, InstantConfig):  # those of one sequence length
-        changes = length_changes(config.whole_phases, Skips(config.skips))
-        num_samples = min([num_samples, *changes.values()])
+        num_samples = min([num_samples, *config.length_changes().values()])
     sampler = SequentialSampler(num_samples, micro_batch_size=own.micro_batch_size, **rank)
     if num_samples < 2 * sampler.block_size:
         raise ConfigError(

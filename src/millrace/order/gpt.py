@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import check_bool, check_int, check_ints, check_within, shown
 from millrace.deferred import Deferred, cached_property
-from millrace.errors import ConfigError, DataError
+from millrace.errors import ConfigError
 from millrace.order.order_plans import NOT_IN_KEY, Arrays, Layout, OrderInputs, check_range
 from millrace.order.spans import RULES_VERSION, CoreOrder
 
@@ -65,15 +65,8 @@ class GPTPlan:
         Raises:
             DataError: Lengths of more tokens than the token file holds.
         """
-        start, stop = inputs.sequences
-        num_tokens = int(np.sum(inputs.lengths[start:stop], dtype=np.int64))
-        if num_tokens > inputs.num_tokens:
-            raise DataError(
-                f"the index says {num_tokens} tokens, and the .bin holds {inputs.num_tokens}: the "
-                "index is damaged; write the pair again"
-            )
         return plan_gpt(
-            num_tokens,
+            inputs.count_tokens(),
             inputs.num_samples,
             inputs.sequence_length,
             add_extra_token=inputs.add_extra_token,

@@ -59,6 +59,17 @@ class OrderInputs:
         """Lengths of all sequences, in tokens: int32 [num_sequences]. This opens the token file."""
         return self.load_lengths()
 
+    def count_tokens(self) -> int:
+        """Number of tokens in the range; DataError for more than the token file holds."""
+        start, stop = self.sequences
+        num_tokens = int(self.lengths[start:stop].sum(dtype=np.int64))
+        if num_tokens > self.num_tokens:
+            raise DataError(
+                f"the index says {num_tokens} tokens, and the .bin holds {self.num_tokens}: the "
+                "index is damaged; write the pair again"
+            )
+        return num_tokens
+
 
 class OrderPlan(Protocol):
     """The plan of one dataset's order: a frozen dataclass whose fields are plain JSON values.
@@ -125,14 +136,12 @@ def plan_order(
     if inputs.num_samples is not None:
         check_int("num_samples", inputs.num_samples, 0, MAX_INT64)
     try:
-        make = order.of if isinstance(order, type) else order  # type: ignore[attr-defined]
-        try:
-            plan: OrderPlan = make(inputs, **(options or {}))
-        except TypeError as error:
-            if not options:
-                raise
-            raise ConfigError(f"order_options are {shown(options)}: {error}") from None
+        plan: OrderPlan = getattr(order, "of", order)(inputs, **(options or {}))  # type: ignore[call-arg]
         _check_plan(plan, inputs)
+    except TypeError as error:
+        if not options:
+            raise
+        raise ConfigError(f"{name}: order_options are {shown(options)}: {error}") from None
     except MillraceError as error:
         raise type(error)(f"{name}, sequences {start} to {stop}: {error}") from None
     return plan

@@ -95,13 +95,9 @@ class PackPlan:
         start, stop = inputs.sequences
         if stop > 2**32:
             raise ConfigError(f"packs take at most 2**32 documents of a token file, not {stop}")
-        lengths = inputs.lengths[start:stop]
-        total = int(lengths.sum(dtype=np.int64))
-        if total > inputs.num_tokens or lengths.min(initial=0) < 0:
-            raise DataError(
-                f"the index says {total} tokens, and the .bin holds {inputs.num_tokens}, or a "
-                "length is negative: the index is damaged; write the pair again"
-            )
+        lengths, total = inputs.lengths[start:stop], inputs.count_tokens()
+        if lengths.min(initial=0) < 0:
+            raise DataError("a length is negative: the index is damaged; write the pair again")
         num_long = int(np.count_nonzero(lengths > capacity))
         long = f"{num_long} of {stop - start} documents"
         if num_long > 0 and plan.long_documents == "error":

@@ -89,35 +89,43 @@ class Phases:
 
     Args:
         sources: The sources by their names, whose order does not matter. A source has `num_tokens`,
-            `bounds` (whose difference is about as much, where that takes time to find), `weight`
-            (before the first phase), `max_epochs` (after which it takes no part; None: no limit)
-            and `mix_window` (samples in a window).
+            and `bounds`, whose difference is about as much, where that takes time to find.
         phases: Phases, each with its sequence length. `InstantConfig` checks them.
+        caps: Epochs after which a source takes no part, by name; None: no limit.
+        mix_window: Number of samples in a window.
         position: Function of a sample number: how many before it no skip leaves out.
 
     Attributes:
-        names, sources: The names of all sources, sorted, and the sources.
+        names: The names of all sources, sorted.
+        nominal_sizes: Difference of each source's bounds: int64 [sources].
 
     Raises:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
     """
 
     def __init__(
-        self, sources: Mapping[str, Any], phases: Sequence[Phase], position: Any = int
+        self,
+        sources: Mapping[str, Any],
+        phases: Sequence[Phase],
+        *,
+        caps: Mapping[str, int | None] | None = None,
+        mix_window: int = 1,
+        position: Any = int,
     ) -> None:
         self.names, self._position_of = sorted(sources), position
-        self.sources, self._phases = [sources[name] for name in self.names], list(phases)
+        self._sources, self._phases = [sources[name] for name in self.names], list(phases)
         self._ends: list[Any] = [*(phase.until for phase in phases[:-1]), MAX_INT64]
-        self._caps = np.array([one.max_epochs or MAX_INT64 for one in self.sources], np.int64)
-        self._mix_windows = np.array([one.mix_window for one in self.sources], np.int64)
-        self._weights = np.array([one.weight for one in self.sources], np.float64)
+        most = [(caps or {}).get(name) or MAX_INT64 for name in self.names]
+        self._caps, self._mix_window = np.array(most, np.int64), mix_window
         self._sizes = np.full(len(self.names), -1)  # in tokens, as far as they were asked for
-        weights, sizes = self._weights, np.diff([one.bounds for one in self.sources])[:, 0]
+        self.nominal_sizes: Numbers = np.diff([one.bounds for one in self._sources])[:, 0]
+        weights = np.zeros(len(self.names))
         for number in range(len(phases)):
             weights = self._changed_weights(weights, number)
             if not weights.any():
                 raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
-            is_short = num_windows(sizes, self._mix_windows * self.length_of(number)) < 1
+            window = mix_window * self.length_of(number)
+            is_short = num_windows(self.nominal_sizes, window) < 1
             self.cuts(np.flatnonzero((weights > 0) & is_short), number)  # an error, if it is so
         # Several threads may compute a stretch side by side: theirs are equal.
         self._known: dict[int, int] = {}  # the phase of each stretch, by its start
@@ -176,7 +184,7 @@ class Phases:
         if last is None:
             size, zeros = len(self.names), np.broadcast_to(np.int64(0), len(self.names))
             begins = Position(*(np.broadcast_to(np.int64(one), size) for one in UNDRAWN))
-            weights = self._changed_weights(self._weights, 0)
+            weights = self._changed_weights(np.zeros(size), 0)
             last = Stretch(0, 0, 0, 0, weights, begins, zeros, zeros, np.empty(0, np.int32), None)
         if last.tree is None:
             return self._deal(last)
@@ -221,30 +229,28 @@ class Phases:
 
     def _draws_left(self, stretch: Stretch, places: Places) -> Numbers:
         """Draws that some sources have left until they reach their caps (C1)."""
-        sizes, length, mix_windows = cut = self.cuts(places, stretch.phase)
+        sizes, length, mix_window = cut = self.cuts(places, stretch.phase)
         position = stretch.begins.select(places).before_draw(*cut).at(stretch.drawn[places], *cut)
-        of_epoch = num_windows(sizes, mix_windows * length) * mix_windows
+        of_epoch = num_windows(sizes, mix_window * length) * mix_window
         # More epochs than that are more draws than a run can have.
         epochs = np.minimum(self._caps[places] - position.epoch - 1, (1 << 61) // of_epoch)
         lefts = position.samples_left(sizes, length) + epochs * of_epoch
         return np.where(epochs < 0, 0, lefts)
 
-    def cuts(self, places: Places, phase: int) -> tuple[Numbers, int, Numbers]:
-        """Tokens of some sources, the sequence length of a phase, and the sources' windows: what
-        the methods of a `Position` take. ConfigError for too few tokens for a window (S8)."""
+    def cuts(self, places: Places, phase: int) -> tuple[Numbers, int, int]:
+        """Tokens of some sources, the sequence length of a phase, and the mix window: what the
+        methods of a `Position` take. ConfigError for too few tokens for a window (S8)."""
         for place in places[self._sizes[places] < 0].tolist():
-            self._sizes[place] = self.sources[place].num_tokens
-        sizes = self._sizes[places]
-        length, mix_windows = self.length_of(phase), self._mix_windows[places]
-        for n in np.flatnonzero(num_windows(sizes, mix_windows * length) < 1).tolist():
-            mix_window = int(mix_windows[n])
+            self._sizes[place] = self._sources[place].num_tokens
+        sizes, length, mix_window = self._sizes[places], self.length_of(phase), self._mix_window
+        for n in np.flatnonzero(num_windows(sizes, mix_window * length) < 1).tolist():
             mixed = "" if mix_window == 1 else f", {mix_window} in a window,"
             raise ConfigError(
                 f"phase {phase}, source {self.names[places[n]]} has {sizes[n]} tokens; samples of "
                 f"{length} tokens{mixed} need {2 * mix_window * length}: shorten the sequence "
                 "length, or leave the source out"
             )
-        return sizes, length, mix_windows
+        return sizes, length, mix_window
 
     # ---- what has been drawn ----
 

@@ -161,22 +161,18 @@ def _build(
             f"{config.cache} has no manifest of this run, or its arrays are damaged: leave "
             "trust_cache out, or run `millrace index`"
         )
-    plan = plan_run(config)
-    numbers = itertools.count()
-
-    def count() -> None:
-        if progress is not None:
-            progress(next(numbers), plan.num_datasets)
+    plan, numbers = plan_run(config), itertools.count(1)
+    report: Progress = progress or (lambda done, total: None)
 
     def for_each(split: SplitPlan, use: Callable[[int, Arrays], Any]) -> list[Any]:
         def build(number: int, dataset: DatasetPlan) -> Any:
             used = use(number, build_arrays(dataset.order, dataset.inputs, dataset.file.prefix))
-            count()
+            report(next(numbers), plan.num_datasets)
             return used
 
         return list(pool.map(build, itertools.count(), split.datasets))
 
-    count()
+    report(0, plan.num_datasets)
     with ThreadPoolExecutor(config.num_threads) as pool:
         if config.cache is not None:
             return plan, _load_or_build(plan, os.fspath(config.cache), for_each, wait_limit)

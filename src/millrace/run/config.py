@@ -185,22 +185,17 @@ class DatasetConfig(RunConfig):
         if per_split is not None:
             _check_three("blend_per_split", per_split)
         super().__post_init__()
-        self._check_options()
         blends = [self._checked_blend(number) for number in range(len(SPLITS))]
         if not any(blends):
             raise ConfigError("no split has a blend; give at least one")
         vars(self).update(
+            seed=check_seed(self.seed),
+            surplus=check_surplus(self.surplus),
+            num_threads=check_int("num_threads", self.num_threads, 1),
             blend=blends[0] if per_split is None else None,
             blend_per_split=None if per_split is None else blends,
             order=_checked_order(self.order, is_cached=self.cache is not None),
             order_options=_checked_options("order", self.order, self.order_options),
-        )
-
-    def _check_options(self) -> None:
-        vars(self).update(
-            seed=check_seed(self.seed),
-            surplus=check_surplus(self.surplus),
-            num_threads=check_int("num_threads", self.num_threads, 1),
         )
         if not isinstance(self.cache, str | os.PathLike | None):
             raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")

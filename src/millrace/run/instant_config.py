@@ -136,42 +136,42 @@ class InstantConfig(RunConfig):
         return phases
 
     def weights(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
-        """The weights of all sources before the first phase, for their sizes."""
+        """The weights of all sources in the first phase, for their sizes."""
+        changes = self.phases[0].weights or {}
         if self.alpha is None:
-            return {name: source.weight or 0.0 for name, source in self.sources.items()}
+            return {name: one.weight or 0.0 for name, one in self.sources.items()} | {**changes}
         # An empty source has a weight, too: its size is an error where it is drawn from.
         powers = {name: max(num_tokens[name], 1) ** self.alpha for name in self.sources}
         total = math.fsum(powers.values())
-        return {name: power / total for name, power in powers.items()}
+        return {name: power / total for name, power in powers.items()} | {**changes}
+
+    def length_changes(self) -> dict[int, int]:
+        """The positions at which another sequence length starts, by the numbers of the phases."""
+        skips, pairs = Skips(self.skips), itertools.pairwise(self.whole_phases)
+        return {
+            number: skips.position(before.until)
+            for number, (before, phase) in enumerate(pairs, 1)
+            if phase.sequence_length != before.sequence_length
+        }
+
+    def check_starts(self, step_at: Callable[[int], Any]) -> None:
+        """Raises ConfigError where another sequence length starts in the middle of a step, for
+        which `step_at` raises one."""
+        for number, position in self.length_changes().items():
+            try:
+                step_at(position)
+            except ConfigError as error:
+                until = self.phases[number - 1].until
+                skipped = until - position
+                rule = f" (a position plus the {skipped} samples skipped before)" if skipped else ""
+                raise ConfigError(
+                    f"phase {number}, from sample {until}, has another sequence length, and must "
+                    f"start with a step: {error}. Give another `until`{rule}, skip or batch size"
+                ) from None
 
 
 AnyConfig = DatasetConfig | InstantConfig
 """A run in Megatron-LM's order, or an order of the user's, or in the instant order."""
-
-
-def length_changes(phases: Sequence[Phase], skips: Skips) -> dict[int, int]:
-    """The positions at which another sequence length starts, by the numbers of the phases."""
-    return {
-        number: skips.position(before.until or 0)
-        for number, (before, phase) in enumerate(itertools.pairwise(phases), 1)
-        if phase.sequence_length != before.sequence_length
-    }
-
-
-def check_starts(phases: Sequence[Phase], skips: Skips, step_at: Callable[[int], Any]) -> None:
-    """Raises ConfigError where another sequence length starts in the middle of a step, for which
-    `step_at` raises one."""
-    for number, position in length_changes(phases, skips).items():
-        try:
-            step_at(position)
-        except ConfigError as error:
-            until = phases[number - 1].until or 0
-            skipped = until - position
-            rule = f" (a position plus the {skipped} samples skipped before)" if skipped else ""
-            raise ConfigError(
-                f"phase {number}, from sample {until}, has another sequence length, and must start "
-                f"with a step: {error}. Give another `until`{rule}, skip or batch size"
-            ) from None
 
 
 def _checked_sources(sources: Any) -> dict[str, InstantSource]:

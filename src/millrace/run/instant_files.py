@@ -151,9 +151,6 @@ class SourceRange:
 
     file: SourceFile
     bounds: Range  # first token, and end, before they are moved to the starts of documents
-    weight: float  # before the first phase
-    max_epochs: int | None  # after which it takes no part
-    mix_window: int  # samples in a window, in which documents are permuted
     _tokens: Range | None = None  # once the ends are moved
 
     @property
@@ -161,8 +158,7 @@ class SourceRange:
         """What decides the tokens of the samples, as plain values."""
         file = self.file
         identity = {"tokens": file.num_tokens, "dtype": file.dtype.name, "range": [*self.bounds]}
-        mixing = {"mix_window": self.mix_window} if self.mix_window > 1 else {}
-        return {**identity, **mixing, "content": file.content}
+        return {**identity, "content": file.content}
 
     @property
     def num_tokens(self) -> int:
@@ -183,15 +179,12 @@ class SourceRange:
 def ranges_of(
     files: Mapping[str, SourceFile], config: InstantConfig
 ) -> Sequence[Mapping[str, SourceRange]]:
-    """The ranges of train, valid and test, of the sources that have a share of them."""
-    sizes = {name: file.part[1] - file.part[0] for name, file in files.items()}
-    weights, split = config.weights(sizes), config.split or "1,0,0"
+    """The ranges of train, valid and test; none for a split without a share."""
     splits: list[dict[str, SourceRange]] = [{}, {}, {}]
     for name, file in files.items():
-        limits = (config.sources[name].max_epochs, config.mix_window), (None, 1), (None, 1)
-        shares = split_ranges(sizes[name], split)
-        for ranges, share, own in zip(splits, shares, limits, strict=True):
+        first, end = file.part
+        shares = split_ranges(end - first, config.split or "1,0,0")
+        for ranges, share in zip(splits, shares, strict=True):
             if share is not None:
-                bounds = file.part[0] + share[0], file.part[0] + share[1]
-                ranges[name] = SourceRange(file, bounds, weights[name], *own)
+                ranges[name] = SourceRange(file, (first + share[0], first + share[1]))
     return splits

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from millrace.order.mixture_tree import ONE
 from millrace.order.phases import Phases
 from millrace.order.splits import Range
 from millrace.provenance.tokenizers import TokenizerRecord
-from millrace.run.instant_config import InstantConfig, check_starts
+from millrace.run.instant_config import InstantConfig
 from millrace.run.instant_files import SourceFile, SourceRange, ranges_of
 from millrace.run.skips import Skips
 from millrace.samples import BlendedDataset, GPTDataset
@@ -38,10 +38,11 @@ class PhasedDataset(BlendedDataset):
 
     Args:
         ranges: Tokens to draw from, by the names of sources.
+        phases: Phases, the first with the weights of all sources.
         config: The configuration of the run.
         num_samples: Number of samples; None: without end.
-        is_training: Whether phases and skips count. Else there is the first phase alone, of the
-            sources that have tokens for a sample: their files are opened for it.
+        is_training: Whether caps, skips and the mix window count. Else the sources without tokens
+            for a sample are left out: the files are opened for it.
 
     Attributes:
         stores: The token file of each source, by their names' order; `dataset_numbers` and
@@ -56,14 +57,15 @@ class PhasedDataset(BlendedDataset):
     def __init__(
         self,
         ranges: Mapping[str, SourceRange],
+        phases: Sequence[Any],
         config: InstantConfig,
         num_samples: int | None,
         *,
         is_training: bool,
     ) -> None:
         self._ranges = {name: ranges[name] for name in sorted(ranges)}
-        self._config, self._is_training = config, is_training
-        self._phases = config.whole_phases[: None if is_training else 1]
+        self._phases, self._config, self._is_training = phases, config, is_training
+        self._mix_window = config.mix_window if is_training else 1
         self._skips = Skips(config.skips if is_training else ())
         most = MAX_INT64 - self._skips.num_samples
         self._num_samples = most if num_samples is None else min(num_samples, most)
@@ -83,14 +85,18 @@ class PhasedDataset(BlendedDataset):
     @cached_property
     def order(self) -> Phases:
         """Which dataset, and which of its samples, each sample number of the run is."""
+        ranges, phase = self._ranges, self._phases[0]
         if self._is_training:
-            return Phases(self._ranges, self._phases, self._skips.position)
-        (phase,), ranges = self._phases, self._ranges
-        length, weights = phase.sequence_length, {n: one.weight for n, one in ranges.items()}
-        for name, weight in (weights | {**(phase.weights or {})}).items():
-            is_small = weight > 0 and num_windows(ranges[name].num_tokens, length) < 1
-            weights[name] = 0 if is_small else weight
-        if not any(weights.values()):
+            caps = {name: source.max_epochs for name, source in self._config.sources.items()}
+            own: Any = {"mix_window": self._mix_window, "position": self._skips.position}
+            return Phases(ranges, self._phases, caps=caps, **own)
+        length = phase.sequence_length
+        weights = {
+            name: weight
+            for name, weight in phase.weights.items()
+            if weight > 0 and num_windows(ranges[name].num_tokens, length) >= 1
+        }
+        if not weights:
             raise ConfigError(
                 f"no source has {2 * length} tokens in this split, which a sample of {length} "
                 "needs: give the split a larger share"
@@ -111,8 +117,8 @@ class PhasedDataset(BlendedDataset):
                 for start in (position, consumed_samples):
                     sampler.step_at(start)
 
-        if getattr(sampler, "step_at", None):
-            check_starts(self._phases, self._skips, check)
+        if self._is_training and getattr(sampler, "step_at", None):
+            self._config.check_starts(check)
 
     def _draws(self, numbers: Numbers) -> Any:
         if len(numbers) == 0:
@@ -172,7 +178,7 @@ class PhasedDataset(BlendedDataset):
             sequence_length=options.sequence_length,
             add_extra_token=options.add_extra_token,
             position=self.order.position(number),
-            mix_window=source.mix_window,
+            mix_window=self._mix_window,
             sequences_in=source.file.sequences_in,
         )
         return GPTDataset(source.file.store, order=order, options=options, loss_ranges=choice)
@@ -210,8 +216,10 @@ class PhasedDataset(BlendedDataset):
                 "sequence_length": self.order.length_of(number),
                 "shares": self._shares[start],
             }
-        drawn = self.order.drawn_before(end)
-        sources: Any = {name: one.identity for name, one in self._ranges.items() if name in drawn}
+        drawn, k = self.order.drawn_before(end), self._mix_window
+        mixing = {"mix_window": k} if k > 1 else {}
+        ranges = self._ranges.items()
+        sources: Any = {name: one.identity | mixing for name, one in ranges if name in drawn}
         if len(sources) > _MOST_NAMES:
             sources = {name: arrays.fingerprint(one)[:16] for name, one in sources.items()}
         skips = self._skips.before(consumed_samples)
@@ -245,11 +253,15 @@ def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
     """
     tokenizers: list[TokenizerRecord | None] = []
     files = {name: SourceFile(name, config, tokenizers) for name in config.sources}
+    first, *later = config.whole_phases
+    sizes = {name: file.part[1] - file.part[0] for name, file in files.items()}
+    first = replace(first, weights=config.weights(sizes))
     datasets: list[PhasedDataset | None] = []
     for ranges, count in zip(ranges_of(files, config), config.num_samples, strict=True):
         is_training = not datasets
-        dataset = PhasedDataset(ranges, config, count, is_training=is_training) if ranges else None
-        datasets.append(dataset)
-        if is_training and dataset is not None:
-            _ = dataset.order  # an error now, not at the first sample
+        phases = [first, *later] if is_training else [first]
+        one = PhasedDataset(ranges, phases, config, count, is_training=is_training)
+        datasets.append(one if ranges else None)
+    if datasets[0] is not None:
+        _ = datasets[0].order  # an error now, not at the first sample
     return datasets
