@@ -66,11 +66,6 @@ class Windows:
         return WindowOrder(self, inputs.seed, arrays)
 
 
-def windows(inputs: OrderInputs) -> Windows:
-    """A function that makes plans."""
-    return Windows.of(inputs)
-
-
 @pytest.fixture
 def prefixes(tmp_path: Path) -> list[str]:
     """Token files whose documents hold consecutive numbers."""
@@ -106,7 +101,7 @@ def test_a_file_names_the_order_and_the_cache_keeps_its_arrays(
         tokens = train.batch(np.arange(len(train)))["tokens"]
         assert np.all(np.diff(tokens, axis=1) == 1)  # no window leaves its document
         assert len(train) == 2 * sum(length // (S + 1) for length in range(32))
-        memory = build_datasets(config_of(prefixes, order=windows)).train
+        memory = build_datasets(config_of(prefixes, order=order)).train
         assert memory is not None
         np.testing.assert_array_equal(tokens, memory.batch(np.arange(len(train)))["tokens"])
         make = partial(Loader, train, micro_batch_size=9)
@@ -114,16 +109,6 @@ def test_a_file_names_the_order_and_the_cache_keeps_its_arrays(
     other = build_datasets(config_of(prefixes, order=None, cache=cache)).train
     assert other is not None
     assert other.fingerprint() != train.fingerprint()
-
-
-def test_a_function_makes_the_plans_again_at_each_start(
-    prefixes: list[str], tmp_path: Path
-) -> None:
-    built: list[int] = []
-    for _ in range(2):
-        config = config_of(prefixes, order=windows, cache=tmp_path / "cache")
-        build_datasets(config, progress=lambda done, total: built.append(done))
-    assert max(built) == built[-1] == 6  # only the first start has built
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class OrderInputs:
 class OrderPlan(Protocol):
     """The plan of one dataset's order: a frozen dataclass whose fields are plain JSON values.
 
-    `DatasetConfig(order=...)` takes the class, or a function that returns the plan of inputs.
+    `DatasetConfig(order=...)` takes the class.
     """
 
     @property
@@ -106,8 +106,8 @@ class OrderPlan(Protocol):
         """
 
 
-PlanOf = type[OrderPlan] | Callable[[OrderInputs], OrderPlan]
-"""A class with the methods of `OrderPlan`, or a function of the inputs that returns a plan."""
+PlanOf = type[OrderPlan]
+"""A class with the methods of `OrderPlan`."""
 
 
 def check_range(sequences: tuple[int, int], num_sequences: int) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def plan_order(
     if inputs.num_samples is not None:
         check_int("num_samples", inputs.num_samples, 0, MAX_INT64)
     try:
-        plan: OrderPlan = getattr(order, "of", order)(inputs, **(options or {}))  # type: ignore[call-arg]
+        plan: OrderPlan = order.of(inputs, **(options or {}))
         _check_plan(plan, inputs)
     except TypeError as error:
         if not options:
@@ -163,11 +163,6 @@ def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
     layout = plan.arrays(inputs)
     try:
         arrays = plan.build(inputs)
-        forms = {key: (np.dtype(dtype), shape) for key, (dtype, shape) in layout.items()}
-        built = {key: (array.dtype, array.shape) for key, array in arrays.items()}
-        if built != forms:
-            kind = type(plan).__name__
-            raise ConfigError(f"{kind} has built the arrays {built}; its plan says {forms}")
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
     except ValueError as error:
@@ -177,6 +172,11 @@ def build_arrays(plan: OrderPlan, inputs: OrderInputs, name: str) -> Arrays:
             f"{name}: the indices of {plan.num_samples:,} samples take {_num_bytes(layout):,} "
             "bytes, and there is no memory. Ask for fewer samples, or build with fewer threads"
         ) from None
+    forms = {key: (np.dtype(dtype), shape) for key, (dtype, shape) in layout.items()}
+    built = {key: (array.dtype, array.shape) for key, array in arrays.items()}
+    if built != forms:
+        kind = type(plan).__name__
+        raise ConfigError(f"{name}: {kind} has built the arrays {built}; its plan says {forms}")
     return arrays
 
 

@@ -154,8 +154,8 @@ class DatasetConfig(RunConfig):
         trust_cache: Whether to take the manifest in the cache folder, which must be there, without
             looking at any token file.
         num_threads: Number of threads that build indices; each needs the memory of one dataset's.
-        order: Another order than Megatron-LM's: a class (see `OrderPlan`), a function that returns
-            the plan of `OrderInputs`, or the name of one, "package.module:name".
+        order: Another order than Megatron-LM's: a class (see `OrderPlan`), or the name of one,
+            "package.module:name".
         order_options: Keyword arguments for that order's plan, plain JSON values.
 
     The other arguments are those of `RunConfig`; the seed is 0 to 2**32 - 1.
@@ -197,9 +197,8 @@ class DatasetConfig(RunConfig):
             order=_checked_order(self.order, is_cached=self.cache is not None),
             order_options=_checked_options("order", self.order, self.order_options),
         )
-        if not isinstance(self.cache, str | os.PathLike | None):
-            raise ConfigError(f"cache must be a folder's path, or None, not {shown(self.cache)}")
-        check_local(os.fspath(self.cache or ""))
+        if self.cache is not None:
+            vars(self)["cache"] = check_local(check_path("cache", self.cache))
         if self.trust_cache and self.cache is None:
             raise ConfigError("trust_cache needs a cache folder: give cache")
         size = self.num_samples[VALID]
@@ -282,21 +281,20 @@ def _checked_options(name: str, value: Any, options: Any) -> dict[str, Any] | No
 
 
 def _checked_order(order: Any, *, is_cached: bool) -> PlanOf | None:
-    """The class or function that makes plans; None for Megatron-LM's."""
+    """The class of plans; None for Megatron-LM's."""
     if order == "instant":
         raise ConfigError("order is instant, which is a configuration of its own: InstantConfig")
     order = _imported("order", order)
     if order is None:
         return None
-    if "<" in getattr(order, "__qualname__", "<"):
-        raise ConfigError(f'order must be at module level, or "module:name", not {shown(order)}')
-    needed = ("of", "arrays", "build", "load") if isinstance(order, type) else ()
-    missing = [name for name in needed if not hasattr(order, name)]
+    if not isinstance(order, type) or "<" in order.__qualname__:
+        raise ConfigError(f"order must be a class at module level, not {shown(order)}")
+    missing = [name for name in ("of", "arrays", "build", "load") if not hasattr(order, name)]
     if missing:
         raise ConfigError(f"order {name_of_order(order)} has no method {', '.join(missing)}")
     if is_cached and order.__module__ == "__main__":
         raise ConfigError(f"order {name_of_order(order)} of a script has no cache: use a module")
-    return order  # type: ignore[no-any-return]
+    return order
 
 
 def name_of_order(order: Any) -> str:

@@ -168,8 +168,7 @@ def _plan_dataset(
     num_samples: int | None,
     entries: dict[str, Any] | None = None,
 ) -> DatasetPlan:
-    """The plan of a dataset; with its entries in a manifest, ValueError if a function now makes
-    another plan."""
+    """The plan of a dataset, or that of its entries in a manifest."""
     inputs = OrderInputs(
         num_sequences=file.record.num_sequences,
         num_tokens=file.record.num_tokens,
@@ -181,14 +180,10 @@ def _plan_dataset(
         seed=config.seed,
         load_lengths=file.sequence_lengths,
     )
-    make, options = config.plan_of, config.order_options or {}
-    if entries is None:
-        check_token_dtype(file.dataset.dtype, file.prefix)
-        order = plan_order(make, inputs, file.prefix, options)
-    else:
-        order = make(**entries) if isinstance(make, type) else make(inputs, **options)
-        if not isinstance(make, type) and entries_of(order) != entries:
-            raise ValueError(f"the plan was {entries}, and is {order}")
+    if entries is not None:
+        return DatasetPlan(file=file, inputs=inputs, order=config.plan_of(**entries))
+    check_token_dtype(file.dataset.dtype, file.prefix)
+    order = plan_order(config.plan_of, inputs, file.prefix, config.order_options)
     return DatasetPlan(file=file, inputs=inputs, order=order)
 
 
