@@ -21,7 +21,6 @@ from millrace.run.config import DatasetConfig
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.phased_dataset import PhasedDataset, instant_datasets
 from millrace.run.plan import SplitPlan, plan_run
-from millrace.run.skips import Skips
 from millrace.sampling import BatchSizeSchedule
 from millrace.shuffling.permutations import Parts
 
@@ -131,8 +130,8 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
     train = _train_of(config)
     if config.num_samples[0] is None or len(train) == 0:
         raise ConfigError("the run has no end: give train_samples, train_iters or num_samples")
-    skips, mixture = Skips(config.skips), train.order
-    end = int(train.run_numbers(np.array([len(train) - 1]))[0]) + 1
+    skips, mixture = train.skips, train.order
+    end = skips.sample(len(train) - 1) + 1
     starts = [0, *(phase.until for phase in config.phases[:-1] if phase.until < end)]
     shape = len(starts), len(mixture.names)
     samples, unseen = np.zeros((2, *shape), np.int64)
@@ -289,7 +288,7 @@ def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[st
     """
     if isinstance(old, InstantConfig) and isinstance(new, InstantConfig):
         one, other = (_train_of(config) for config in (old, new))
-        num_samples = min(_num_samples(one, old), _num_samples(other, new))
+        num_samples = min(_num_samples(one), _num_samples(other))
         first = bisect.bisect_left(
             range(1, num_samples + 1),
             True,
@@ -308,13 +307,13 @@ def forecast_change(old: AnyConfig, new: AnyConfig) -> tuple[int | None, list[st
     return (first if first < num_samples else None), changes
 
 
-def _num_samples(train: PhasedDataset, config: InstantConfig) -> int:
+def _num_samples(train: PhasedDataset) -> int:
     """Number of samples, up to where all sources have reached their caps."""
-    end, last = 0, int(train.run_numbers(np.array([len(train) - 1]))[0])
+    end = 0
     with contextlib.suppress(ConfigError):
-        for _, stop in train.order.stretches(last + 1):
+        for _, stop in train.order.stretches(train.skips.sample(len(train) - 1) + 1):
             end = stop
-    return Skips(config.skips).position(end)
+    return train.skips.position(end)
 
 
 def _key_of(config: AnyConfig) -> Any:

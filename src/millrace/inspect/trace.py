@@ -121,12 +121,12 @@ class Trace:
         self._decoder, self._load = functools.cache(self._read_decoder), functools.cache(Tokenizer)
         self._num_positions = min(len(dataset), MAX_INT64 if num_samples is None else num_samples)
         if isinstance(dataset, PhasedDataset):
-            dataset, self._skips = dataset.unskipped()
+            dataset, self._skips = dataset.unskipped(), dataset.skips
             self.names = dataset.order.names
         else:
             self.names = [one.prefix for one in dataset.stores]
         self._dataset = dataset
-        self.num_samples = self._sample_at(self._num_positions - 1) + 1
+        self.num_samples = self._skips.sample(self._num_positions - 1) + 1
 
     @classmethod
     def of(cls, run: str | os.PathLike[str], tokenizer: Tokenizer | None = None) -> "Trace":
@@ -202,7 +202,7 @@ class Trace:
 
     def first_sample(self, step: int) -> int:
         """The sample number with which a step starts."""
-        return self._sample_at(self.schedule.consumed_at(step))
+        return self._skips.sample(self.schedule.consumed_at(step))
 
     def _read_decoder(self, source: int) -> Tokenizer | None:
         """The tokenizer of a source; None if it is not known, or no longer there."""
@@ -220,14 +220,11 @@ class Trace:
 
     def _visit(self, sample: int, **fields: Any) -> Visit:
         position = self._skips.position(sample)
-        if self._sample_at(position) == sample:
+        if self._skips.sample(position) == sample:
             fields["position"] = position
             if self._schedule is not None:
                 fields["step"] = self._schedule.num_steps(position + 1, drop_last=False) - 1
         return Visit(sample=sample, **fields)
-
-    def _sample_at(self, position: int) -> int:
-        return int(self._skips.samples(np.array([position]))[0])
 
     # ---- from documents to samples ----
 

@@ -49,6 +49,7 @@ class PhasedDataset(BlendedDataset):
             `part_source` count them.
         datasets: What a part of the run with one sequence length draws from a source: see
             `Phases.draws`.
+        skips: The samples that are left out.
     """
 
     source, transforms = None, []  # as of a blend
@@ -66,8 +67,8 @@ class PhasedDataset(BlendedDataset):
         self._ranges = {name: ranges[name] for name in sorted(ranges)}
         self._phases, self._config, self._is_training = phases, config, is_training
         self._mix_window = config.mix_window if is_training else 1
-        self._skips = Skips(config.skips if is_training else ())
-        most = MAX_INT64 - self._skips.num_samples
+        self.skips = Skips(config.skips if is_training else ())
+        most = MAX_INT64 - self.skips.num_samples
         self._num_samples = most if num_samples is None else min(num_samples, most)
         self.stores: Any = [one.file for one in self._ranges.values()]
         lengths = itertools.groupby(phase.sequence_length for phase in self._phases)
@@ -88,7 +89,7 @@ class PhasedDataset(BlendedDataset):
         ranges, phase = self._ranges, self._phases[0]
         if self._is_training:
             caps = {name: source.max_epochs for name, source in self._config.sources.items()}
-            own: Any = {"mix_window": self._mix_window, "position": self._skips.position}
+            own: Any = {"mix_window": self._mix_window, "position": self.skips.position}
             return Phases(ranges, self._phases, caps=caps, **own)
         length = phase.sequence_length
         weights = {
@@ -107,7 +108,7 @@ class PhasedDataset(BlendedDataset):
 
     def run_numbers(self, numbers: Numbers) -> Numbers:
         """The sample numbers of the run, skipped ones included, of samples of the dataset."""
-        return self._skips.samples(numbers)
+        return self.skips.samples(numbers)
 
     def check_steps(self, sampler: Any, consumed_samples: int) -> None:
         """Raises ConfigError where another sequence length will start in the middle of a step."""
@@ -160,11 +161,11 @@ class PhasedDataset(BlendedDataset):
                 places = [stretch.tree.find(leaf, one - draws[0]) for one in numbers.tolist()]
                 yield stretch.start + np.array(places, np.int64)
 
-    def unskipped(self) -> tuple["PhasedDataset", Skips]:
-        """The same run, without end, in which no sample is left out; and what was."""
+    def unskipped(self) -> "PhasedDataset":
+        """The same run, without end, in which no sample is left out."""
         whole = copy.copy(self)
-        whole._skips, whole._num_samples = Skips([]), MAX_INT64
-        return whole, self._skips
+        whole.skips, whole._num_samples = Skips([]), MAX_INT64
+        return whole
 
     def _make_dataset(self, number: int) -> GPTDataset:
         segment, place = divmod(number, len(self.stores))
@@ -203,7 +204,7 @@ class PhasedDataset(BlendedDataset):
         }
 
     def _past(self, consumed_samples: int) -> dict[str, Any]:
-        end = int(self.run_numbers(np.array([consumed_samples - 1]))[0]) + 1
+        end = self.skips.sample(consumed_samples - 1) + 1
         phases: dict[str, Any] = {}
         for start, number in self.order.past(end):
             if start not in self._shares:  # 10 ms for thousands of sources
@@ -222,7 +223,7 @@ class PhasedDataset(BlendedDataset):
         sources: Any = {name: one.identity | mixing for name, one in ranges if name in drawn}
         if len(sources) > _MOST_NAMES:
             sources = {name: arrays.fingerprint(one)[:16] for name, one in sources.items()}
-        skips = self._skips.before(consumed_samples)
+        skips = self.skips.before(consumed_samples)
         return {"phases": phases, "skips": skips, "sources": sources}
 
 

@@ -50,6 +50,10 @@ class Skips:
             return positions
         return positions + self._totals[np.searchsorted(self._places, positions, "right")]
 
+    def sample(self, position: int) -> int:
+        """The sample number at a position."""
+        return int(self.samples(np.array([position]))[0])
+
     def position(self, sample_number: int) -> int:
         """The position of a sample, or of the one behind the skip that it is in."""
         ranges = (pair for pair in self.ranges if pair[0] < sample_number)

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from millrace.checks import check_float
 from millrace.errors import ConfigError
 from millrace.order.splits import parse_split
@@ -48,7 +46,7 @@ def trial_of(
         return max(round(consumed_samples * share / step), 1) * step
 
     def scaled(sample_number: int) -> int:
-        return int(after.samples(np.array([position(before.position(sample_number))]))[0])
+        return after.sample(position(before.position(sample_number)))
 
     num, *rest = config.num_samples
     try:
