@@ -1,8 +1,7 @@
 """What the packs of a run hold, and how even the work of the ranks is: as a table and a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -62,30 +61,29 @@ def describe_packs(
     ranks = check_int("ranks", ranks, 1, _MOST_PACKS)
     share = check_int("micro_batches", micro_batches, 1, _MOST_PACKS)
     plan, datasets = build_run(config)
-    descriptions, options = [], config.sampler_options or {}
-    names = options.keys() & {"quadratic", "linear", "multiple"}
-    costs_of = partial(DocumentCosts.of, **{name: options[name] for name in names})
-    dealer = partial(deal, num_ranks=ranks, lockstep=options.get("lockstep", False))
     present = [one for one in datasets if one is not None]
-    for split, data in zip(plan.present_splits, present, strict=True):
-        parts = data if isinstance(data, list) else getattr(data, "datasets", [data])
-        for dataset in parts:
-            if not isinstance(dataset.order, PackedOrder):
-                raise ConfigError(
-                    f"the order of {dataset.prefix} packs no documents: name "
-                    "order: millrace.order:PackPlan in the run, or inspect its token files"
-                )
-            descriptions.append(_describe(split.name, dataset, ranks, share, costs_of, dealer))
-    return descriptions
+    return [
+        _describe(split.name, dataset, ranks, share, config.sampler_options or {})
+        for split, data in zip(plan.present_splits, present, strict=True)
+        for dataset in (data if isinstance(data, list) else getattr(data, "datasets", [data]))
+    ]
 
 
 def _describe(
-    split: str, dataset: Any, ranks: int, share: int, costs_of: Any, dealer: Any
+    split: str, dataset: Any, ranks: int, share: int, options: Mapping[str, Any]
 ) -> PackDescription:
+    if not isinstance(dataset.order, PackedOrder):
+        raise ConfigError(
+            f"the order of {dataset.prefix} packs no documents: name order: "
+            "millrace.order:PackPlan in the run, or inspect its token files"
+        )
     plan, size = dataset.order.plan, ranks * share
     num_batches = min(_MOST_BATCHES, min(plan.num_packs, len(dataset)) // size)
-    costs = costs_of(dataset)(np.arange(num_batches * size)).reshape(num_batches, size)
-    dealt = [batch[dealer(batch)] for batch in costs]
+    names = options.keys() & {"quadratic", "linear", "multiple"}
+    costs_of = DocumentCosts.of(dataset, **{name: options[name] for name in names})
+    costs = costs_of(np.arange(num_batches * size)).reshape(num_batches, size)
+    lockstep = options.get("lockstep", False)
+    dealt = [batch[deal(batch, num_ranks=ranks, lockstep=lockstep)] for batch in costs]
     return PackDescription(
         split=split,
         prefix=dataset.prefix,

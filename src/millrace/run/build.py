@@ -194,23 +194,20 @@ def _load_or_build(
         Manifest.of(plan, names).write(folder, limit=limit)
         arrays = {name: one.load_or_build(folder, for_each, limit) for name, one in sets.items()}
     except OSError as error:
-        present = _find_sets(plan, folder)
+        present, place = _find_sets(plan, folder), error.filename or folder
+        if present is None and isinstance(error, BlockingIOError):
+            what = f"another process builds the indices: {place} is {error.strerror}"
+            raise CacheError(what) from error
         if present is None:
-            raise _cache_error(folder, error) from error
+            raise CacheError(
+                f"the indices must be built, and {place} cannot be written: "
+                f"{error.strerror or error}. Give a cache folder that can be written and has room, "
+                "or that `millrace index` has filled"
+            ) from error
         arrays = present  # without a manifest: the next start plans again
     for file in plan.files:
         file.close()  # a sample opens it again
     return arrays
-
-
-def _cache_error(folder: str, error: OSError) -> CacheError:
-    place, problem = error.filename or folder, error.strerror or error
-    if isinstance(error, BlockingIOError):
-        return CacheError(f"another process builds the indices: {place} is {problem}")
-    return CacheError(
-        f"the indices must be built, and {place} cannot be written: {problem}. Give a "
-        "cache folder that can be written and has room, or that `millrace index` has filled"
-    )
 
 
 def build_blend(split: SplitPlan) -> Arrays:
