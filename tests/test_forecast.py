@@ -16,7 +16,6 @@ from millrace.checks import MAX_INT64
 from millrace.inspect import Trace, forecast
 from millrace.order.instant import num_windows
 from millrace.run import InstantConfig
-from millrace.run.trials import trial_of
 from tests.conftest import write_documents
 from tests.run.test_instant_runs import History, write_sources
 
@@ -180,15 +179,6 @@ def test_copies_are_told_once_each_up_to_a_number(tmp_path: Path) -> None:
     *copies, more = forecast(config).warnings
     assert [text[:21] for text in copies] == [f"s{n:02} has tokens of s00" for n in range(1, 21)]
     assert more == "and 9 more like these"
-
-
-def test_a_trial_that_long_documents_make_larger_is_told(tmp_path: Path) -> None:
-    write_documents(tmp_path / "web", [np.arange(100), np.arange(800), np.arange(5)])
-    options: Any = {"sources": {"web": {"prefix": tmp_path / "web", "weight": 1}}, "seed": 1}
-    run = InstantConfig(**options, sequence_length=8, num_samples=(90, 0, 0))
-    [text] = forecast(trial_of(run, 0.5)).warnings
-    assert text.startswith("web has 900 tokens to draw from, not its share of 452, as ranges")
-    assert not forecast(trial_of(run, 0.99)).warnings
 
 
 @pytest.mark.parametrize(

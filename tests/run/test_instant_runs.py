@@ -514,7 +514,7 @@ def test_a_run_stays_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"phases": [{}, {}]}, "phase 0 of 2 has `until` None"),
         ({"phases": [{"until": 9}, {"until": 9}, {}]}, "phase 1 starts at sample 9"),
         ({"phases": [{"till": 9}, {}]}, "phase 0: .* argument 'till'; there are until"),
-        ({"phases": [{"seq-length": 4, "sequence_length": 4}]}, "seq-length and sequence_length:"),
+        ({"phases": [{"seq-length": 4, "sequence_length": 4}]}, "gives sequence_length twice"),
         ({"phases": [3]}, "phase 0 is 3; give some of until"),
         ({"phases": [{"until": 9}, {"seq-length": 999}]}, "phase 1, source code has 700 tokens"),
         ({"skips": [(5, 5)]}, r"skips\[0\] is \(5, 5\); give \[start, stop\]"),

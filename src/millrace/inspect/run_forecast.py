@@ -15,7 +15,6 @@ from millrace.checks import differences, place_of, printable, shown, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import bands_picture
 from millrace.order import GPTPlan, normalize
-from millrace.order.phases import Phases
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
 from millrace.run.instant_config import AnyConfig, InstantConfig
@@ -25,7 +24,6 @@ from millrace.sampling import BatchSizeSchedule
 from millrace.shuffling.permutations import Parts
 
 _MOST_EPOCHS, _LEAST_SHARE = 4, 0.01  # of a source; beyond them there are warnings
-_MOST_MOVED = 0.05  # of its share
 _MOST_ROWS = 20  # sources of a phase, and warnings of a kind, that people see
 
 
@@ -175,33 +173,19 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "unseen": unseen,
         "caps": caps,
         "windows": np.diff(windows, axis=0),
-        "warnings": _warnings(config, train, num_tokens, len(starts)),
+        "warnings": _warnings(config, train, len(starts)),
     }
 
 
-def _warnings(
-    config: InstantConfig, train: PhasedDataset, num_tokens: Any, num_phases: int
-) -> list[str]:
-    """Tells of phases behind the end of the run, of data that comes twice, and of moved ends."""
-    warnings = [*_first(_copies(config, train)), *_first(_moved(train.order, num_tokens))]
+def _warnings(config: InstantConfig, train: PhasedDataset, num_phases: int) -> list[str]:
+    """Tells of data that comes twice, and of phases behind the end of the run."""
+    warnings = _first(_copies(config, train))
     if (start := config.phases[num_phases - 1].until) is not None:
         warnings.append(
             f"phase {num_phases} starts at sample {start:,}, behind the end of the run: it is "
             "never drawn. `until` counts samples, not steps or tokens"
         )
     return warnings
-
-
-def _moved(mixture: Phases, num_tokens: Any) -> Iterator[str]:
-    """Tells of drawn sources whose ends were moved to documents far away."""
-    nominal = mixture.nominal_sizes
-    is_far = abs(num_tokens - nominal) > _MOST_MOVED * nominal
-    for place in np.flatnonzero(is_far & (num_tokens > 0)).tolist():
-        yield (
-            f"{mixture.names[place]} has {num_tokens[place]:,} tokens to draw from, not its share "
-            f"of {nominal[place]:,}, as ranges start and end with documents: its epochs have "
-            "another size. Give `part`, `split` or `trial` another share, or shorten documents"
-        )
 
 
 def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:

@@ -97,7 +97,6 @@ class Phases:
 
     Attributes:
         names: The names of all sources, sorted.
-        nominal_sizes: Difference of each source's bounds: int64 [sources].
 
     Raises:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
@@ -118,14 +117,12 @@ class Phases:
         most = [(caps or {}).get(name) or MAX_INT64 for name in self.names]
         self._caps, self._mix_window = np.array(most, np.int64), mix_window
         self._sizes = np.full(len(self.names), -1)  # in tokens, as far as they were asked for
-        self.nominal_sizes: Numbers = np.diff([one.bounds for one in self._sources])[:, 0]
-        weights = np.zeros(len(self.names))
+        weights, sizes = np.zeros(len(self.names)), np.diff([one.bounds for one in self._sources])
         for number in range(len(phases)):
             weights = self._changed_weights(weights, number)
             if not weights.any():
                 raise ConfigError(f"phase {number} has no source: give a weight to one, or alpha")
-            window = mix_window * self.length_of(number)
-            is_short = num_windows(self.nominal_sizes, window) < 1
+            is_short = num_windows(sizes[:, 0], mix_window * self.length_of(number)) < 1
             self.cuts(np.flatnonzero((weights > 0) & is_short), number)  # an error, if it is so
         # Several threads may compute a stretch side by side: theirs are equal.
         self._known: dict[int, int] = {}  # the phase of each stretch, by its start

@@ -9,7 +9,6 @@ import json
 import os
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -17,7 +16,7 @@ from millrace.checks import check_bool, check_int, check_path, shown
 from millrace.errors import ConfigError
 from millrace.option_class import parse_size
 from millrace.order import SPLITS
-from millrace.run.config import Blend, DatasetConfig, source_of
+from millrace.run.config import Blend, DatasetConfig, dict_of, source_of
 from millrace.run.instant_config import AnyConfig, InstantConfig
 from millrace.run.trials import trial_of
 from millrace.run.yaml_events import load_yaml
@@ -69,15 +68,7 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
     return arguments
 
 
-def _dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    numbers = Counter(name for name, _ in pairs)
-    if len(numbers) < len(pairs):
-        twice = sorted(name for name, number in numbers.items() if number > 1)
-        raise ConfigError(f"it gives {', '.join(twice)} twice: leave one out")
-    return dict(pairs)
-
-
-_load_json = functools.partial(json.loads, object_pairs_hook=_dict_of)
+_load_json = functools.partial(json.loads, object_pairs_hook=dict_of)
 
 
 def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +83,7 @@ def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"there is no argument {name}; did you mean {near[0]}?")
         is_section = isinstance(value, Mapping) and name not in (*NAMES, "tokenizer_identifiers")
         flat += _flat(value).items() if is_section else [(name, value)]
-    return _dict_of(flat)
+    return dict_of(flat)
 
 
 Reader = Callable[[str, Any], Any]
@@ -273,15 +264,13 @@ def _config_fields(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _files(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """How token files are read: their access, and their storage."""
     is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
-    names = {"mirror": "mirror", "mirror_limit": "limit"}
-    mirror = {names[name]: arguments[name] for name in names if name in arguments}
-    storage = None
-    if len(mirror) == 1:
+    mirror, limit, storage = arguments.get("mirror"), arguments.get("mirror_limit"), None
+    if (mirror is None) != (limit is None):
         raise ConfigError("give mirror and mirror-limit, or none of the two")
-    if mirror:
+    if mirror is not None:
         from millrace.storage.objects import ObjectStorage  # 10 ms that runs on disks do without
 
-        storage = ObjectStorage(**mirror)
+        storage = ObjectStorage(mirror=mirror, limit=limit)
     return {"access": "mmap" if is_mapped else "file", "storage": storage}
 
 

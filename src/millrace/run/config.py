@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -320,6 +321,14 @@ def _checked_source(name: str, source: Any) -> Source:
     part_range(0, source["part"])
     prefix = check_path(f"a prefix of the {name} blend", source["prefix"])
     return {"prefix": prefix, "part": check_floats("the part", source["part"])}
+
+
+def dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        (twice, _), *_ = Counter(name for name, _ in pairs).most_common()
+        raise ConfigError(f"it gives {twice} twice: leave one out")
+    return values
 
 
 def _is_list(value: Any) -> bool:

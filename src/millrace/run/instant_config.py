@@ -16,7 +16,7 @@ from millrace.option_class import StrPath, check_options, option
 from millrace.order import part_range
 from millrace.order.phases import MAX_WEIGHT, Phase
 from millrace.order.splits import Bookends
-from millrace.run.config import DatasetConfig, RunConfig
+from millrace.run.config import DatasetConfig, RunConfig, dict_of
 from millrace.run.skips import Skips
 from millrace.store.opened import token_dtype
 
@@ -194,14 +194,10 @@ def _checked(kind: type[T], what: str, value: Any) -> T:
     names = ", ".join(one.name for one in dataclasses.fields(kind))  # type: ignore[arg-type]
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} is {shown(value)}; give some of {names}")
-    spellings: dict[str, Any] = {}
-    for key in value:
-        name = str(key).replace("-", "_").replace("seq_length", "sequence_length")
-        if name in spellings:
-            raise ConfigError(f"{what} has {spellings[name]} and {key}: leave one out")
-        spellings[name] = key
+    spelled = [str(key).replace("-", "_") for key in value]
+    fields = ["sequence_length" if name == "seq_length" else name for name in spelled]
     try:
-        return kind(**{name: value[key] for name, key in spellings.items()})
+        return kind(**dict_of([*zip(fields, value.values(), strict=True)]))
     except TypeError as error:
         problem = str(error).rpartition("() ")[2]
         raise ConfigError(f"{what}: {problem}; there are {names}") from None

@@ -63,10 +63,10 @@ class SourceFile:
             if dtype is None:
                 dtype = read_header(storage.open(index, "file"), index).dtype
         except FileNotFoundError as error:
-            remedy = "give the pair's path, in full or from the working directory"
-            if self.prefix.endswith((BIN, IDX)):
-                remedy = "give the pair's path without .bin or .idx"
-            raise DataError(f"source {name}: {error.filename} not found: {remedy}") from None
+            raise DataError(
+                f"source {name}: {error.filename} not found: give the pair's path without .bin or "
+                ".idx, in full or from the working directory"
+            ) from None
         self.dtype: np.dtype[Any] = dtype
         self.num_tokens, rest = divmod(size, dtype.itemsize)
         if rest:
