@@ -133,9 +133,9 @@ class SourceFile:
 
     def document_start(self, token: int) -> int:
         """The first token of a document from a token on; the number of tokens behind the last."""
-        store = self.store
         if token in (0, self.num_tokens):
-            return token
+            return token  # without opening the file
+        store = self.store
 
         def start(document: int) -> int:
             sequence, _ = store.check_documents(document, document)  # a damaged index is an error
@@ -169,10 +169,8 @@ class SourceRange:
     def tokens(self) -> Range:
         """First token, and end. The file is opened, unless it is drawn from as a whole."""
         if self._tokens is None:
-            ends = self.bounds
-            if ends != (0, self.file.num_tokens):
-                ends = self.file.document_start(ends[0]), self.file.document_start(ends[1])
-            self._tokens = ends
+            first, end = self.bounds
+            self._tokens = self.file.document_start(first), self.file.document_start(end)
         return self._tokens
 
 

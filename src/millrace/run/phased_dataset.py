@@ -188,24 +188,8 @@ class PhasedDataset(BlendedDataset):
 
     def fingerprint(self, consumed_samples: int | None = None) -> dict[str, Any]:
         """See `Dataset`: what decides the past, by phases and sources, and how samples look."""
-        view = self._config.sample_options.identity()
-        for name in ("sequence_length", "add_extra_token"):
-            del view[name]
-        past = self._past(len(self) if consumed_samples is None else consumed_samples)
-        if self._config.loss_ranges == "apply":
-            view["loss_ranges"] = {n: self._ranges[n].file.loss_ranges for n in past["sources"]}
-        return {
-            "kind": "instant",
-            "rules": RULES_VERSION,
-            "seed": self._config.seed,
-            "add_extra_token": self._config.add_extra_token,
-            **past,
-            "view": view,
-        }
-
-    def _past(self, consumed_samples: int) -> dict[str, Any]:
-        end = self.skips.sample(consumed_samples - 1) + 1
-        phases: dict[str, Any] = {}
+        consumed = len(self) if consumed_samples is None else consumed_samples
+        end, phases = self.skips.sample(consumed - 1) + 1, dict[str, Any]()
         for start, number in self.order.past(end):
             if start not in self._shares:  # 10 ms for thousands of sources
                 stretch = self.order.stretch_of(start)
@@ -223,8 +207,21 @@ class PhasedDataset(BlendedDataset):
         sources: Any = {name: one.identity | mixing for name, one in ranges if name in drawn}
         if len(sources) > _MOST_NAMES:
             sources = {name: arrays.fingerprint(one)[:16] for name, one in sources.items()}
-        skips = self.skips.before(consumed_samples)
-        return {"phases": phases, "skips": skips, "sources": sources}
+        view = self._config.sample_options.identity()
+        for name in ("sequence_length", "add_extra_token"):
+            del view[name]
+        if self._config.loss_ranges == "apply":
+            view["loss_ranges"] = {name: self._ranges[name].file.loss_ranges for name in sources}
+        return {
+            "kind": "instant",
+            "rules": RULES_VERSION,
+            "seed": self._config.seed,
+            "add_extra_token": self._config.add_extra_token,
+            "phases": phases,
+            "skips": self.skips.before(consumed),
+            "sources": sources,
+            "view": view,
+        }
 
 
 class _OnDemand(dict[int, GPTDataset]):
