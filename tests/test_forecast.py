@@ -214,7 +214,6 @@ def test_a_change_of_a_run_that_ends_at_its_caps(folder: Path, verb: Any) -> Non
         ({"weight": ".nan"}, "source code: weight must be between 0 and 1e+300, not nan"),
         ({"until": 122}, "phase 2, from sample 122, has another sequence length, and must start"),
         ({"more": "train-iters: 5"}, "train_samples is 300, train_iters 5: leave one out"),
-        ({"more": "sources:\n  a: b"}, "it gives sources twice: leave one out"),
         ({"length": "8, weights: {web: 0}"}, "sample 143, position 139: raise"),
         ({"length": "8, weights: {web: 0}"}, "or end the run there"),
         ({"code": "9, web: 0", "until": 160}, "raise it, or end the phase there"),

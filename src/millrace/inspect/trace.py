@@ -287,10 +287,8 @@ class Trace:
             for document in documents.tolist():
                 sequences = store.check_documents(document, document + 1)
                 start, end = store.check_sequences(*sequences)  # bytes
-                if start < end:
-                    size = store.dtype.itemsize
-                    tokens = start // size, end // size
-                    yield from ((document, one) for one in dataset.find(source, tokens, stop))
+                tokens = start // store.dtype.itemsize, end // store.dtype.itemsize
+                yield from ((document, one) for one in dataset.find(source, tokens, stop))
             return
         for first in range(0, stop, _CHUNK_SIZE):
             numbers = np.arange(first, min(first + _CHUNK_SIZE, stop))

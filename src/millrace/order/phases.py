@@ -96,7 +96,7 @@ class Phases:
         position: Function of a sample number: how many before it no skip leaves out.
 
     Attributes:
-        names: The names of all sources, sorted.
+        names, mix_window: The names of all sources, sorted, and the mix window.
 
     Raises:
         ConfigError: What cannot be drawn: it names the phase, the source, the value and the remedy.
@@ -115,7 +115,7 @@ class Phases:
         self._sources, self._phases = [sources[name] for name in self.names], list(phases)
         self._ends: list[Any] = [*(phase.until for phase in phases[:-1]), MAX_INT64]
         most = [(caps or {}).get(name) or MAX_INT64 for name in self.names]
-        self._caps, self._mix_window = np.array(most, np.int64), mix_window
+        self._caps, self.mix_window = np.array(most, np.int64), mix_window
         self._sizes = np.full(len(self.names), -1)  # in tokens, as far as they were asked for
         weights, sizes = np.zeros(len(self.names)), np.diff([one.bounds for one in self._sources])
         for number in range(len(phases)):
@@ -239,7 +239,7 @@ class Phases:
         methods of a `Position` take. ConfigError for too few tokens for a window (S8)."""
         for place in places[self._sizes[places] < 0].tolist():
             self._sizes[place] = self._sources[place].num_tokens
-        sizes, length, mix_window = self._sizes[places], self.length_of(phase), self._mix_window
+        sizes, length, mix_window = self._sizes[places], self.length_of(phase), self.mix_window
         for n in np.flatnonzero(num_windows(sizes, mix_window * length) < 1).tolist():
             mixed = "" if mix_window == 1 else f", {mix_window} in a window,"
             raise ConfigError(

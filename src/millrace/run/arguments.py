@@ -190,7 +190,15 @@ def config_from(arguments: Mapping[str, Any]) -> AnyConfig:
         if arguments.get(name, False) is not False:
             needed = "gpt" if is_instant else "instant"
             raise ConfigError(f"{name} needs `order: {needed}`: give that, or leave it out")
-    return _instant_config(arguments) if is_instant else _dataset_config(arguments)
+    if is_instant:
+        return _instant_config(arguments)
+    blend, per_split = _blends(arguments)
+    split = arguments.get("split", None if blend is None else LEGACY_SPLIT)
+    if blend is None and split is not None:
+        raise ConfigError(f"split {split!r} goes with data_path, not with such data: leave it out")
+    own = _config_fields(DatasetConfig, arguments)
+    own |= {"blend": blend, "split": split, "blend_per_split": per_split}
+    return DatasetConfig(**own | {"num_samples": _num_samples(arguments, per_split)})
 
 
 def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], AnyConfig]:
@@ -272,20 +280,6 @@ def _files(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
         storage = ObjectStorage(mirror=mirror, limit=limit)
     return {"access": "mmap" if is_mapped else "file", "storage": storage}
-
-
-def _dataset_config(arguments: Mapping[str, Any]) -> DatasetConfig:
-    blend, per_split = _blends(arguments)
-    split = arguments.get("split", None if blend is None else LEGACY_SPLIT)
-    if blend is None and split is not None:
-        raise ConfigError(f"split {split!r} goes with data_path, not with such data: leave it out")
-    own = {
-        "num_samples": _num_samples(arguments, per_split),
-        "blend": blend,
-        "split": split,
-        "blend_per_split": per_split,
-    }
-    return DatasetConfig(**_config_fields(DatasetConfig, arguments) | own)
 
 
 def read_identifiers(text: str) -> Any:

@@ -66,7 +66,6 @@ class PhasedDataset(BlendedDataset):
     ) -> None:
         self._ranges = {name: ranges[name] for name in sorted(ranges)}
         self._phases, self._config, self._is_training = phases, config, is_training
-        self._mix_window = config.mix_window if is_training else 1
         self.skips = Skips(config.skips if is_training else ())
         most = MAX_INT64 - self.skips.num_samples
         self._num_samples = most if num_samples is None else min(num_samples, most)
@@ -89,7 +88,7 @@ class PhasedDataset(BlendedDataset):
         ranges, phase = self._ranges, self._phases[0]
         if self._is_training:
             caps = {name: source.max_epochs for name, source in self._config.sources.items()}
-            own: Any = {"mix_window": self._mix_window, "position": self.skips.position}
+            own: Any = {"mix_window": self._config.mix_window, "position": self.skips.position}
             return Phases(ranges, self._phases, caps=caps, **own)
         length = phase.sequence_length
         weights = {
@@ -179,7 +178,7 @@ class PhasedDataset(BlendedDataset):
             sequence_length=options.sequence_length,
             add_extra_token=options.add_extra_token,
             position=self.order.position(number),
-            mix_window=self._mix_window,
+            mix_window=self.order.mix_window,
             sequences_in=source.file.sequences_in,
         )
         return GPTDataset(source.file.store, order=order, options=options, loss_ranges=choice)
@@ -201,7 +200,7 @@ class PhasedDataset(BlendedDataset):
                 "sequence_length": self.order.length_of(number),
                 "shares": self._shares[start],
             }
-        drawn, k = self.order.drawn_before(end), self._mix_window
+        drawn, k = self.order.drawn_before(end), self.order.mix_window
         mixing = {"mix_window": k} if k > 1 else {}
         ranges = self._ranges.items()
         sources: Any = {name: one.identity | mixing for name, one in ranges if name in drawn}
