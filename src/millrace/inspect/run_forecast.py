@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from millrace.checks import differences, place_of, printable, shown, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import bands_picture
-from millrace.order import GPTPlan, normalize
+from millrace.order import normalize, plan_gpt
 from millrace.run.build import copies_in, set_key
 from millrace.run.config import DatasetConfig
 from millrace.run.instant_config import AnyConfig, InstantConfig
@@ -249,12 +249,13 @@ def _limits(config: DatasetConfig, split: SplitPlan) -> Iterator[str]:
         return
     growths = []
     for dataset in split.datasets:
-        inputs, plan = dataset.inputs, dataset.order
-        least = max(inputs.num_samples or 0, 1)
+        plan: Any = dataset.order
+        tokens, length = plan.num_tokens_per_epoch, plan.sequence_length
+        has_extra, least = plan.add_extra_token, max(dataset.inputs.num_samples or 0, 1)
         more = bisect.bisect_left(
             range(least, plan.num_samples + 1),
             True,
-            key=lambda count: GPTPlan.of(replace(inputs, num_samples=count)) != plan,
+            key=lambda count: plan_gpt(tokens, count, length, add_extra_token=has_extra) != plan,
         )
         growths.append(((least + more - 1) / least, dataset.file.prefix))
     growth, prefix = min(growths)
