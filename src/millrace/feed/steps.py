@@ -246,6 +246,7 @@ class StepQueue:
 
     def take(self) -> Step:
         """The next step. One that failed, or the end, stays the next one."""
+        self._look_ahead.begin(self.position)
         while not self.is_answered():
             # A plain lock: Ctrl-C in a Condition's `wait` can leave its lock in the wrong state.
             self._signal.acquire()
@@ -337,19 +338,23 @@ class LookAhead:
     """Prefetches the samples of coming steps, if the dataset has `prefetch`.
 
     For samples in memory the calls would cost more than reading them: they are made only after a
-    read from the disk, and always for remote storage, there also for the step in hand.
+    read from the disk, and always for remote storage, there also for the step in hand. Until the
+    trainer asks for a second step, remote storage is told of no other: all processes of a run begin
+    at one time, and train once the slowest has its first step.
     """
 
     def __init__(self, dataset: Any, sampler: Sampler, start: int) -> None:
-        self._prefetch = getattr(dataset, "prefetch", None)
+        self._prefetch: Any = getattr(dataset, "prefetch", None)
         self._is_remote = getattr(dataset, "is_remote", False)
         self._sampler = sampler
         self._distance = getattr(dataset, "look_ahead", 0) or _DISTANCE
         self._num_cold = 0  # reads that still prefetch
         self._told: deque[tuple[int, int]] = deque()  # starts of coming steps, and their sizes
         self._num_told = 0  # samples of these steps
-        self._limit = 1  # most samples to tell of; 1 so that nothing delays the first step
-        self._end = start  # of these steps
+        # Most samples to tell of. A quarter at a time: a call for a few costs as much as for many.
+        self._all = self._distance + max(self._distance // 4, 1)
+        self._limit = 1 if self._is_remote else self._all
+        self._start = self._end = start  # of these steps
         self._lock = threading.Lock()  # no thread reads a step that another is about to announce
 
     def read(self, before: Position, after: Position, work: Callable[[], Any]) -> Any:
@@ -359,15 +364,24 @@ class LookAhead:
         position = (before if self._is_remote else after).consumed_samples
         num_blocks = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock
         if self._is_remote or self._num_cold > 0:
-            # The read itself will say what is wrong.
-            with suppress(BaseException), self._lock:
-                if steps := self._coming(position):
-                    self._prefetch(np.concatenate(steps))
+            self._announce(position)
         result = work()
         # A thread whose samples another thread has prefetched does not see the disk.
         has_read_disk = resource.getrusage(resource.RUSAGE_THREAD).ru_inblock > num_blocks
         self._num_cold = _PATIENCE if has_read_disk else max(self._num_cold - 1, 0)
         return result
+
+    def begin(self, position: int) -> None:
+        """Tells of all coming steps, once the trainer asks for one behind the first."""
+        if self._limit == 1 and position > self._start:
+            self._limit = self._all
+            self._announce(position)
+
+    def _announce(self, position: int) -> None:
+        # The read itself will say what is wrong.
+        with suppress(BaseException), self._lock:
+            if steps := self._coming(position):
+                self._prefetch(np.concatenate(steps))
 
     def _coming(self, position: int) -> list[NDArray[np.int64]]:
         """The sample numbers that the storage is not told of yet, by step; none for most steps."""
@@ -376,8 +390,6 @@ class LookAhead:
             self._num_told -= self._told.popleft()[1]
         self._end = max(self._end, position)
         limit = self._limit if self._num_told < self._distance else 0
-        # A quarter at a time: a call for a few samples costs as much as one for many.
-        self._limit = self._distance + max(self._distance // 4, 1)
         while self._num_told < limit and self._sampler.has_step(self._end):
             steps.append(self._sampler.sample_numbers(self._end))
             size = max(len(steps[-1]), 1)  # a rank's last step may be empty
