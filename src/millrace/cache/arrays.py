@@ -200,6 +200,17 @@ def load_or_build(
         return _publish(folder, name, key, layout, build), True
 
 
+def store(folder: str, name: str, key: Any, contents: Mapping[str, NDArray[Any]]) -> ArraySet:
+    """Publishes arrays in memory as the set of that name."""
+
+    def build(writers: Mapping[str, ArrayWriter]) -> None:
+        for array, rows in contents.items():
+            writers[array].write(0, rows)
+
+    layout = {array: (rows.dtype, rows.shape) for array, rows in contents.items()}
+    return load_or_build(folder, name, key, layout, build)[0]
+
+
 def usable(folder: str, name: str, key: Any, layout: Layout | None = None) -> ArraySet | None:
     """The set of that name, if it has that key, these arrays (None: any) and no damage."""
     array_set = load(folder, name)

@@ -66,8 +66,7 @@ def write_loss_ranges(
         rows = checked_ranges(ranges, dataset.sequence_lengths)
         key = {"kind": KIND, "content": dataset.fingerprint, "lengths": dataset.lengths_checksum}
         key["ranges"] = ranges_checksum(rows)
-    layout = {ARRAY: (rows.dtype, rows.shape)}
-    arrays.load_or_build(folder, name, key, layout, lambda to: to[ARRAY].write(0, rows))
+    arrays.store(folder, name, key, {ARRAY: rows})
     return os.path.join(folder, name + arrays.JSON)
 
 

@@ -20,7 +20,6 @@ from millrace.errors import CacheError, ConfigError, DataError, MillraceError
 from millrace.files import SAY_AFTER, file_lock
 from millrace.names import JOURNAL
 from millrace.online.numbered_rows import BLOCK, MemoryPart, Rows
-from millrace.online.row_files import make_folder
 from millrace.store import IndexedDataset
 from millrace.text import BadDocumentError, Documents, Format, InputFile, Part, Query
 from millrace.text.documents import Batch
@@ -50,7 +49,6 @@ def tokenized(
     is_shared = is_plain(encoder) and options["on_error"] == "stop"
     rows = rows.range() if is_shared else rows
     key = [rows.fingerprint(), encoder.fingerprint(), options["on_error"]]
-    make_folder(folder)
     place = os.path.join(folder, f"rows-{arrays.fingerprint(key)[:16]}")
     if is_plain(encoder):
         json_key = encoder.key

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from millrace.checks import check_folder, check_int, check_ints, shown
 from millrace.deferred import cached_property
-from millrace.errors import ConfigError, TextError
+from millrace.errors import CacheError, ConfigError, TextError
 from millrace.files import checksum
 from millrace.online.row_files import JsonLinesFile, Row, TableFile
 from millrace.order import split_ranges
@@ -27,14 +27,23 @@ from millrace.text.formats.arrow_tables import records_of
 from millrace.tokenizing.input_tasks import absolute
 
 _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
+_NUMBERED = ("jsonl", "parquet", "arrow", "csv", "tsv")
 BLOCK = 256
 """Rows that are read, and encoded, at a time: what a call costs is then a fiftieth of its work."""
 
 
 def folder_of(cache: str | os.PathLike[str] | None) -> str:
-    """The cache folder; for None, a new one that is removed when the process ends."""
+    """The cache folder; for None, a new one that is removed when the process ends.
+
+    CacheError for one that cannot be made.
+    """
     if cache is not None:
-        return check_folder("cache", cache)
+        folder = check_folder("cache", cache)
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise CacheError(f"cache {folder}: {error.strerror}. Give another folder") from None
+        return folder
     folder, owner = tempfile.mkdtemp(prefix="millrace-"), os.getpid()
 
     def remove() -> None:
@@ -221,35 +230,31 @@ def open_rows(
     is_list = isinstance(names, (list, tuple)) and len(names) > 0
     if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in names):
         # Another working directory does not change them.
-        paths = [absolute(os.fsdecode(name)) for name in names]
-        files = [_numbered(file) for file in find_inputs(paths)]
-        kinds = [TableFile if file.format.unit == "row" else JsonLinesFile for file in files]
-        pairs = zip(kinds, files, strict=True)
-        return Rows([kind(file, folder, max_size) for kind, file in pairs], folder, max_size)
+        files = find_inputs([absolute(os.fsdecode(name)) for name in names])
+        _check_numbered(files)
+        parts = [
+            (TableFile if file.format.unit == "row" else JsonLinesFile)(file, folder, max_size)
+            for file in files
+        ]
+        return Rows(parts, folder, max_size)
     if _is_dataset(source) or (isinstance(source, Sequence) and not isinstance(source, bytearray)):
         return Rows([MemoryPart(source)], folder, max_size)
-    remedy = "give files, a datasets.Dataset or a collections.abc.Sequence of dictionaries"
-    if isinstance(source, Mapping):
-        remedy = f"give one of its values ({shown([*source], 60)}), or a list of dictionaries"
-    elif hasattr(source, "__iter__"):
-        remedy = "what can only be read in turn belongs in a StreamDataset; else " + remedy
-    raise ConfigError(f"rows cannot be read by number from a {type(source).__name__}: {remedy}")
-
-
-_NUMBERED = ("jsonl", "parquet", "arrow", "csv", "tsv")
-
-
-def _numbered(file: InputFile) -> InputFile:
-    """A file whose rows can be read by number; else a TextError with the remedy."""
-    if file.is_pipe:
-        problem, remedy = "a pipe", "write it to a file"
-    elif file.compression:
-        problem, remedy = f"compressed ({file.compression})", "decompress it"
-    elif file.format.name not in _NUMBERED:
-        problem, remedy = f"of the format {file.format.name}", "write it as lines of JSON"
-    else:
-        return file
-    raise TextError(
-        f"{file.path} is {problem}, so its rows have no numbers: {remedy}, tokenise it once "
-        "(`millrace tokenize`), or give StreamDataset a function that reads it in turn"
+    values = f": one of its values ({shown([*source], 60)})" if isinstance(source, Mapping) else ""
+    raise ConfigError(
+        f"rows cannot be read by number from a {type(source).__name__}: give files, a "
+        f"datasets.Dataset or a collections.abc.Sequence of dictionaries{values}; what can only be "
+        "read in turn belongs in a StreamDataset"
     )
+
+
+def _check_numbered(files: Sequence[InputFile]) -> None:
+    """TextError with the remedy for files whose rows cannot be read by number."""
+    for file in files:
+        kind = f"of the format {file.format.name}" * (file.format.name not in _NUMBERED)
+        packed = f"compressed ({file.compression})" * bool(file.compression)
+        if problem := "a pipe" * file.is_pipe or packed or kind:
+            raise TextError(
+                f"{file.path} is {problem}, so its rows have no numbers: decompress it or write it "
+                "as a file of JSON lines, tokenise it once (`millrace tokenize`), or give "
+                "StreamDataset a function that reads it in turn"
+            )

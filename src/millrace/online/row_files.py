@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.cache import arrays
-from millrace.errors import CacheError, TextError
+from millrace.errors import TextError
 from millrace.files import atomic_file, sum_of, writers_lock, xxh3
 from millrace.ragged import equal_runs
 from millrace.samples.tokens import Numbers
@@ -191,30 +191,13 @@ def _notes_of(
         return arrays.usable(folder, name, key) if not table or os.path.exists(table) else None
 
     if (notes := find()) is None:
-        make_folder(folder)
         with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *filter(None, [table])):
             if (notes := find()) is None:
                 with _opened(file):
                     digest, contents = make(file)
                 contents["xxh3"] = np.array([int(digest, 16)], np.uint64)
-                layout = {one: (array.dtype, array.shape) for one, array in contents.items()}
-                notes, _ = arrays.load_or_build(
-                    folder, name, key, layout, partial(_write, contents)
-                )
+                notes = arrays.store(folder, name, key, contents)
     return notes
-
-
-def make_folder(folder: str) -> None:
-    """Makes a cache folder; CacheError if it cannot be made."""
-    try:
-        os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise CacheError(f"cache {folder}: {error.strerror}. Give another folder") from None
-
-
-def _write(contents: dict[str, NDArray[Any]], writers: Any) -> None:
-    for name, array in contents.items():
-        writers[name].write(0, array)
 
 
 def _sum_of(path: str) -> str:
@@ -286,7 +269,7 @@ def _convert(max_size: int, path: str, file: InputFile) -> Notes:
         rows.append((row, {_PROBLEM: reason}))
 
     format_: Any = file.format
-    counts, places = [], [np.empty(0, np.int64)]
+    places: list[NDArray[np.int64]] = []
     query = Query(keys=("text",), reject=reject, whole=True, max_size=max_size)
     schema = pa.schema(dict.fromkeys([*format_.columns(file.part(), query), _PROBLEM], pa.string()))
     with atomic_file(path) as target, pa.ipc.new_file(target, schema) as writer:
@@ -294,8 +277,8 @@ def _convert(max_size: int, path: str, file: InputFile) -> Notes:
             rows += zip(documents.lines.tolist(), documents.texts[0], strict=True)
             rows.sort(key=itemgetter(0))
             writer.write_batch(pa.RecordBatch.from_pylist([row for _, row in rows], schema))
-            counts.append(len(rows))
             places.append(np.array([place for place, _ in rows], np.int64))
             rows.clear()
+    counts = np.array([*map(len, places)], np.int64)
     lines = np.concatenate(places) + format_.first_line
-    return _sum_of(file.path), {"counts": np.array(counts, np.int64), "lines": lines}
+    return _sum_of(file.path), {"counts": counts, "lines": lines}
