@@ -326,10 +326,10 @@ def test_ranges_at_another_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ([(0, 4, 8), (0, 6, 9)], r"range 1, .* = \(0, 6, 9\), overlaps the one before"),
-        ([(0, 4, 8), (0, 4, 8)], "range 1, .* overlaps"),
-        ([(0, 6, 8), (0, 2, 5)], r"range 1, .* comes after a later one. Sort them: ranges\[np"),
-        ([(1, 0, 1), (0, 2, 5)], "range 1, .* comes after a later one"),
+        ([(0, 4, 8), (0, 6, 9)], r"range 1, .* = \(0, 6, 9\), does not lie behind .* Sort"),
+        ([(0, 4, 8), (0, 4, 8)], "range 1, .* merge those that overlap"),
+        ([(0, 6, 8), (0, 2, 5)], r"range 1, .* does not lie behind the one before it. Sort"),
+        ([(1, 0, 1), (0, 2, 5)], "range 1, .* does not lie behind"),
         ([(8, 0, 1)], "names no sequence: the token file has 8, 0 to 7"),
         ([(-1, 0, 1)], "names no sequence"),
         ([(2**40, 0, 1)], "names no sequence"),

@@ -153,16 +153,15 @@ def checked_ranges(ranges: ArrayLike, lengths: NDArray[np.int32]) -> NDArray[np.
     count = len(lengths)
     is_inside = (sequences >= 0) & (sequences < count)
     before = np.vstack(([[-1, 0, 0]], rows[:-1])).T  # of each range, the one before it
-    is_same, is_first = sequences == before[0], sequences > before[0]
     for is_right, problem in (
         (is_inside, f"names no sequence: the token file has {count}, 0 to {count - 1}"),
         ((starts >= 0) & (starts < stops), "is empty or negative; 0 <= start < stop is needed"),
         (stops <= np.append(lengths, 0)[sequences * is_inside], "ends outside its sequence"),
         (
-            is_first | (is_same & (starts >= before[1])),
-            "comes after a later one. Sort them: ranges[np.lexsort((ranges[:, 1], ranges[:, 0]))]",
+            (sequences > before[0]) | (sequences == before[0]) & (starts >= before[2]),
+            "does not lie behind the one before it. Sort them (ranges[np.lexsort((ranges[:, 1], "
+            "ranges[:, 0]))]), and merge those that overlap",
         ),
-        (is_first | (starts >= before[2]), "overlaps the one before it: merge the two"),
     ):
         for place in np.flatnonzero(~is_right)[:1].tolist():
             values = tuple(rows[place].tolist())

@@ -1,6 +1,7 @@
 """Texts that a template can write but not read: what it renders then holds for all other texts."""
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from millrace.errors import TextError
@@ -14,6 +15,8 @@ class SealedText:
     """What templates get for a text: it can be written, joined with others and stripped of white
     space. All else raises, except that a text alone is searched for `literals`, which must not
     occur in what it stands for."""
+
+    __hash__ = __index__ = __str__ = __repr__ = __getitem__ = _refuse
 
     def __init__(self, text: str, literals: frozenset[str] = frozenset()) -> None:
         self._text, self._literals = text, literals
@@ -30,32 +33,26 @@ class SealedText:
     def __radd__(self, other: str) -> "SealedText":
         return SealedText(other + self._text)
 
+    def __contains__(self, text: str) -> Any:
+        return self._search("__contains__", text)
 
-def _stripping(name: str) -> Any:
-    def strip(self: SealedText, chars: str | None = None) -> SealedText:
+    def __getattr__(self, name: str) -> Any:
+        if name in ("strip", "lstrip", "rstrip"):
+            return partial(self._strip, name)
+        if name in ("startswith", "endswith", "find", "count", "split", "replace"):
+            return partial(self._search, name)
+        raise AttributeError(name)
+
+    def _strip(self, name: str, chars: str | None = None) -> "SealedText":
         if chars is not None and not chars.isspace():
             _refuse()
         return SealedText(getattr(self._text, name)(chars), self._literals)
 
-    return strip
-
-
-def _searching(name: str) -> Any:
-    def search(self: SealedText, text: str, *options: Any) -> Any:
+    def _search(self, name: str, text: str, *options: Any) -> Any:
         if text not in self._literals:
             _refuse()
         answer = getattr(self._text, name)(text, *options)
         return {"split": [self], "replace": self}.get(name, answer)
-
-    return search
-
-
-for _name in ("__hash__", "__index__", "__str__", "__repr__", "__getitem__"):
-    setattr(SealedText, _name, _refuse)
-for _name in ("strip", "lstrip", "rstrip"):
-    setattr(SealedText, _name, _stripping(_name))
-for _name in ("__contains__", "startswith", "endswith", "find", "count", "split", "replace"):
-    setattr(SealedText, _name, _searching(_name))
 
 
 class _Written(str):

@@ -109,18 +109,15 @@ def encode_texts(
     """
     ids, lengths = tokenizer.encode_batch(list(itertools.chain.from_iterable(documents)))
     counts = np.fromiter(map(len, documents), np.int64, len(documents))
-    if not lengths.all():
-        numbers = np.repeat(np.arange(len(documents)), counts)[lengths > 0]
-        counts = np.bincount(numbers, minlength=len(documents))
-        lengths = lengths[lengths > 0]
+    numbers = np.repeat(np.arange(len(documents)), counts)[lengths > 0]
+    lengths = lengths[lengths > 0]
     starts, ends = starts_and_ends(lengths)
-    num_sequences = counts[counts > 0]
-    last = np.cumsum(num_sequences) - 1  # the last sequence of each document
-    first = last - num_sequences + 1
+    first = np.diff(numbers, prepend=-1) > 0  # sequence of a document
+    last = np.diff(numbers, append=len(documents)) > 0
     tokens = with_tokens(ids, starts[first], ends[last], first_token, last_token, tokenizer.dtype)
     lengths[first] += first_token is not None
     lengths[last] += last_token is not None
-    return EncodedTexts(tokens, lengths, counts)
+    return EncodedTexts(tokens, lengths, np.bincount(numbers, minlength=len(documents)))
 
 
 class TextRows:
@@ -188,9 +185,7 @@ class TextRows:
             encoded = self._encode(texts)
         counts = np.ones(len(texts), np.int64)
         counts[list(problems)] = 0
-        ends = np.cumsum(encoded.lengths)
-        if (encoded.counts != 1).any():
-            ends = np.append(0, ends)[np.cumsum(encoded.counts)[counts > 0]]
+        ends = np.append(0, np.cumsum(encoded.lengths))[np.cumsum(encoded.counts)[counts > 0]]
         return EncodedRows(encoded.tokens, ends, None, counts, problems)
 
     def _texts(self, row: Any) -> list[str]:

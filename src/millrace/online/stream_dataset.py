@@ -24,7 +24,6 @@ from millrace.ragged import starts_of
 from millrace.samples.fields import SampleOptions, choose_options
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
 
-_PACKINGS = ("documents", "joined", "packs")
 _NO_STATE = (
     "an iterator has no state: give a function from a row number to the rows from there on, or an "
     "object with state_dict and load_state_dict"
@@ -81,22 +80,18 @@ class RowStream(Renewed):
         self._source = source
         self._encoder = check_encoder("encoder", encoder, samples.pad_token)
         self._capacity = samples.sequence_length + samples.add_extra_token
-        self._extra = int(samples.add_extra_token)
-        check_choice("packing", options["packing"], _PACKINGS)
-        for name, least in (("rows_per_sample", 1), ("seed", 0), ("shuffle_buffer", 0)):
-            limit = None if name == "seed" else MAX_INT32
-            options[name] = check_int(name, options[name], least, limit)
-        self._options = options
+        self._extra, self._options = int(samples.add_extra_token), options
+        self._is_by_row = options["packing"] == "documents"
+        self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         is_spent = isinstance(source, Iterator) and not self._has_state
         self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
         # None: what `iter` gives first, though rows may have been looked at.
-        self._first: dict[str, Any] = {"window": 0, "source": None if self._has_state else 0}
+        start, kind = None if self._has_state else 0, "own" if self._is_by_row else "all"
+        self._first = {"window": 0, "source": start, "row": 0, "token": 0, "tokenised": kind}
         self._place = _Place()
         with suppress(TypeError):  # a source that cannot be a key
             if self._has_state:
                 self._place = _places.setdefault(source, self._place)
-        kind = "own" if options["packing"] == "documents" else "all"
-        self._first |= {"row": 0, "token": 0, "tokenised": kind}
         self.renew()
 
     def after_fork(self) -> None:
@@ -106,18 +101,18 @@ class RowStream(Renewed):
 
     def read(self, state: Any, count: int, own: Any = None) -> tuple[TokenBatch, Any]:
         """See `TokenStream.read`; with documents, samples at other places than `own` are empty."""
-        state, is_packed = state or self._first, self._options["packing"] != "documents"
+        state = state or self._first
         for name in ("window", "row", "token"):
             check_int(f"{name}, of the stream's state,", state[name], 0)
-        size = 1 if is_packed else self._options["rows_per_sample"]
+        size = self._options["rows_per_sample"] if self._is_by_row else 1
         with self._place.lock:
             if state != self._after or self._place.reader != id(self):
                 self._place.reader = id(self)
-                self._reading = self._packed(state) if is_packed else self._entries(state)
+                self._reading = self._entries(state) if self._is_by_row else self._packed(state)
             self._after = None  # after an error, the place is read again
             entries: list[Any] = list(itertools.islice(self._reading, count * size))
             self._after = after = entries[-1][-1] if entries else state
-        if not is_packed:
+        if self._is_by_row:
             return self._samples_of(entries, size, own), after
         runs = itertools.groupby(entries, itemgetter(0))
         samples = [batch.select(np.array([place for _, place, _ in run])) for batch, run in runs]
@@ -149,10 +144,6 @@ class RowStream(Renewed):
                 return
             source = self._source_state() if self._has_state else source + len(read)
             skipped = 0
-
-    @property
-    def _has_state(self) -> bool:
-        return hasattr(self._source, "state_dict") and hasattr(self._source, "load_state_dict")
 
     def _source_state(self) -> Any:
         """A copy of the source's state: the source may go on in the dict that it gives."""
@@ -186,8 +177,8 @@ class RowStream(Renewed):
     def _encoded(self, entries: Sequence[_Entry]) -> tuple[TokenBatch, TextError | None]:
         """The rows before the first bad one as samples, and the problem of that one."""
         encoded = encode_rows(self._encoder, [row for _, row, _ in entries])
-        counts = {"rows": len(entries), "tokens": len(encoded.tokens), **encoded.report}
-        self.report.update(counts)
+        counts = {"rows": len(entries), "tokens": len(encoded.tokens)}
+        self.report.update({**counts, **encoded.report})
         batch = documents_of(encoded, np.array([number for number, *_ in entries], np.int64))
         if not encoded.problems:
             return batch, None
@@ -315,8 +306,13 @@ class StreamDataset(TokenStreamDataset):
         options = choose_options(None, sample_options, self)
         if not isinstance(fingerprint, Mapping | None):
             raise ConfigError(f"fingerprint is {shown(fingerprint)}; give a dict of plain values")
-        packer = {"packing": packing, "rows_per_sample": rows_per_sample}
-        packer |= {"shuffle_buffer": shuffle_buffer, "seed": seed, "rows": dict(fingerprint or {})}
+        packer = {
+            "packing": check_choice("packing", packing, ("documents", "joined", "packs")),
+            "rows_per_sample": check_int("rows_per_sample", rows_per_sample, 1, MAX_INT32),
+            "shuffle_buffer": check_int("shuffle_buffer", shuffle_buffer, 0, MAX_INT32),
+            "seed": check_int("seed", seed, 0),
+            "rows": dict(fingerprint or {}),
+        }
         super().__init__(RowStream(source, encoder, options, packer), options)
 
     def _read(self, state: Any, count: int, own: Any) -> tuple[TokenBatch, Any]:
