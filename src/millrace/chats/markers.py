@@ -7,6 +7,7 @@ places. That is two renderings, whatever the number of messages.
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -31,9 +32,7 @@ def any_of(texts: Iterable[str]) -> str:
         groups.setdefault(text[0], []).append(text)
     branches = []
     for group in groups.values():
-        # The texts are sorted, so all share what the first and the last one share.
-        pairs = zip(group[0], group[-1], strict=False)
-        shared = "".join(one for one, _ in itertools.takewhile(lambda two: two[0] == two[1], pairs))
+        shared = os.path.commonprefix(group)  # noqa: RUF071 - by characters
         tails = [text[len(shared) :] for text in group if text != shared]
         branches.append(re.escape(shared))
         if tails:

@@ -17,23 +17,21 @@ CONTENT, THOUGHT, CALL = "content", "reasoning", "tool calls"
 _EXAMPLE = '{"enable_thinking": false}'
 
 
-def _parse_arguments(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{text!r} is not JSON ({error}); write {_EXAMPLE}") from None
-
-
 def _check_arguments(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, str):  # of the command line
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{value!r} is not JSON ({error}); write {_EXAMPLE}") from None
     values = plain_json({} if value is None else value, name)
     if not isinstance(values, dict):
         raise ConfigError(f"{name} is {shown(value)}; give a dictionary, such as {_EXAMPLE}")
     return values
 
 
-def _check_date(name: str, value: Any) -> str | None:
+def _check_date(name: str, value: Any) -> str:
     try:
-        return None if value is None else datetime.date.fromisoformat(str(value)).isoformat()
+        return datetime.date.fromisoformat(str(value)).isoformat()
     except ValueError:
         raise ConfigError(f"{name} is {shown(value)}; give a day, such as 2025-01-31") from None
 
@@ -51,9 +49,9 @@ class ChatOptions:
         "file of a chat template, or chatml", None, default_text="the tokenizer's own, else chatml",
         flags="--chat-template", metavar="FILE", group="chats", identity="never")
     template_arguments: Any = option(
-        f"values that the template reads: {_EXAMPLE}", None, check=_check_arguments,
-        parse=_parse_arguments, metavar="JSON", group="chats")
-    date: Any = option(
+        f"values that the template reads: {_EXAMPLE}", None, check=_check_arguments, metavar="JSON",
+        group="chats")
+    date: str | None = option(
         "day that the template takes for today's, if it reads the clock", None, check=_check_date,
         metavar="YYYY-MM-DD", group="chats")
     turns: str = _chats(

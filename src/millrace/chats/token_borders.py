@@ -120,17 +120,16 @@ def _sizes(vocabulary: Vocabulary, settings: dict[str, Any]) -> NDArray[np.int32
     """
     sizes = np.ones(vocabulary.largest_id + 1, np.int32)
     if isinstance(vocabulary, TiktokenVocabulary):
-        of_tokens = {number: len(token) for token, number in vocabulary.ranks.items()}
-        added = {number: text for text, number in vocabulary.special_ids.items()}
+        tokens: dict[Any, int] = vocabulary.ranks
+        added = vocabulary.special_ids
     elif isinstance(vocabulary, JsonVocabulary) and _is_byte_level(settings):
-        tokens = vocabulary.library.get_vocab(with_added_tokens=False)
-        of_tokens = {number: len(text) for text, number in tokens.items()}  # a character a byte
-        tokens = vocabulary.library.get_added_tokens_decoder()
-        added = {number: token.content for number, token in tokens.items()}
+        library = vocabulary.library
+        tokens = library.get_vocab(with_added_tokens=False)  # a character a byte
+        added = {one.content: number for number, one in library.get_added_tokens_decoder().items()}
     else:
         return sizes if isinstance(vocabulary, ByteVocabulary) else None
-    of_tokens |= {number: len(text.encode()) for number, text in added.items()}
-    sizes[[*of_tokens]] = [*of_tokens.values()]
+    sizes[[*tokens.values()]] = [*map(len, tokens)]
+    sizes[[*added.values()]] = [len(text.encode()) for text in added]
     return sizes
 
 
