@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import pickle
@@ -257,15 +256,6 @@ def test_rows_of_memory_go_to_the_encoder_as_they_are(tmp_path: Path) -> None:
             form: Any = {"sequence_length": 4, "cache": tmp_path / f"{workers}", "workers": workers}
             cached = TextDataset(rows, encoder, **form)
             assert_same_tokens(online.tokens([0, 599]), cached.tokens([0, 599]))
-    for wrong, reason in (
-        ({"content": date(2020, 1, 1)}, "content is .*date"),
-        ({"x": {"y": {1: "a"}}}, r"x\.y has the key 1"),
-        ({"x": [math.nan]}, r"x\[0\] is nan"),
-    ):
-        rows[0]["messages"] = [chat[0], {**chat[1], **wrong}]
-        for cache in (None, tmp_path):
-            with pytest.raises(TextError, match=rf"list, row 0: messages\[1\]\.{reason}"):
-                TextDataset(rows, encoder, **form | {"cache": cache})[0]
 
 
 def test_rows_that_are_sorted_by_length_are_several_inputs() -> None:

@@ -1,5 +1,6 @@
 """A row of a dataset into a conversation: messages, tools, and which turns to train on."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -77,16 +78,17 @@ def conversation_of(row: Any) -> Conversation:
         texts = [_text_of(name, columns.get(name)) for name in ("instruction", "input")]
         columns["instruction"] = "\n\n".join(filter(None, texts))
     pairs = [*_messages_of(form, columns)]
-    if system := columns.get("system"):
-        pairs.insert(0, ("system", {"role": "system", "content": system}))
     messages = [_message(place, one) for place, one in pairs]
     weights = [_weight_of(place, one) for (place, _), one in zip(pairs, messages, strict=True)]
-    if system and [one["role"] for one in messages[:2]] == ["system", "system"]:
-        first, second = (one["content"] for one in messages[:2])
-        if first != second:
-            what = f"system is {shown(first)}, but {pairs[1][0]} is {shown(second)}"
-            raise TextError(f"{what}: keep one of them")
-        del messages[0], weights[0]
+    if system := _text_of("system", columns.get("system")):
+        if messages[:1] and messages[0]["role"] == "system":
+            own = messages[0]["content"]
+            if own != system:
+                what = f"system is {shown(system)}, but {pairs[0][0]} is {shown(own)}"
+                raise TextError(f"{what}: keep one of them")
+        else:
+            messages.insert(0, {"role": "system", "content": system})
+            weights.insert(0, None)
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
     return Conversation(messages, _tools_of(columns.get("tools")), weights)
@@ -141,8 +143,7 @@ def _messages_of(form: tuple[str, ...], columns: dict[str, Any]) -> Iterator[tup
         elif isinstance(value, list):
             yield from ((f"{name}[{number}]", one) for number, one in enumerate(value))
         else:
-            remedy = "parse it into" if isinstance(value, str) else "give"
-            raise TextError(f"{name} is {shown(value)}; {remedy} a list of messages")
+            raise TextError(f"{name} is {shown(value)}; give a list of messages")
 
 
 def _message(place: str, value: Any) -> Message:
@@ -152,10 +153,10 @@ def _message(place: str, value: Any) -> Message:
     role, content = message.pop("from", None), message.pop("value", None)
     role, content = message.get("role", role), message.get("content", content)
     if not isinstance(role, str) or role not in ROLES:
-        what = f"{place} has the role {shown(role)}" if role is not None else f"{place} has no role"
-        is_call = role in ("function_call", "tool_call")
-        remedy = "make it the tool_calls of an assistant's message" if is_call else "rename it"
-        raise TextError(f"{what}; the known ones are {', '.join(ROLES)}: {remedy}")
+        raise TextError(
+            f"{place} has the role {shown(role)}; the known ones are {', '.join(ROLES)}: rename "
+            "it, or make a call the tool_calls of an assistant's message"
+        )
     message |= {"role": ROLES[role], "content": _text_of(place, content)}
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if not isinstance(reasoning, str | None):
@@ -192,13 +193,11 @@ def _text_of(place: str, content: Any) -> str:
 
 def _tools_of(value: Any) -> list[Any] | None:
     if isinstance(value, str) and value.strip():  # tables hold them so, as their schemas differ
-        try:
+        with contextlib.suppress(ValueError):  # a text that is not JSON is refused below
             value = json.loads(value)
-        except ValueError:
-            raise TextError(f"tools: {shown(value)} is not JSON; repair it") from None
         value = _plain(value, "tools")
     if value and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
-        raise TextError(f"tools are {shown(value)}; give a list of objects")
+        raise TextError(f"tools are {shown(value)}; give a list of objects, or JSON of one")
     return value or None
 
 

@@ -1,5 +1,6 @@
 """Chat templates: Jinja as transformers sets it up, and our own ChatML, which needs no package."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -226,13 +227,11 @@ def _template_of_folder(folder: str, settings: dict[str, Any]) -> str | None:
         return _source_of(file)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
-        try:
+        with contextlib.suppress(KeyError, TypeError):  # without a default, it is refused below
             template = {one["name"]: one["template"] for one in template}["default"]
-        except (KeyError, TypeError):
-            what = f"the chat_template of {folder} has no default: {shown(template)}"
-            raise ConfigError(f"{what}. Write one of them to a file, and give template=") from None
     if not isinstance(template, str | None):
-        raise ConfigError(f"the chat_template of {folder} is {shown(template)}; give a text")
+        what = f"the chat_template of {folder} is {shown(template)}, without a default"
+        raise ConfigError(f"{what}. Write one of them to a file, and give template=")
     return template
 
 

@@ -66,7 +66,7 @@ class BorderEncoder:
             if self._is_nfc:
                 is_other |= [not unicodedata.is_normalized("NFC", text) for text in texts]
             others = np.flatnonzero(is_other).tolist()
-            encodings = self._reference([texts[number] for number in others])
+            encodings = self._reference([texts[number] for number in others]) if others else []
         for number, one in zip(others, encodings, strict=True):
             places = byte_places(texts[number], np.array([end for _, end in one.offsets], np.int64))
             # Offsets may leave out the space before a word: a token begins where the last ended.
@@ -76,13 +76,9 @@ class BorderEncoder:
         return BorderedTexts(starts, ends, ids, lengths)
 
     def _reference(self, texts: list[str]) -> Any:
-        """The reference library's encodings of some texts, which have offsets."""
-        vocabulary = self.tokenizer.vocabulary
-        if not texts:
-            return []
-        if not isinstance(vocabulary, JsonVocabulary):
-            raise ConfigError(f"the tokens of {self.tokenizer.path} are not the bytes of the texts")
-        return vocabulary.library.encode_batch(texts, add_special_tokens=False)
+        """The encodings of some texts by the library of a tokenizer.json, which have offsets."""
+        library: Any = self.tokenizer.vocabulary.library  # type: ignore[attr-defined]
+        return library.encode_batch(texts, add_special_tokens=False)
 
 
 def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[Bools, Bools]:

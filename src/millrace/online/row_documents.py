@@ -216,13 +216,9 @@ class RowDocuments(Renewed):
         encoded = encode_rows(self._encoder, rows)
         for place in np.flatnonzero(encoded.counts != 1)[:1].tolist():
             where = self._rows.place(int(numbers[place]))
-            if place not in encoded.problems:
-                raise TextError(
-                    f"{where} becomes several documents, so that samples have no numbers before "
-                    'all rows are tokenised: give cache="FOLDER"'
-                )
-            remedy = 'Or go on without such rows: cache="FOLDER", on_error="skip"'
-            raise TextError(f"{where}: {encoded.problems[place]}. {remedy}")
+            several = "it becomes several documents, so that samples have no numbers on the fly"
+            remedy = 'Give cache="FOLDER"; then on_error="skip" goes on without bad rows'
+            raise TextError(f"{where}: {encoded.problems.get(place, several)}. {remedy}")
         batch, cuts = cut(documents_of(encoded, numbers), self._capacity)
         num_labels = (batch.sizes - 1).clip(min=0)  # all tokens but the first
         if batch.trained is not None:
