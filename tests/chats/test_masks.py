@@ -13,8 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from millrace.chats import ChatEncoder, JinjaTemplate
 from millrace.chats.conversations import conversation_of
-from millrace.chats.proof import prove
-from millrace.chats.stand_ins import prove_chat
+from millrace.chats.proof import prove, prove_chat
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError, TextError
 from tests.conftest import train_tokenizer

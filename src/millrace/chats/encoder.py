@@ -13,8 +13,7 @@ from millrace.chats.conversations import all_texts, conversation_of
 from millrace.chats.markers import any_of
 from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
-from millrace.chats.proof import Document, NoTargetError, Rules, Span
-from millrace.chats.stand_ins import prove_chat
+from millrace.chats.proof import Document, NoTargetError, Rules, Span, prove_chat
 from millrace.chats.templates import find_template
 from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
 from millrace.checks import shown

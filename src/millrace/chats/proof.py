@@ -8,17 +8,18 @@
 Trained are the characters from the end of the generation prompt to the end of the stop token.
 """
 
-import bisect
+import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from millrace.chats.conversations import Conversation
+from millrace.chats.conversations import Conversation, Weight
 from millrace.chats.markers import Marker, MessageSpan
 from millrace.chats.options import CALL, THOUGHT, ChatOptions
-from millrace.chats.templates import Tags, Template
+from millrace.chats.templates import JinjaTemplate, Tags, Template
 from millrace.errors import TextError
 
 Span = tuple[int, int]
@@ -85,9 +86,11 @@ def prove(chat: Conversation, rules: Rules) -> list[Document]:
                 f"message {pending[-1]}: {template.name} renders it in another way if more "
                 'messages follow: give history="documents" for a document that ends with it'
             )
-        document, proven = _Proof(chat, rules, length, text_of).document(pending)
+        proof = _Proof(chat, rules, length, text_of)
+        document, proven = proof.document(pending)
         if document.turns:
-            documents.append(document)
+            num_bare = sum(THOUGHT in proof.lost.get(message, ()) for message in proven)
+            documents.append(document._replace(num_bare=num_bare))
         pending = [message for message in pending if message not in proven]
         length = pending[-1] + 1 if pending else 0
     if not documents:
@@ -156,10 +159,7 @@ class _Proof:
                 f"message {self.without_prompt[0]}: {self.name} does not render the chat before "
                 "it, so that only markers tell the mask: give mask_routes=1 to trust them"
             )
-        return Document(self.text, turns, tuple(routes), self._num_bare(proven)), proven
-
-    def _num_bare(self, messages: Iterable[int]) -> int:
-        return sum(THOUGHT in self.lost.get(message, ()) for message in messages)
+        return Document(self.text, turns, tuple(routes)), proven
 
     def _turn(self, message: int) -> list[Turn]:
         """What is trained of a turn, if anything."""
@@ -259,8 +259,7 @@ class _Proof:
             if prompt.endswith(self.text[where.before : start]):
                 stop, shift = self._stop(message, where), len(prompt) - start
                 turns = self._trained(where, start, stop, shift)
-                routes, num_bare = ("markers", "prompt"), self._num_bare([message])
-                return Document(prompt + self.text[start:], turns, routes, num_bare)
+                return Document(prompt + self.text[start:], turns, ("markers", "prompt"))
         raise _RewrittenError
 
     def _trained(self, where: MessageSpan, start: int, stop: Span, shift: int = 0) -> list[Turn]:
@@ -285,7 +284,7 @@ class _Proof:
         for message, where in self.where.items() if self.tags is not None else ():
             is_ours = self.messages[message]["role"] == "assistant"
             for piece in where.pieces:
-                place = bisect.bisect_right(tags, piece.start, key=lambda tag: tag[0]) - 1
+                place = bisect_right(tags, piece.start, key=lambda tag: tag[0]) - 1
                 is_tagged = place >= 0 and piece.end <= tags[place][1]
                 is_asked = not is_ours or piece.kind in self.rules.options.kinds
                 if is_tagged != is_ours and is_asked:
@@ -306,3 +305,84 @@ def shared_length(first: str, second: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+# ---- chats of one shape, which differ in their words alone: proven once, for a stand-in ----
+
+_NUMBERS = [f"90417{number:04d}" for number in range(40)]
+"""For the words of each message: longer chats are rarely of one shape."""
+_NUMBER, _WIDTH = re.compile("90417([0-9]{4})"), 9
+
+_Shape = tuple[tuple[str, str, Weight], ...]
+"""The role, the content with a number for its words, and the weight of each message."""
+
+
+class _StandIn(NamedTuple):
+    """A document with numbers in place of words. Its proof has rendered them as sealed texts: what
+    a template writes without reading it, it writes for all words."""
+
+    document: Document
+    pieces: list[str]  # of its text: every second one is a number
+    messages: list[int]  # of the numbers
+    ends: list[int]  # of the numbers
+
+
+def prove_chat(chat: Conversation, rules: Rules) -> list[Document]:
+    """As `prove`, whose proof of a stand-in serves all chats of one shape, if all that it rendered
+    is the beginning of the whole, and if the template does not read the words."""
+    shape, words = _shape_of(chat, rules)
+    stand_ins = _stand_ins(shape, rules) if shape else None
+    if stand_ins is None:
+        return prove(chat, rules)
+    return [_with_words(one, words) for one in stand_ins]
+
+
+def _with_words(stand_in: _StandIn, words: list[str]) -> Document:
+    document, pieces, messages, ends = stand_in
+    own, pieces = [words[message] for message in messages], [*pieces]
+    pieces[1::2] = own
+    shifts = [*itertools.accumulate((len(word) - _WIDTH for word in own), initial=0)]
+
+    def moved(span: Span) -> Span:
+        first, last = span
+        return first + shifts[bisect_right(ends, first)], last + shifts[bisect_right(ends, last)]
+
+    turns = [Turn([*map(moved, spans)], moved(stop)) for spans, stop in document.turns]
+    return Document("".join(pieces), turns, document.routes)
+
+
+def _shape_of(chat: Conversation, rules: Rules) -> tuple[_Shape, list[str]]:
+    """The shape of a chat, and its words; an empty shape for one that is proven alone."""
+    words, shape, messages = list[str](), [], chat.messages
+    if chat.tools or len(messages) > len(_NUMBERS) or any(len(one) > 2 for one in messages):
+        return (), words
+    for message, number, weight in zip(messages, _NUMBERS, chat.weights, strict=False):
+        content = message["content"]
+        words.append(content.strip())
+        # Without words, the white space is a part of the shape.
+        held = content.replace(words[-1], number, 1) if words[-1] else content
+        shape.append((message["role"], held, weight))
+    joined = "\0".join([message["content"] for message in messages])
+    # Templates may look for these, and the prompt of a turn may hold the tag with which it begins.
+    if any(literal in joined for literal in rules.template.literals):
+        return (), words
+    return () if any(map(rules.special.match, words)) else tuple(shape), words
+
+
+@lru_cache(1024)
+def _stand_ins(shape: _Shape, rules: Rules) -> list[_StandIn] | None:
+    """The documents of a shape; None if its proof tells nothing of others."""
+    if isinstance(rules.template, JinjaTemplate):  # ours reads no text
+        rules = replace(rules, template=replace(rules.template, is_sealed=True))
+    messages = [{"role": role, "content": content} for role, content, _ in shape]
+    try:
+        documents = prove(Conversation(messages, None, [weight for *_, weight in shape]), rules)
+    except TextError:
+        return None
+    return None if any("prompt" not in one.routes for one in documents) else [*map(_cut, documents)]
+
+
+def _cut(document: Document) -> _StandIn:
+    pieces = _NUMBER.split(document.text)
+    ends = [match.end() for match in _NUMBER.finditer(document.text)]
+    return _StandIn(document, pieces, [int(number) for number in pieces[1::2]], ends)

@@ -179,19 +179,19 @@ they are consecutive: int64 [n]."""
 
 
 def _notes_of(
-    file: InputFile, folder: str, kind: str, make: Callable[[InputFile], Notes], table: str = ""
+    file: InputFile, folder: str, kind: str, make: Callable[[InputFile], Notes], *tables: str
 ) -> arrays.ArraySet:
-    """What `make`, which may write a `table`, has noted of the file as it is, perhaps earlier."""
+    """What `make`, which may write `tables`, has noted of the file as it is, perhaps earlier."""
     name = _name(kind, file.path)
     key = {"path": _real(file.path), "size": file.size, "mtime_ns": file.mtime_ns}
     if is_remote(file.path):
         key["version"] = _object(file.path, file.size, file.mtime_ns).identity.version
 
     def find() -> arrays.ArraySet | None:
-        return arrays.usable(folder, name, key) if not table or os.path.exists(table) else None
+        return arrays.usable(folder, name, key) if all(map(os.path.exists, tables)) else None
 
     if (notes := find()) is None:
-        with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *filter(None, [table])):
+        with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *tables):
             if (notes := find()) is None:
                 with _opened(file):
                     digest, contents = make(file)
