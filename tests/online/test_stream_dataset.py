@@ -294,7 +294,6 @@ def test_bad_rows_stop_at_their_sample(packing: str) -> None:
         ({"shuffle_buffer": -1}, "shuffle_buffer"),
         ({"seed": -1}, "seed"),
         ({"pad_token": EOD}, "pad_token is 256, with which"),
-        ({"sequence_length": 0}, "sequence_length"),
         ({"fingerprint": 3}, "fingerprint is 3; give a dict"),
         ({"source": lambda first: None}, r"source\(0\) returned None"),
         ({"source": {"train": []}}, "source is a dict; give an iterable of rows"),
