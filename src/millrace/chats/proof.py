@@ -142,7 +142,7 @@ class _Proof:
         is not proven though nothing follows it."""
         self._check_tags()
         turns, proven = [], set()
-        for message in (one for one in pending if one < len(self.messages)):
+        for message in pending:
             try:
                 turns += self._turn(message)
                 proven.add(message)

@@ -27,7 +27,6 @@ from millrace.text.formats.arrow_tables import records_of
 from millrace.tokenizing.input_tasks import absolute
 
 _LONGEST_DOCUMENT = 100_000_000  # bytes, as of `millrace tokenize`
-_NUMBERED = ("jsonl", "parquet", "arrow", "csv", "tsv")
 BLOCK = 256
 """Rows that are read, and encoded, at a time: what a call costs is then a fiftieth of its work."""
 
@@ -250,11 +249,16 @@ def open_rows(
 def _check_numbered(files: Sequence[InputFile]) -> None:
     """TextError with the remedy for files whose rows cannot be read by number."""
     for file in files:
-        kind = f"of the format {file.format.name}" * (file.format.name not in _NUMBERED)
-        packed = f"compressed ({file.compression})" * bool(file.compression)
-        if problem := "a pipe" * file.is_pipe or packed or kind:
-            raise TextError(
-                f"{file.path} is {problem}, so its rows have no numbers: decompress it or write it "
-                "as a file of JSON lines, tokenise it once (`millrace tokenize`), or give "
-                "StreamDataset a function that reads it in turn"
-            )
+        if file.is_pipe:
+            problem = "a pipe"
+        elif file.compression:
+            problem = f"compressed ({file.compression})"
+        elif file.format.name not in ("jsonl", "parquet", "arrow", "csv", "tsv"):
+            problem = f"of the format {file.format.name}"
+        else:
+            continue
+        raise TextError(
+            f"{file.path} is {problem}, so its rows have no numbers: decompress it, write it as a "
+            "file of JSON lines, tokenise it once (`millrace tokenize`), or give StreamDataset a "
+            "function that reads it in turn"
+        )
