@@ -72,8 +72,20 @@ def conversation_of(row: Any) -> Conversation:
         forms = ", or ".join(" and ".join(one[:2]) for one in FORMS)
         names = shown(sorted(map(str, row)))
         raise TextError(f"the row has the columns {names}; it needs {forms}: rename them")
-    read = {*there} & {*form, "system", "tools"}
-    columns = {name: _plain(row[name], name) for name in COLUMNS if name in read}
+    columns = {name: row[name] for name in there if name in (*form, "system", "tools")}
+    if isinstance(columns.get("tools"), str):  # tables hold them so, as their schemas differ
+        with contextlib.suppress(ValueError):  # a text that is not JSON is refused below
+            columns["tools"] = json.loads(columns["tools"])
+    try:
+        # Arrow gives each object all keys of the file: a None stands for an absent one.
+        columns = {
+            name: plain_json(value, name, keeps_none=False) for name, value in columns.items()
+        }
+    except ConfigError as error:
+        raise TextError(str(error)) from None
+    tools = columns.get("tools") or None
+    if not isinstance(tools, list | None) or not all(isinstance(one, dict) for one in tools or ()):
+        raise TextError(f"tools are {shown(tools)}; give a list of objects, or JSON of one")
     if form[0] == "instruction":
         texts = [_text_of(name, columns.get(name)) for name in ("instruction", "input")]
         columns["instruction"] = "\n\n".join(filter(None, texts))
@@ -91,7 +103,7 @@ def conversation_of(row: Any) -> Conversation:
             weights.insert(0, None)
     if not any(message["role"] == "assistant" for message in messages):
         raise TextError(f"none of the {len(messages)} messages is an assistant's")
-    return Conversation(messages, _tools_of(columns.get("tools")), weights)
+    return Conversation(messages, tools, weights)
 
 
 def _is_plain(messages: Any) -> bool:
@@ -107,17 +119,6 @@ def _is_plain(messages: Any) -> bool:
             return False
         roles.append(role)
     return "assistant" in roles
-
-
-def _plain(value: Any, place: str) -> Any:
-    """A value in the types of JSON; TextError for another.
-
-    Arrow gives each object all keys of the file: a None stands for an absent one, at every depth.
-    """
-    try:
-        return plain_json(value, place, keeps_none=False)
-    except ConfigError as error:
-        raise TextError(str(error)) from None
 
 
 def all_texts(value: Any) -> list[str]:
@@ -189,16 +190,6 @@ def _text_of(place: str, content: Any) -> str:
             raise TextError(f"the content of {place} has {shown(part)}; only texts can be encoded")
         texts.append(text)
     return "".join(texts)
-
-
-def _tools_of(value: Any) -> list[Any] | None:
-    if isinstance(value, str) and value.strip():  # tables hold them so, as their schemas differ
-        with contextlib.suppress(ValueError):  # a text that is not JSON is refused below
-            value = json.loads(value)
-        value = _plain(value, "tools")
-    if value and not (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
-        raise TextError(f"tools are {shown(value)}; give a list of objects, or JSON of one")
-    return value or None
 
 
 def _weight_of(place: str, message: Message) -> Weight:

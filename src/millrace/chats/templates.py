@@ -290,19 +290,23 @@ Template = JinjaTemplate | ChatML
 
 def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     """The template of the options, or that of the tokenizer's folder, or else ChatML."""
-    path, place = tokenizer.path, "the template"
-    template = None if options.template is None else os.fspath(options.template)
+    path, place, source = tokenizer.path, "the template", None
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     settings = {} if path == "bytes" else read_object(folder, "tokenizer_config.json")
-    source: str | None = None
-    if template is None and path != "bytes":
-        source, place = _template_of_folder(folder, settings), folder
-    elif template is not None and re.search(r"\{[{%]", template):
-        source = template
-    elif template is not None and os.path.isfile(template):
-        source, place = _source_of(template), template
-    elif template not in (None, "chatml"):
-        what = f"template is {template!r}, and there is no such file"
+    given = options.template
+    file = os.path.join(folder, "chat_template.jinja") if given is None else os.fspath(given)
+    if given is not None and re.search(r"\{[{%]", file):
+        source = file
+    elif os.path.isfile(file) and (given, path) != (None, "bytes"):  # it wins, as in transformers
+        place = folder if given is None else file
+        try:
+            source = read_file(file).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file} is not UTF-8 ({error}): convert it") from None
+    elif given is None:
+        source, place = _template_of(settings, folder), folder
+    elif file != "chatml":
+        what = f"template is {file!r}, and there is no such file"
         raise ConfigError(f"{what}; give a file, Jinja, or chatml")
     if source is None:
         if options.template_arguments:
@@ -319,10 +323,7 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     return JinjaTemplate(source, arguments | options.template_arguments, options.date, place)
 
 
-def _template_of_folder(folder: str, settings: dict[str, Any]) -> str | None:
-    file = os.path.join(folder, "chat_template.jinja")
-    if os.path.isfile(file):  # it wins, as in transformers
-        return _source_of(file)
+def _template_of(settings: dict[str, Any], folder: str) -> str | None:
     template = settings.get("chat_template")
     if isinstance(template, list):  # several by name
         with contextlib.suppress(KeyError, TypeError):  # without a default, it is refused below
@@ -331,10 +332,3 @@ def _template_of_folder(folder: str, settings: dict[str, Any]) -> str | None:
         what = f"the chat_template of {folder} is {shown(template)}, without a default"
         raise ConfigError(f"{what}. Write one of them to a file, and give template=")
     return template
-
-
-def _source_of(path: str) -> str:
-    try:
-        return read_file(path).decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 ({error}): convert it") from None
