@@ -77,12 +77,9 @@ class ChatEncoder:
         handled |= {text.replace("/", "", 1) for text in handled}
         self.edge_tokens = [ids[text] for text in self.rules.stops if text in ids]
         self._special = re.compile(any_of(tokens | {*self.rules.stops} | (written - handled)))
-        if problems := _Masks(self._borders, probes).problems:
-            raise ConfigError(
-                f"{tokenizer.path} does not fit {chat_template.name}: "
-                f"{next(iter(problems.values()))}. "
-                "Give the tokenizer this special token, or another template"
-            )
+        for problem in _Masks(self._borders, probes).problems.values():
+            what = f"{tokenizer.path} does not fit {chat_template.name}: {problem}"
+            raise ConfigError(f"{what}. Give the tokenizer this special token, or another template")
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         """The documents of some rows; those that cannot be rendered or proven are problems.

@@ -62,10 +62,8 @@ class JinjaTemplate:
     def __post_init__(self) -> None:
         clock = _CLOCK.search(_COMMENT.sub("", self.source))
         if clock and self.date is None:
-            raise ConfigError(
-                f"{self.name} reads the clock ({clock[0]}), so that each day would give other "
-                'tokens: give date="2025-01-31", or the day that you mean'
-            )
+            what = f"{self.name} reads the clock ({clock[0]}), and gives other tokens each day"
+            raise ConfigError(f'{what}: give date="2025-01-31", or the day that you mean')
 
     @cached_property
     def has_tags(self) -> bool:
@@ -261,9 +259,7 @@ class ChatML:
     ) -> str:
         """As `JinjaTemplate.render`."""
         if tools:
-            raise TextError(
-                "our ChatML does not describe tools: give a template that does (--chat-template)"
-            )
+            raise TextError("our ChatML does not describe tools: give a template (--chat-template)")
         bodies = [f"<|im_start|>{one['role']}\n{_chatml_body(one)}<|im_end|>\n" for one in messages]
         return "".join(bodies) + "<|im_start|>assistant\n" * has_prompt
 

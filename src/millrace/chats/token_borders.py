@@ -49,8 +49,8 @@ class BorderEncoder:
 
     def encode(self, texts: list[str]) -> BorderedTexts:
         """The tokens of some texts, in one call of the encoder."""
-        counts = [len(text) if text.isascii() else len(text.encode()) for text in texts]
-        bases, totals = starts_and_ends(np.array(counts, np.int64) + 1)
+        sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
+        bases, _ = starts_and_ends(np.array(sizes, np.int64) + 1)
         if self._sizes is None:
             others, encodings = [*range(len(texts))], self._reference(texts)
             ids, lengths = flat_ids([one.ids for one in encodings])
@@ -62,7 +62,7 @@ class BorderEncoder:
             sums = np.append(0, np.cumsum(self._sizes[ids], dtype=np.int64))
             ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
             # Such as tokens that swallow white space around them.
-            is_other = sums[lasts] - sums[firsts] != totals - bases - 1
+            is_other = sums[lasts] - sums[firsts] != np.array(sizes)
             if self._is_nfc:
                 is_other |= [not unicodedata.is_normalized("NFC", text) for text in texts]
             others = np.flatnonzero(is_other).tolist()

@@ -160,9 +160,7 @@ class TextRows:
         last = tokenizer.eod if append_eod else None
         self.edge_tokens = tokenizer.bos if prepend_bos else None, last
         if prepend_bos and tokenizer.bos is None:
-            raise ConfigError(
-                f"{tokenizer.path} does not say which token starts a document: give bos_token"
-            )
+            raise ConfigError(f"{tokenizer.path} does not name a token for BOS: give bos_token")
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         """See `RowEncoder.encode`; a document for each row that has a text."""

@@ -167,9 +167,9 @@ class Rows:
             limit = f"in 0 to {len(self) - 1}" if len(self) > 0 else "there: there are no rows"
             raise IndexError(f"row numbers {shown(checked.tolist())} are not {limit}")
         rows = self.read(checked)
-        if BadDocumentError in map(type, rows):
-            place = [*map(type, rows)].index(BadDocumentError)
-            raise TextError(f"{self.place(int(checked[place]))}: {rows[place]}")
+        for number, row in zip(checked.tolist(), rows, strict=True):
+            if isinstance(row, BadDocumentError):
+                raise TextError(f"{self.place(number)}: {row}")
         return rows  # type: ignore[return-value]
 
     def split(self, split: str | Sequence[Bookends | None]) -> list[Rows | None]:

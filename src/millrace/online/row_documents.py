@@ -140,9 +140,8 @@ class RowDocuments(Renewed):
         num_samples = len(rows) if num_samples is None else num_samples
         self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)
         if num_samples > 0 and len(rows) == 0:
-            raise ConfigError(
-                f"num_samples is {num_samples}, but there are no rows: give at least one"
-            )
+            what = f"num_samples is {num_samples}, but there are no rows"
+            raise ConfigError(f"{what}: give at least one")
         self.look_ahead = 2 * (threads + 1) * BLOCK  # two for each thread, and two that are used
         self.renew()
 

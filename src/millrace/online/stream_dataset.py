@@ -73,10 +73,8 @@ class RowStream(Renewed):
     def __init__(self, source: Any, encoder: RowEncoder, samples: SampleOptions, options: Any):
         is_wrong = isinstance(source, str | bytes | os.PathLike | Mapping)
         if is_wrong or not (callable(source) or isinstance(source, Iterable)):
-            raise ConfigError(
-                f"source is a {type(source).__name__}; give an iterable of rows, or a function "
-                "from a row number to the rows from there on"
-            )
+            what = f"source is a {type(source).__name__}; give an iterable of rows"
+            raise ConfigError(f"{what}, or a function from a row number to the rows from there on")
         self._source = source
         self._encoder = check_encoder("encoder", encoder, samples.pad_token)
         self._capacity = samples.sequence_length + samples.add_extra_token
