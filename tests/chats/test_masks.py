@@ -267,6 +267,7 @@ def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) ->
     assert encoder.tokenizer.decode(tokens[1][masks[1]]) == f"{expected}<|end|>"
     alone = encoder.encode(batch[:1]).trained
     assert all(np.array_equal(masks[number], alone) for number in (0, 2))
+    assert [*encoder.encode([{}]).problems] == [0]  # a batch without a document
 
 
 @pytest.mark.parametrize("opening", ["", "<think>\n"])

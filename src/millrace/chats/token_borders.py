@@ -62,9 +62,10 @@ class BorderEncoder:
             sums = np.append(0, np.cumsum(self._sizes[ids], dtype=np.int64))
             ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
             # Such as tokens that swallow white space around them.
-            is_other = sums[lasts] - sums[firsts] != np.array(sizes)
+            is_other = sums[lasts] - sums[firsts] != np.array(sizes, np.int64)
             if self._is_nfc:
-                is_other |= [not unicodedata.is_normalized("NFC", text) for text in texts]
+                is_nfc = [unicodedata.is_normalized("NFC", text) for text in texts]
+                is_other |= ~np.array(is_nfc, np.bool_)
             others = np.flatnonzero(is_other).tolist()
             encodings = self._reference([texts[number] for number in others]) if others else []
         for number, one in zip(others, encodings, strict=True):
