@@ -26,6 +26,13 @@ _NUM_CHECKED = 64  # rows that are compared with the reference library, which is
 _PLANS: dict[Any, PlanOf] = {"gpt": GPTPlan, "packs": PackPlan}
 
 
+def _plan_of(order: str | PlanOf | None, options: Any) -> PlanOf | None:
+    """The plan of an order, which may be a name."""
+    if order is None and options is not None:
+        raise ConfigError(f"order_options are {shown(options)}: give order, too")
+    return _PLANS[check_choice("order", order, (*_PLANS,))] if isinstance(order, str) else order
+
+
 class TextDataset(TokenDataset):
     """Samples of raw rows.
 
@@ -95,10 +102,7 @@ class TextDataset(TokenDataset):
         check_choice("on_error", on_error, ("stop", "skip", "quarantine"))
         encoder = check_encoder("encoder", encoder, options.pad_token)
         threads = check_int("threads", threads, 1, 1024)
-        if order is None and order_options is not None:
-            raise ConfigError(f"order_options are {shown(order_options)}: give order, too")
-        if isinstance(order, str):
-            order = _PLANS[check_choice("order", order, (*_PLANS,))]
+        order = _plan_of(order, order_options)
         if order is not None or seed is not None:
             seed = check_int("seed, which this order needs," if order else "seed", seed, 0)
         is_online = cache is None and order is None
