@@ -79,12 +79,12 @@ class RowStream(Renewed):
         self._encoder = check_encoder("encoder", encoder, samples.pad_token)
         self._capacity = samples.sequence_length + samples.add_extra_token
         self._extra, self._options = int(samples.add_extra_token), options
-        self._is_by_row = options["packing"] == "documents"
         self._has_state = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         is_spent = isinstance(source, Iterator) and not self._has_state
         self._obstacle = _NO_STATE if is_spent else _LACKS_BUFFER if _has_buffer(source) else ""
         # None: what `iter` gives first, though rows may have been looked at.
-        start, kind = None if self._has_state else 0, "own" if self._is_by_row else "all"
+        start = None if self._has_state else 0
+        kind = "own" if options["packing"] == "documents" else "all"
         self._first = {"window": 0, "source": start, "row": 0, "token": 0, "tokenised": kind}
         self._place = _Place()
         with suppress(TypeError):  # a source that cannot be a key
@@ -99,18 +99,18 @@ class RowStream(Renewed):
 
     def read(self, state: Any, count: int, own: Any = None) -> tuple[TokenBatch, Any]:
         """See `TokenStream.read`; with documents, samples at other places than `own` are empty."""
-        state = state or self._first
+        state, is_by_row = state or self._first, self._options["packing"] == "documents"
         for name in ("window", "row", "token"):
             check_int(f"{name}, of the stream's state,", state[name], 0)
-        size = self._options["rows_per_sample"] if self._is_by_row else 1
+        size = self._options["rows_per_sample"] if is_by_row else 1
         with self._place.lock:
             if state != self._after or self._place.reader != id(self):
                 self._place.reader = id(self)
-                self._reading = self._entries(state) if self._is_by_row else self._packed(state)
+                self._reading = self._entries(state) if is_by_row else self._packed(state)
             self._after = None  # after an error, the place is read again
             entries: list[Any] = list(itertools.islice(self._reading, count * size))
             self._after = after = entries[-1][-1] if entries else state
-        if self._is_by_row:
+        if is_by_row:
             return self._samples_of(entries, size, own), after
         runs = itertools.groupby(entries, itemgetter(0))
         samples = [batch.select(np.array([place for _, place, _ in run])) for batch, run in runs]
