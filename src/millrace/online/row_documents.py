@@ -114,12 +114,12 @@ class RowDocuments(Renewed):
         capacity: Number of tokens after which a document is cut.
         identity: What decides the documents, as plain values. It is the same with and without
             token files: a run may go on with the one or the other.
-        prefix: Name in metrics and messages.
 
     Attributes:
         report: Counts of the rows that this process has encoded.
     """
 
+    prefix = "rows"
     is_remote = True  # see `TokenDataset.is_remote`
     _renewed = ("report", "_lock", "_pool", "_blocks")
 
@@ -130,12 +130,11 @@ class RowDocuments(Renewed):
         threads: int,
         capacity: int,
         identity: dict[str, Any],
-        prefix: str,
         seed: int | None,
         num_samples: int | None,
     ) -> None:
         self._rows, self._encoder, self._threads = rows, encoder, threads
-        self._capacity, self._seed, self.prefix = capacity, seed, prefix
+        self._capacity, self._seed = capacity, seed
         self._identity = {**identity, "num_documents": len(rows), "seed": seed}
         num_samples = len(rows) if num_samples is None else num_samples
         self._num_samples = check_int("num_samples", num_samples, 0, MAX_INT64)

@@ -124,7 +124,7 @@ class TextDataset(TokenDataset):
             "capacity": (capacity := options.sequence_length + options.add_extra_token),
             **({} if on_error == "stop" else {"on_error": on_error}),
         }
-        documents: Any = threads, capacity, identity, self.name, seed, num_samples
+        documents: Any = threads, capacity, identity, seed, num_samples
         if is_online:
             super().__init__(RowDocuments(rows, encoder, *documents), options)
             return
@@ -148,6 +148,11 @@ class TextDataset(TokenDataset):
         )
         source = StoredTokens(store, build_order(order, inputs, store.prefix, order_options))
         super().__init__(source, options, [LossRanges(source)] if has_mask else [])
+
+    @property
+    def prefix(self) -> str:
+        """See `TokenDataset`; damage of token files is named by these."""
+        return self.name if isinstance(self.source, RowDocuments) else super().prefix
 
     def sources_of(self, numbers: Numbers) -> Sources:
         (counts,) = self.source.sources_of(numbers).values()
