@@ -37,8 +37,7 @@ BARS = {"cached": 4, "limited": 5, "scatter": 0.70, "memcpy": 0.50, "memory": 1.
 NOTES = [
     "{size:.1f} GB of uint32 tokens in {files} files of {domains} domains, sequences of 4,096, 64 "
     "shards, {workers} workers or threads. Whole processes, from start to end; each side leaves "
-    "its output on the disk (ours by writes past the page cache and fsync, the script by flushing "
-    "its memory maps).",
+    "its output on the disk (ours by fsync, the script by flushing its memory maps).",
     "The script (`shuffle_script.py`) is the usual one: threads over files, each file read whole, "
     "each sequence copied to its place in a memory-mapped shard under the lock of the shard.",
     "This disk: as many threads write as many bytes to 64 files, in blocks of 4 MB past the page "

@@ -285,7 +285,7 @@ def interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, **optio
 def interrupt_flush(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Runs a job that is killed when all shards are written, and none is published."""
     with monkeypatch.context() as context:
-        context.setattr("millrace.shuffling.shard_publication.flush_shards", None)
+        context.setattr("millrace.shuffling.shard_publication.flush_folders", None)
         with pytest.raises(TypeError):
             run(folder, **options)
 
@@ -442,7 +442,7 @@ def test_the_error_of_a_full_disk_names_the_journal_that_remains(
     def fail(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "full", "shard.bin")
 
-    monkeypatch.setattr("millrace.shuffling.shard_publication.flush_shards", fail)
+    monkeypatch.setattr("millrace.shuffling.shard_publication.flush_folders", fail)
     folders = ["--input-dir", str(folder / "input"), "--output-dir", str(folder / "output")]
     assert main(["shuffle", *folders, "--seq-len", "8", "--num-shards", "3"]) == 1
     message = capsys.readouterr().err.splitlines()[-1]

@@ -211,6 +211,7 @@ class Run:
         total: int | None = None,
         report: Callable[[Done], tuple[int, str]] | None = None,
         keep: Callable[[Task, Any], bool] = lambda task, record: True,
+        is_durable: bool = False,
     ) -> Iterator[Done]:
         """Runs a function on the tasks that are not done yet; yields all in the order of `tasks`.
 
@@ -231,6 +232,8 @@ class Run:
             report: Function of a finished task that the job has used: its amount of `total`, and a
                 text beside the bar. None: each counts as one.
             keep: Function of a finished task and its record: whether it need not run again.
+            is_durable: Whether the files of a task are on the disk when it is done. Those of other
+                machines always are.
         """
         if total is None and isinstance(tasks, Sized):
             total = len(tasks)
@@ -243,8 +246,8 @@ class Run:
                 executor = self._engine if callable(self._engine) else engines[self._engine]
                 line: _Line = OrderedDict()
                 new = self._new_tasks(tasks, keep, line)
-                is_durable = self._engine != "local"
-                arguments = function, context, self._journal.folder_of(""), is_durable
+                flushes = is_durable or self._engine != "local"
+                arguments = function, context, self._journal.folder_of(""), flushes
                 results = executor(run_attempt, arguments, new, workers=workers)
                 # Closed at an error, too: the generators hold the input open.
                 with contextlib.closing(new), contextlib.closing(results):

@@ -186,9 +186,8 @@ def run_attempt(work: tuple[Function, Any, str, bool], task: Task) -> Any:
     """Runs a task in a folder of its own, in a worker.
 
     `work` is the function, its context, the folder of all attempts, and whether files must be on
-    the disk before the task is done, because the job survives this machine. Returns the name of the
-    attempt's folder, the record, and size and checksum of each file; or the function's
-    MillraceError.
+    the disk before the task is done. Returns the name of the attempt's folder, the record, and size
+    and checksum of each file; or the function's MillraceError.
     """
     function, context, folder, is_durable = work
     attempt = f"{task.id}.{os.urandom(6).hex()}"

@@ -1,6 +1,6 @@
 """Moves the shards of a shuffle into the output folder, and checks that folder.
 
-    1. the shards in the journal are flushed to the disk
+    1. the folders of the shards in the journal are flushed to the disk
     2. the journal stores what the next steps need: names, metadata and result
     3. each file is renamed into the output folder, the .bin of a shard before its .idx
     4. metadata.json is written: the output is whole
@@ -17,13 +17,12 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from millrace.checks import absolute_path
 from millrace.engine import Done
 from millrace.errors import ConfigError, DataError
-from millrace.files import fsync_folder, naming, sum_of, temporaries_of
+from millrace.files import fsync_folder, sum_of, temporaries_of
 from millrace.interrupts import interruptible
 from millrace.names import JOURNAL, SHUFFLE_JOURNAL
 from millrace.shards.metadata import (
@@ -38,7 +37,6 @@ from millrace.shuffling.shard_work import SHARD
 Report = Callable[[int, int], None]  # of the number of files done, and of all
 LAST = [f"/{METADATA}"]  # of an upload
 JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)  # first part of the job's file names
-_FLUSHES = 8  # files that are flushed at a time
 _OUTPUT = re.compile(
     r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)|metadata\.json(\.(.*\.)?tmp)?"
 )
@@ -100,22 +98,11 @@ def publication(done: Sequence[Done], metadata: dict[str, Any]) -> dict[str, Any
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}
 
 
-def flush_shards(done: Sequence[Done], report: Report) -> None:
-    """Flushes the files of all shards, and the folders on the way to them."""
-
-    def flush(path: str) -> None:
-        with naming(path), open(path, "rb") as file:
-            os.fsync(file.fileno())
-
-    paths = [os.path.join(task.folder, name) for task in done for name in task.record["files"]]
-    with ThreadPoolExecutor(_FLUSHES) as pool:
-        for count, _ in enumerate(pool.map(flush, paths), 1):
-            report(count, len(paths))
-        list(pool.map(fsync_folder, [os.path.join(task.folder, "") for task in done]))
-    path = done[0].folder
-    for _ in range(4):  # the folders of files, run, journal and output
-        fsync_folder(path)
-        path = os.path.dirname(path)
+def flush_folders(folder: str) -> None:
+    """Flushes the folders above a task's, which has flushed its own and the files in it."""
+    for _ in range(4):  # of files, run, journal and output
+        fsync_folder(folder)
+        folder = os.path.dirname(folder)
 
 
 def publish(source: str, folder: str, content: dict[str, Any], report: Report | None) -> None:

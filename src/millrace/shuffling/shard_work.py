@@ -1,9 +1,6 @@
 """The tasks of a shuffle: to write a shard, or a run of the input sorted by place."""
 
 import contextlib
-import errno
-import fcntl
-import mmap
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -16,7 +13,7 @@ from millrace import _native
 from millrace.engine import Done, Run, Task
 from millrace.engine.uploading import put_file
 from millrace.errors import DataError
-from millrace.files import atomic_file, naming, sum_of, xxh3
+from millrace.files import flush_to_disk, naming, sum_of, xxh3
 from millrace.ragged import Numbers, equal_runs
 from millrace.shards.metadata import shard_prefix
 from millrace.shuffling.permutations import Permutation
@@ -26,57 +23,23 @@ Sums = dict[str, tuple[int, str]]  # size and XXH3-64 of each file, by its path
 
 SHARD = "shard"  # path prefix in the folder of its task
 _RUN, _SECTIONS = "run.bin", "sections"
-_BLOCK = 4 << 20  # bytes that are hashed and written at a time
 
 
 def write_hashed(path: str, parts: Iterable[NDArray[np.uint8]]) -> tuple[int, str]:
-    """Writes a file of a task, which gets its name when it is whole; returns its size and XXH3-64.
+    """Writes a file of a task to the disk; returns its size and XXH3-64.
 
-    Data go past the page cache where the file system can. A job writes more than its memory, and
-    reads none of it soon: the pages would drive others out, and clearing the memory for them would
-    take longer than the write.
+    Its pages leave the page cache: a job writes more than its memory, and reads none of it soon.
     """
     digest, size = xxh3(), 0
-    with atomic_file(path, durable=False) as file:
-        _set_direct(file.fileno(), True)
-        for block in _blocks(parts):
-            digest.update(block)
-            size += len(block)
-            _write(file.fileno(), block)
+    with naming(path), open(path, "wb") as file:
+        for part in parts:
+            digest.update(part)
+            file.write(part.data)
+            size += len(part)
+        flush_to_disk(file)
+        with contextlib.suppress(OSError):  # a hint, which the kernel may refuse
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return size, str(digest.hexdigest())
-
-
-def _blocks(parts: Iterable[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of all parts, in full blocks and a rest, all in one piece of memory."""
-    block = np.frombuffer(mmap.mmap(-1, _BLOCK, mmap.MAP_PRIVATE), np.uint8)
-    filled = 0
-    for part in parts:
-        while len(part):
-            count = min(len(part), _BLOCK - filled)
-            block[filled : filled + count] = part[:count]
-            filled, part = filled + count, part[count:]
-            if filled == _BLOCK:
-                yield block
-                filled = 0
-    yield block[:filled]
-
-
-def _write(descriptor: int, block: NDArray[np.uint8]) -> None:
-    while len(block):
-        try:
-            block = block[os.write(descriptor, block.data) :]
-        except OSError as error:
-            # Direct writes are of whole blocks of the disk: not at the end of the file, for one.
-            if error.errno != errno.EINVAL or not _set_direct(descriptor, False):
-                raise
-
-
-def _set_direct(descriptor: int, is_direct: bool) -> bool:
-    """Turns direct writes on, if the file system has them, or off; whether that changed."""
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT | os.O_DIRECT * is_direct)
-    return fcntl.fcntl(descriptor, fcntl.F_GETFL) != flags
 
 
 class Buffer:
@@ -119,12 +82,13 @@ class Work:
     def write(self, run: Run, workers: int) -> list[Done]:
         """Writes the runs if there are any, then the shards; returns the shards' tasks."""
         work = self
+        options: dict[str, Any] = {"workers": workers, "is_durable": True}
         if self.runs is not None:
             tasks = _tasks("run", len(self.runs) - 1)
-            runs = run.map(write_run, tasks, self, phase="phase 3: sort runs", workers=workers)
+            runs = run.map(write_run, tasks, self, phase="phase 3: sort runs", **options)
             work = replace(self, run_folders=tuple(done.folder for done in runs))
         tasks = _tasks("shard", len(self.starts) - 1)
-        return [*run.map(write_shard, tasks, work, phase="phase 4: write shards", workers=workers)]
+        return [*run.map(write_shard, tasks, work, phase="phase 4: write shards", **options)]
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
         """The bytes of the items at places [start, stop), by bucket."""

@@ -317,9 +317,7 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         work = plan.work(items, permutation, starts_of(shard_sizes), options.upload_to)
         progress.note(f"plan: {plan}")
     done = work.write(run, plan.workers)
-    if options.num_local_shards > 0:
-        with run.phase("phase 5: flush") as progress:
-            publication.flush_shards(done, progress.count)
+    publication.flush_folders(done[0].folder)
     in_both = {
         "shard_sizes": shard_sizes.tolist(),
         "domain_stats": items.domain_stats,
