@@ -260,6 +260,7 @@ def small_buffers(choices: random.Random) -> Iterator[None]:
     with (
         mock.patch("millrace.shuffling.plans.fit_plan", fit),
         mock.patch.multiple("millrace.shuffling.whole_documents", **blocks),
+        mock.patch("millrace.shuffling.shuffle_items._BLOCK", blocks["_BLOCK"]),
     ):
         yield
 

@@ -19,7 +19,7 @@ ItemsAt = Callable[[int, int], Numbers]
 """The item at each place [start, stop) of the output; see `Permutation.sources`."""
 
 _OF_FILE = "path", "size", "mtime_ns", "index_mtime_ns", "num_tokens"  # of an input's entry
-_BLOCK = 1 << 20  # tokens of sequences that are read at a time
+_BLOCK = 1 << 14  # items that are read at a time
 _ENTRIES = 1 << 16  # entries of an index that are written at a time
 
 
@@ -88,7 +88,9 @@ class Items(ABC):
 
     `item_size` is the number of tokens of each item; None: they differ. With `has_origins`, the
     shards get sidecars of their documents' origins, which takes Arrow. `inputs` are the files as
-    `metadata.json` lists them.
+    `metadata.json` lists them. Units are ranges of one stream of tokens, of which each file has a
+    part, from its first token on; `token_starts` are the starts of these parts, and the end of the
+    last: int64 [files + 1].
 
     Args:
         found: The input.
@@ -121,7 +123,8 @@ class Items(ABC):
             for file in domain.files
         ]
         self.notices = list(found.notices)
-        self.first_units = starts_of(num_units)
+        self.token_starts = starts_of(num_used)
+        self._byte_offsets = np.array([file.byte_offset for file in self.files], np.int64)
         rows = zip(found.domains, self.units.num_items, of_domains, strict=True)
         for domain, num_items, (count, *tokens) in rows:
             self.domains.append(DomainCounts(domain.name, len(domain.files), num_items, *tokens))
@@ -152,84 +155,36 @@ class Items(ABC):
         return "\n".join(text_table(table))
 
     @abstractmethod
+    def token_ranges(self, units: Numbers) -> Numbers:
+        """The first token of each unit in the stream, and the end of its tokens: int64 [2, n]."""
+
+    @abstractmethod
     def sizes(self, numbers: Numbers) -> Numbers:
         """Tokens of each item: int64 [n]."""
 
-    @abstractmethod
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads items, whose numbers ascend, to any places of a buffer.
 
         A DataError for a file that has changed, or a uint32 token of 2**31 or more.
         """
+        units, targets = self.units.ascending_units(numbers, targets)
+        for start in range(0, len(units), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            first, end = self.token_ranges(units[block])
+            self._read_ranges(first, end, buffer, targets[block])
 
-    @abstractmethod
-    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes the index and the sidecars of the shard with the places [start, stop).
-
-        Its `.bin` is there; a DataError if it does not have the size of these items. Returns the
-        paths of the files; each appears whole or not at all.
-        """
-
-
-class SequenceItems(Items):
-    """Sequences of `seq_len` tokens: the token streams of files, or of whole domains, cut up.
-
-    Sequence s is tokens [s * seq_len, (s + 1) * seq_len) of a stream. Each file has a part of the
-    stream, from its first token on. What is left over at its end is cut off; with `carry`, a file
-    continues the remainder of the last, and it is cut off only at the end of a domain. So the ends
-    of the files' parts say where a sequence lies.
-    """
-
-    item_size: int
-
-    def __init__(self, found: Input, seq_len: int, carry: bool) -> None:
-        self.item_size = seq_len
-        num_tokens = np.array([file.num_tokens for file in found.files], np.int64)
-        lengths = num_tokens // seq_len * seq_len  # tokens of each file in sequences
-        for part in found.slices if carry else ():
-            ends = np.cumsum(num_tokens[part])
-            lengths[part] = np.diff(np.minimum(ends, ends[-1:] // seq_len * seq_len), prepend=0)
-        self._ends = np.cumsum(lengths)
-        self._starts = self._ends - lengths
-        self._byte_offsets = np.array([file.byte_offset for file in found.files], np.int64)
-        super().__init__(
-            found,
-            np.diff(-(-starts_of(lengths) // seq_len)),
-            lengths,
-            unit=f"sequence of {seq_len:,} tokens",
-            remedy="a smaller --seq-len" + ("" if carry else ", or join files with --carry"),
-        )
-
-    def sizes(self, numbers: Numbers) -> Numbers:
-        return np.full(len(numbers), self.item_size, np.int64)
-
-    def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        sequences, targets = self.units.ascending_units(numbers, targets)
-        step = max(_BLOCK // self.item_size, 1)
-        for start in range(0, len(sequences), step):
-            block = slice(start, start + step)
-            self._read_block(sequences[block] * self.item_size, buffer, targets[block])
-
-    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes an index in which each sequence is a document.
-
-        Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
-        """
-        dtype = np.int32 if self.dtype == np.uint32 else self.dtype
-        counts = even_sizes(stop - start, -(-(stop - start) // _ENTRIES)).tolist()
-        ones = (np.ones(count, np.int64) for count in counts)
-        write_index(prefix, dtype, (Entries(one * self.item_size, one) for one in ones))
-        return [prefix + IDX]
-
-    def _read_block(self, starts: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        """Reads the sequences that start at these ascending places of the stream to targets."""
-        first = np.searchsorted(self._ends, starts, side="right")
-        last = np.searchsorted(self._ends, starts + self.item_size - 1, side="right")
-        rows, steps = spread(last - first + 1)  # a piece for each file that a sequence is in
+    def _read_ranges(
+        self, starts: Numbers, stops: Numbers, buffer: NDArray[Any], targets: Numbers
+    ) -> None:
+        """Reads ascending ranges of the stream to targets."""
+        first = np.searchsorted(self.token_starts, starts, side="right") - 1
+        last = np.searchsorted(self.token_starts, stops, side="left") - 1
+        # A piece for each file that a range is in: none for a range without tokens.
+        rows, steps = spread(np.maximum(last - first + 1, 0))
         files = first[rows] + steps
-        low = np.maximum(starts[rows], self._starts[files])
-        sizes = np.minimum(starts[rows] + self.item_size, self._ends[files]) - low
-        places, targets = low - self._starts[files], targets[rows] + low - starts[rows]
+        low = np.maximum(starts[rows], self.token_starts[files])
+        sizes = np.minimum(stops[rows], self.token_starts[files + 1]) - low
+        places, targets = low - self.token_starts[files], targets[rows] + low - starts[rows]
         width = self.dtype.itemsize
         bits = read_files(
             self.files,
@@ -257,6 +212,57 @@ class SequenceItems(Items):
             f"{place + column}; ids must be below 2**31 (2147483648). The file is damaged, or its "
             "dtype is not uint32: correct --dtype, or write it again"
         )
+
+    @abstractmethod
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+        """Writes the index and the sidecars of the shard with the places [start, stop).
+
+        Its `.bin` is there; a DataError if it does not have the size of these items. Returns the
+        paths of the files; each appears whole or not at all.
+        """
+
+
+class SequenceItems(Items):
+    """Sequences of `seq_len` tokens: the token streams of files, or of whole domains, cut up.
+
+    Sequence s is tokens [s * seq_len, (s + 1) * seq_len) of the stream. What is left over at the
+    end of a file is cut off; with `carry`, a file continues the remainder of the last, and it is
+    cut off only at the end of a domain.
+    """
+
+    item_size: int
+
+    def __init__(self, found: Input, seq_len: int, carry: bool) -> None:
+        self.item_size = seq_len
+        num_tokens = np.array([file.num_tokens for file in found.files], np.int64)
+        lengths = num_tokens // seq_len * seq_len  # tokens of each file in sequences
+        for part in found.slices if carry else ():
+            ends = np.cumsum(num_tokens[part])
+            lengths[part] = np.diff(np.minimum(ends, ends[-1:] // seq_len * seq_len), prepend=0)
+        super().__init__(
+            found,
+            np.diff(-(-starts_of(lengths) // seq_len)),
+            lengths,
+            unit=f"sequence of {seq_len:,} tokens",
+            remedy="a smaller --seq-len" + ("" if carry else ", or join files with --carry"),
+        )
+
+    def sizes(self, numbers: Numbers) -> Numbers:
+        return np.full(len(numbers), self.item_size, np.int64)
+
+    def token_ranges(self, units: Numbers) -> Numbers:
+        return np.stack([units, units + 1]) * self.item_size
+
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+        """Writes an index in which each sequence is a document.
+
+        Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
+        """
+        dtype = np.int32 if self.dtype == np.uint32 else self.dtype
+        counts = even_sizes(stop - start, -(-(stop - start) // _ENTRIES)).tolist()
+        ones = (np.ones(count, np.int64) for count in counts)
+        write_index(prefix, dtype, (Entries(one * self.item_size, one) for one in ones))
+        return [prefix + IDX]
 
 
 def in_units(num_bytes: float) -> str:

@@ -20,7 +20,7 @@ from millrace.files import naming
 from millrace.names import IDX, INFO, ORIGINS
 from millrace.provenance import Origins, OriginsWriter
 from millrace.ragged import Numbers, starts_of
-from millrace.shuffling.domains import Input, TokenFile, read_files
+from millrace.shuffling.domains import Input, TokenFile
 from millrace.shuffling.shuffle_items import Items, ItemsAt
 from millrace.storage import copied
 from millrace.store import IndexedDataset
@@ -45,7 +45,6 @@ class DocumentItems(Items):
         num_tokens = np.array([file.num_tokens for file in files], np.int64)
         remedy = "datasets with documents"
         super().__init__(found, num_documents, num_tokens, unit="document", remedy=remedy)
-        self._first_tokens = starts_of(num_tokens)
         self._tables = DocumentTables(files, folder)
         missing = [f.path for f in files if f.num_documents and "origins" not in f.sidecars]
         self.has_origins = not missing
@@ -60,25 +59,11 @@ class DocumentItems(Items):
         sizes = np.empty_like(numbers)
         for start in range(0, len(numbers), _BLOCK):
             part = slice(start, start + _BLOCK)
-            ranges = self._tables.token_ranges(self.units.units(numbers[part]))
-            sizes[part] = np.diff(ranges, axis=0)
+            sizes[part] = np.diff(self.token_ranges(self.units.units(numbers[part])), axis=0)
         return sizes
 
-    def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
-        documents, targets = self.units.ascending_units(numbers, targets)
-        size = self.dtype.itemsize
-        for start in range(0, len(documents), _BLOCK):
-            part = slice(start, start + _BLOCK)
-            files = np.searchsorted(self.first_units, documents[part], side="right") - 1
-            first, end = self._tables.token_ranges(documents[part])
-            read_files(
-                self.files,
-                files,
-                (first - self._first_tokens[files]) * size,
-                (end - first) * size,
-                buffer.view(np.uint8),
-                targets[part] * size,
-            )
+    def token_ranges(self, units: Numbers) -> Numbers:
+        return self._tables.token_ranges(units)
 
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
         """Writes the index, with the sequences and modes of the documents.
