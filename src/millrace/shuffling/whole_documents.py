@@ -30,7 +30,6 @@ from millrace.store.writer import Entries, write_index
 _BLOCK = 1 << 13  # documents that are read or written at a time
 _ENTRIES = 1 << 18  # entries of an index that are copied at a time
 _MOST_SEQUENCES = 1 << 17  # entries of an index that are written at a time, about
-_DOCUMENTS = 1 << 16  # documents whose origins are copied at a time: a row group of the sidecar
 
 
 class DocumentItems(Items):
@@ -216,14 +215,10 @@ class DocumentOrigins:
         end = 0
         with self._starts.writing() as add_starts, self._texts.writing() as add_texts:
             for origins in _origins_of(files):
-                numbers = [sources.setdefault(name, len(sources)) for name in origins.sources]
-                columns = (
-                    np.array(numbers)[origins.source_numbers].tolist(),
-                    origins.lines.tolist(),
-                    origins.byte_offsets.tolist(),
-                    origins.ids,
-                )
-                texts = [orjson.dumps(row) + b"," for row in zip(*columns, strict=True)]
+                names, numbers, *columns, ids = origins
+                places = np.array([sources.setdefault(name, len(sources)) for name in names])
+                lists = [column.tolist() for column in (places[numbers], *columns)]
+                texts = [orjson.dumps(row) + b"," for row in zip(*lists, ids, strict=True)]
                 starts = end + starts_of(map(len, texts))
                 add_starts(starts[:-1])
                 add_texts(np.frombuffer(b"".join(texts), np.uint8))
@@ -240,18 +235,15 @@ class DocumentOrigins:
                 starts, ends = self._starts.rows(np.stack([numbers, numbers + 1]))
                 texts = self._texts.ranges(starts, ends - starts).tobytes()
                 rows = orjson.loads(b"[%b]" % texts[:-1])
-                source_numbers, lines, byte_offsets, ids = zip(*rows, strict=True)
-                unique, places = np.unique(source_numbers, return_inverse=True)
-                sources = [self._sources[number] for number in unique.tolist()]
-                writer.add(sources, places, lines, byte_offsets, ids)
+                writer.add(self._sources, *zip(*rows, strict=True))
 
 
 def _origins_of(files: Sequence[TokenFile]) -> Iterator[Origins]:
     for file in files:
         assert file.prefix is not None
         with IndexedDataset(file.prefix) as dataset:
-            for start in range(0, file.num_documents, _DOCUMENTS):
-                origins = dataset.origins(start, min(start + _DOCUMENTS, file.num_documents))
+            for start in range(0, file.num_documents, _BLOCK):
+                origins = dataset.origins(start, min(start + _BLOCK, file.num_documents))
                 if origins is None:
                     raise DataError(
                         f"the origins of {file.path} were removed while the job began; restore "
