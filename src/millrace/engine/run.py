@@ -195,11 +195,6 @@ class Run:
         """Shows a sentence that the user should read."""
         Progress("", enabled=self._show_progress).note(f"millrace: {text}")
 
-    def check_interrupt(self) -> None:
-        """Lets Ctrl-C end the job here."""
-        with interruptible():
-            pass
-
     def map(
         self,
         function: Function,
@@ -310,7 +305,8 @@ class Run:
             result: Result of the job, in plain JSON values, which is returned.
         """
         result, path = plain_json(result), self._prefix + RESULT
-        self.check_interrupt()
+        with interruptible():
+            pass  # Ctrl-C may end the job here for the last time
         with contextlib.suppress(FileNotFoundError):  # it would speak of other output
             os.unlink(path)
             fsync_folder(path)

@@ -10,7 +10,7 @@ import operator
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from millrace.cache.loss_files import write_loss_ranges
 from millrace.engine import Done
 from millrace.files import flush_to_disk
+from millrace.interrupts import interruptible
 from millrace.provenance import OriginsWriter
 from millrace.provenance.origins import has_pyarrow
 from millrace.store import IndexedDatasetBuilder, finalize_together
@@ -87,12 +88,13 @@ class Output:
         else:
             self._tasks.append(task)
 
-    def finish(self, check_interrupt: Callable[[], None]) -> None:
+    def finish(self) -> None:
         """Appends what waited for the last task, which takes hours for terabytes."""
         count = self._options.num_partitions
         for partition in range(count):
             for task in self._tasks:
-                check_interrupt()
+                with interruptible():
+                    pass  # Ctrl-C may end the job here, not in a copy
                 self._copy(task, (partition - task.documents_before) % count)
 
     def publish(self) -> None:

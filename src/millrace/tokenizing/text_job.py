@@ -203,7 +203,7 @@ def _write(
         output = Output(options, stack, run.scratch)
         tasks = input_tasks.InputTasks(run, options, files, workers)
         _append_tasks(run, options, tasks, output, workers)
-        output.finish(run.check_interrupt)
+        output.finish()
         result = TokenizeResult(
             prefixes=options.final_prefixes,
             num_documents=output.num_documents,
