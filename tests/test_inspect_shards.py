@@ -13,7 +13,6 @@ import pytest
 
 from millrace import ConfigError, DataError
 from millrace.inspect import describe_shards, format_shards, shares_svg
-from millrace.inspect.description import parts_of
 from millrace.ragged import even_sizes
 from millrace.shards import ShardsMetadata, read_metadata
 from millrace.shuffling.permutations import Permutation, distribution_json, measure_distribution
@@ -153,13 +152,6 @@ def test_a_damaged_distribution_is_an_error(folder: Path, change: dict[str, Any]
     path.write_text(json.dumps(document))
     with pytest.raises(DataError, match="the distribution do not fit domain_stats"):
         describe_shards(folder)
-
-
-def test_groups_of_shards(tmp_path: Path) -> None:
-    domains = {"code": 300, "web": 700}
-    metadata = replace(metadata_of(domains), distribution=distribution_of(domains, 2))
-    parts = parts_of(metadata, "", "shards")
-    assert (parts.name, len(parts.counts)) == ("shard group", 2)
 
 
 # ---- the picture ----

@@ -74,19 +74,6 @@ def test_counts_are_exact(counts: list[int], num_shards: int, head: int, seed: i
     assert list(data) == ["domains", "domain_counts", "head", "shards", "windows"]
 
 
-def test_very_many_shards_are_counted_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources = np.random.default_rng(1).permutation(TOTAL)
-    alone = measure(sources, COUNTS, 64)["shards"]
-    monkeypatch.setattr(module, "_MOST_COUNTS", 64 * len(COUNTS) // 10)
-    together = measure(sources, COUNTS, 64)["shards"]
-    assert (alone.name, together.name) == ("shard", "shard group")
-    assert len(together.sizes) == 7  # of 10 shards, the last one of 4
-    starts = np.arange(0, 64, 10)
-    assert together.sizes.tolist() == np.add.reduceat(alone.sizes, starts).tolist()
-    assert together.counts.tolist() == np.add.reduceat(alone.counts, starts).tolist()
-    assert format_figures(together.figures()).startswith("7 shard groups: largest deviation ")
-
-
 # ---- figures ----
 
 

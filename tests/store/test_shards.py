@@ -28,7 +28,7 @@ def change(folder: Path, **values: Any) -> None:
 
 
 def test_metadata_come_back_as_they_were_written(tmp_path: Path) -> None:
-    written = {"carry": True, "eod": 5, "inputs": [{"domain": "web", "size": 2560}]}
+    written = {"carry": True, "inputs": [{"domain": "web", "size": 2560}]}
     sequences = write_sequences(tmp_path / "sequences", make_sequences(10, 8), **written)
     documents = write_documents(tmp_path / "documents", [[[1, 2], [3]], [[4, 5, 6]]])
     assert (sequences.has_documents, documents.has_documents) == (False, True)

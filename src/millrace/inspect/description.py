@@ -253,7 +253,7 @@ class ShardsDescription:
         metadata: Its `metadata.json`, without the counts of the distribution.
         num_tokens: Number of tokens.
         num_bytes: Size of all `.bin` files.
-        distribution: For the head, the shards (or groups of very many) and the windows of the
+        distribution: For the head, the shards and the windows of the
             output: the figures of `millrace.shuffling.permutations.Parts`. None: unknown.
         document: Number, shard, counts, head and tail of an item, as in `Description.document`.
     """
@@ -348,9 +348,7 @@ def parts_of(metadata: shards.ShardsMetadata, folder: str, key: str) -> Parts:
             "domain_stats. The metadata are damaged, the shards may be whole: `millrace verify` "
             "says so. Shuffle again to have a distribution"
         ) from None
-    is_grouped = key == "shards" and len(counts) < metadata.num_shards
-    name = "shard group" if is_grouped else key.removesuffix("s")
-    return Parts(name, tuple(domains), counts, totals)
+    return Parts(key.removesuffix("s"), tuple(domains), counts, totals)
 
 
 def format_shards(description: ShardsDescription) -> str:
@@ -369,7 +367,6 @@ def format_shards(description: ShardsDescription) -> str:
         "seed": metadata.seed,
         "permutation": metadata.permutation,
         "carry": "yes" if metadata.carry else None,
-        "eod": metadata.eod,
         "inputs": f"{len(metadata.inputs):,} files" if metadata.inputs else None,
     }
     lines = [description.folder, *_labelled_lines(rows), "", f"  {item} of each domain"]

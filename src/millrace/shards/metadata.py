@@ -52,7 +52,6 @@ class ShardsMetadata:
         seed: Seed of the shuffle; None: unknown.
         permutation: Kind of the permutation, "numpy" or "keyed"; None: unknown.
         carry: Whether the rest of a file is continued in the next file of its domain.
-        eod: Token that was put after each document; None: none was added.
         inputs: The input files: domain, path, size, mtime_ns and num_tokens of each.
         checksums: XXH3-64 of each file, by its name; empty: unknown.
         distribution: The figures of the distribution check; empty: none was made.
@@ -70,7 +69,6 @@ class ShardsMetadata:
     seed: int | None = None
     permutation: str | None = None
     carry: bool = False
-    eod: int | None = None
     inputs: list[dict[str, Any]] = field(default_factory=list)
     checksums: dict[str, str] = field(default_factory=dict)
     distribution: dict[str, Any] = field(default_factory=dict)

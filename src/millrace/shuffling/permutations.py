@@ -32,7 +32,6 @@ HEAD = 50_000  # places
 WINDOWS = 64
 _MEMORY = 16  # bytes per item while "numpy" is made: for the permutation and its inverse
 _BLOCK = 1 << 18  # places that are inverted or counted at a time: 2 MiB for each array
-_MOST_COUNTS = 1 << 19  # counts of domains in shards: with their figures they take 20 MB
 _LEAST_EXPECTED = 5  # items of a class in a window: with fewer, chi-square is not exact
 # By Bernstein's inequality, fewer than one in 10**17 counts of a fair shuffle deviates by more than
 # 12 sigma where sigma is at least 5 items.
@@ -116,7 +115,7 @@ def make_permutation(name: str, size: int, seed: int, folder: str) -> Permutatio
 class Parts:
     """Parts of the output, of nearly equal size; none is empty."""
 
-    name: str  # of a part: "head", "shard", "shard group" or "window"
+    name: str  # of a part: "head", "shard" or "window"
     domains: tuple[str, ...]
     counts: Numbers  # items of each domain in each part: int64 [parts, domains]
     totals: Numbers  # items of each domain in the whole output: int64 [domains]
@@ -196,30 +195,28 @@ def measure_distribution(
 ) -> dict[str, Parts]:
     """Counts the items of each domain in the "head", the "shards" and the "windows" of the output.
 
-    Items are numbered by domain. The head is the first 50,000 places, as one part. Groups of
-    neighbours stand for shards if more than 2**19 counts of domains in shards would take too much
-    memory. Windows are 64 equal parts.
+    Items are numbered by domain. The head is the first 50,000 places, as one part. Windows are 64
+    equal parts.
     """
     total, counts = permutation.size, np.array([*domain_counts.values()], np.int64)
-    group = -(-len(shard_sizes) * len(counts) // _MOST_COUNTS)  # shards in a group
-    sizes = np.add.reduceat(shard_sizes, np.arange(0, len(shard_sizes), group))
     all_ends = {
         "head": np.array([min(HEAD, total), total]),
-        "shard" if group == 1 else "shard group": np.cumsum(sizes),
-        "window": np.cumsum(even_sizes(total, min(WINDOWS, total))),
+        "shards": np.cumsum(shard_sizes),
+        "windows": np.cumsum(even_sizes(total, min(WINDOWS, total))),
     }
-    tables = [np.zeros((len(ends), len(counts)), np.int64) for ends in all_ends.values()]
+    tables = {key: np.zeros((len(ends), len(counts)), np.int64) for key, ends in all_ends.items()}
     domain_ends = np.cumsum(counts)
     cuts = np.unique(np.concatenate([*all_ends.values(), np.arange(0, total, _BLOCK)]))
     for start, stop in itertools.pairwise(cuts.tolist()):
         domains = np.searchsorted(domain_ends, permutation.sources(start, stop), side="right")
         block = np.bincount(domains, minlength=len(counts))
-        for ends, table in zip(all_ends.values(), tables, strict=True):
-            table[np.searchsorted(ends, start, side="right")] += block
-    tables[0] = tables[0][:1]  # without the places beyond the head
+        for key, ends in all_ends.items():
+            tables[key][np.searchsorted(ends, start, side="right")] += block
+    tables["head"] = tables["head"][:1]  # without the places beyond it
+    domain_names = tuple(domain_counts)
     return {
-        key: Parts(name, tuple(domain_counts), table, counts)
-        for key, name, table in zip(("head", "shards", "windows"), all_ends, tables, strict=True)
+        key: Parts(key.removesuffix("s"), domain_names, table, counts)
+        for key, table in tables.items()
     }
 
 
