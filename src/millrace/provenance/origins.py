@@ -148,10 +148,7 @@ class OriginsFile:
 
     def _parquet(self) -> Any:
         """A reader of its own for each use: threads may share the sidecar."""
-        import_pyarrow()
-        import pyarrow.parquet
-
-        return pyarrow.parquet.ParquetFile(
+        return import_pyarrow().parquet.ParquetFile(
             io.BufferedReader(FileStream(self._file)),
             metadata=self._metadata,
             read_dictionary=["source"],
@@ -187,7 +184,7 @@ def _check_format(parquet: Any, path: str) -> bytes:
 def import_pyarrow() -> Any:
     """The pyarrow package, which is optional."""
     try:
-        import pyarrow
+        import pyarrow.parquet
     except ImportError:
         raise ConfigError(
             "the origins of documents are kept in Parquet files, which need the pyarrow package: "
@@ -254,10 +251,7 @@ class OriginsWriter:
 
     @functools.cached_property
     def _writer(self) -> Any:
-        import_pyarrow()
-        import pyarrow.parquet
-
-        return pyarrow.parquet.ParquetWriter(
+        return import_pyarrow().parquet.ParquetWriter(
             self._sink,
             schema(),
             compression="zstd",

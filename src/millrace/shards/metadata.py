@@ -150,7 +150,15 @@ def parse_metadata(
     storage = storage_of(folder, storage)
     if dtype is not None:
         check_choice("dtype", str(dtype), TOKEN_DTYPES)
-    path, document = metadata_path(folder), _read_document(folder, storage)
+    path = metadata_path(folder)
+    try:
+        document = json.loads(read_file(storage, path))
+    except _MISSING:
+        raise _missing(folder, storage) from None
+    except (ValueError, RecursionError) as error:
+        raise _damage(path, f"it is not JSON ({error})") from None
+    if not isinstance(document, dict):
+        raise _damage(path, f"it holds {shown(document, 80)}; an object is needed")
     if (version := document.get("version")) != VERSION:
         raise DataError(f"{path} has version {shown(version, 80)}; version {VERSION} can be read")
     entries = {name: value for name, value in document.items() if value is not None}
@@ -215,23 +223,13 @@ def check_shard(
         )
 
 
-def _read_document(folder: str, storage: Storage) -> dict[str, Any]:
-    path = metadata_path(folder)
-    try:
-        document = json.loads(read_file(storage, path))
-    except _MISSING:
-        if storage is LOCAL and not os.path.isdir(folder):
-            problem = "the folder does not exist: give the output folder of a shuffle"
-        elif storage is LOCAL and os.path.exists(os.path.join(folder, JOURNAL)):
-            problem = "the shuffle into this folder has not ended: run its command again"
-        else:
-            problem = "the folder does not hold the result of a shuffle, or not all of it"
-        raise DataError(f"{path} is missing; {problem}") from None
-    except (ValueError, RecursionError) as error:
-        raise _damage(path, f"it is not JSON ({error})") from None
-    if not isinstance(document, dict):
-        raise _damage(path, f"it holds {shown(document, 80)}; an object is needed")
-    return document
+def _missing(folder: str, storage: Storage) -> DataError:
+    problem = "the folder does not hold the result of a shuffle, or not all of it"
+    if storage is LOCAL and not os.path.isdir(folder):
+        problem = "the folder does not exist: give the output folder of a shuffle"
+    elif storage is LOCAL and os.path.exists(os.path.join(folder, JOURNAL)):
+        problem = "the shuffle into this folder has not ended: run its command again"
+    return DataError(f"{metadata_path(folder)} is missing; {problem}")
 
 
 def _damage(path: str, problem: str) -> DataError:
