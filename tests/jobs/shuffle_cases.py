@@ -251,7 +251,7 @@ def small_buffers(choices: random.Random) -> Iterator[None]:
     """Plans have the number of workers that is asked for, and buffers of a few items."""
     share = choices.choice([0.01, 0.1, 0.5, 1.0])
 
-    def fit(name: str, sizes: ItemSizes, _: Budget, workers: int) -> ShufflePlan:
+    def fit(name: str, sizes: ItemSizes, budget: Budget, workers: int) -> ShufflePlan:
         size = int(share * sizes.num_bytes * (1 + ITEM_OVERHEAD))
         size = max(size, sizes.largest + ITEM_OVERHEAD)
         return ShufflePlan(name=name, sizes=sizes, workers=workers, buffer_size=size)

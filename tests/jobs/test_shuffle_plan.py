@@ -138,7 +138,7 @@ def test_the_choice_of_a_plan(tmp_path: Path, disk: SimpleNamespace) -> None:
     plan = choose(tmp_path, large)
     assert plan.name == "gather"
     assert "scatter needs 16.4 GB of disk, and 10.0 GB are free" in str(plan)
-    with pytest.raises(MillraceError, match=r"No space left for the plan scatter"):
+    with pytest.raises(MillraceError, match=r"No space left: the plan scatter needs 16.4 GB"):
         choose(tmp_path, large, name="scatter")
     disk.free = 8 * GB
     with pytest.raises(MillraceError, match=r"No space left for the output: it has 8.2 GB"):

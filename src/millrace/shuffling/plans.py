@@ -17,8 +17,9 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -207,11 +208,18 @@ def choose_plan(
             "Give more memory"
         )
     free = check_room(items, int(sizes.num_bytes * share), output_dir)
-    if name == "auto":
-        return _best_plan(items, sizes, budget, workers, free)
-    plan = fit_plan(name, sizes, budget, workers)
-    _check_free(f"plan {name}: it writes", plan.num_bytes, free, output_dir, "give --plan gather, ")
-    return plan
+    is_auto = name == "auto"
+    fit = partial(fit_plan, sizes=sizes, budget=budget, workers=workers)
+    plan = _best_plan(items, budget, fit) if is_auto else fit(name)
+    if plan.name == "gather" or plan.num_bytes <= free:
+        return plan
+    problem = f"scatter needs {in_units(plan.num_bytes)} of disk, and {in_units(free)} are free"
+    if is_auto:
+        return replace(fit("gather"), reason=problem)
+    raise MillraceError(
+        f"No space left: the plan {problem} in {output_dir}. Make room, give --plan gather, or "
+        "write elsewhere"
+    )
 
 
 def resume_plan(
@@ -235,23 +243,19 @@ def resume_plan(
     return replace(plan, workers=budget.num_workers(workers, plan.buffer_size))
 
 
-def _best_plan(
-    items: Items, sizes: ItemSizes, budget: Budget, workers: int, free: int
-) -> ShufflePlan:
-    """The fastest plan for a disk with `free` bytes left."""
-    gather = fit_plan("gather", sizes, budget, workers)
+def _best_plan(items: Items, budget: Budget, fit: Callable[[str], ShufflePlan]) -> ShufflePlan:
+    """The fastest plan, if the disk has room for it."""
+    plan = fit("gather")
+    if plan.has_one_bucket:
+        return replace(plan, reason="the data fit one buffer")
+    sizes = plan.sizes
     mean = sizes.num_bytes // sizes.num_items
-    if gather.has_one_bucket:
-        return replace(gather, reason="the data fit one buffer")
     random, sequential = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
-    plan = gather
-    if random < min(sequential / _TRANSFERS, _GOOD_WRITE_RATE / gather.workers):
-        plan = fit_plan("scatter", sizes, budget, workers)
+    if random < min(sequential / _TRANSFERS, _GOOD_WRITE_RATE / plan.workers):
         if sizes.in_buffer <= budget.buffers:
-            plan = replace(gather, workers=1, buffer_size=sizes.in_buffer)
-    if free < plan.num_bytes:
-        needed = f"the plan scatter needs {in_units(plan.num_bytes)} of disk"
-        return replace(gather, reason=f"{needed}, and {in_units(free)} are free")
+            plan = replace(plan, workers=1, buffer_size=sizes.in_buffer)
+        else:
+            plan = fit("scatter")
     reason = (
         f"the disk reads {in_units(random)} of random items a second, and "
         f"{in_units(sequential)} of consecutive ones"
@@ -262,17 +266,13 @@ def _best_plan(
 def check_room(items: Items, num_bytes: int, output_dir: str) -> int:
     """Free bytes of the disk beside the indices of an output; a MillraceError without room."""
     status, index_size = os.statvfs(output_dir), _INDEX_ENTRY * items.num_items
-    free = status.f_bavail * status.f_frsize
-    _check_free("output: it has", num_bytes + index_size, free, output_dir)
-    return free - index_size
-
-
-def _check_free(text: str, needed: int, free: int, output_dir: str, remedy: str = "") -> None:
+    free, needed = status.f_bavail * status.f_frsize, num_bytes + index_size
     if free < needed:
         raise MillraceError(
-            f"No space left for the {text} {in_units(needed)}, and the disk of {output_dir} has "
-            f"{in_units(free)} free. Make room, {remedy}or write elsewhere"
+            f"No space left for the output: it has {in_units(needed)}, and the disk of "
+            f"{output_dir} has {in_units(free)} free. Make room, or write elsewhere"
         )
+    return free - index_size
 
 
 def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:

@@ -48,9 +48,8 @@ def output_folder(folder: str) -> Iterator[None]:
 
     A new folder that the job leaves empty is removed.
     """
-    try:
-        entries = sorted(os.listdir(folder))
-    except (FileNotFoundError, NotADirectoryError):
+    is_new = not os.path.isdir(folder)
+    if is_new:
         try:
             os.makedirs(folder, exist_ok=True)  # another process may do the same
             fsync_folder(absolute_path(folder))
@@ -58,12 +57,7 @@ def output_folder(folder: str) -> Iterator[None]:
             raise ConfigError(
                 f"the output folder {folder} cannot be made: {error.strerror}; give another one"
             ) from None
-        try:
-            yield
-        finally:
-            with contextlib.suppress(OSError):
-                os.rmdir(folder)
-        return
+    entries = sorted(os.listdir(folder))
     may_have_shards = SHUFFLE_JOURNAL in entries or METADATA in entries  # of this job
     for entry in entries:
         if not (entry.startswith(f"{JOB}.") or (_OUTPUT.fullmatch(entry) and may_have_shards)):
@@ -71,7 +65,12 @@ def output_folder(folder: str) -> Iterator[None]:
                 f"{folder} is not empty: it holds {entry}. Give an empty folder, or remove what is "
                 "in it"
             )
-    yield
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if is_new:
+                os.rmdir(folder)
 
 
 def output_files(folder: str, num_shards: int) -> list[str]:

@@ -41,7 +41,7 @@ class WeightedUnits:
                 f"the weights make {sum(self.num_items)} items, which must be at most {MAX_INT64}: "
                 "give smaller weights"
             )
-        self._is_identity = self.num_items == list(num_units)  # item i is unit i
+        self.is_identity = self.num_items == list(num_units)  # item i is unit i
         self._num_units = np.array(num_units, np.int64)
         self._first_units = starts_of(num_units)[:-1]
         self._first_items = starts_of(self.num_items)[:-1]
@@ -52,7 +52,7 @@ class WeightedUnits:
         self._product_type: Any = object if is_large else np.int64  # of exact, slow integers
 
     def units(self, items: Numbers) -> Numbers:
-        if self._is_identity:
+        if self.is_identity:
             return items
         domains = np.searchsorted(self._first_items, items, side="right") - 1
         places = items - self._first_items[domains]
@@ -63,12 +63,6 @@ class WeightedUnits:
         in_rest = in_rest[last].astype(self._product_type)
         units[last] = in_rest * counts[last] // self._num_rest[domains[last]]
         return units + self._first_units[domains]
-
-    def ascending_units(self, items: Numbers, targets: Numbers) -> tuple[Numbers, Numbers]:
-        """The units of ascending items, ascending, and the targets in the same order."""
-        units = self.units(items)
-        order = slice(None) if self._is_identity else np.argsort(units, kind="stable")
-        return units[order], targets[order]
 
 
 class DomainCounts(NamedTuple):
@@ -167,7 +161,10 @@ class Items(ABC):
 
         A DataError for a file that has changed, or a uint32 token of 2**31 or more.
         """
-        units, targets = self.units.ascending_units(numbers, targets)
+        units = self.units.units(numbers)
+        if not self.units.is_identity:  # else they ascend
+            order = np.argsort(units, kind="stable")
+            units, targets = units[order], targets[order]
         for start in range(0, len(units), _BLOCK):
             block = slice(start, start + _BLOCK)
             first, end = self.token_ranges(units[block])
