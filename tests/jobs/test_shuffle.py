@@ -173,7 +173,6 @@ def test_jobs_in_threads_of_a_process(tmp_path: Path, plan: str) -> None:
         ({"permutation": 1}, "permutation must be"),
         ({"engine": np.array(["ray"])}, "engine must be"),
         ({"seq_len": 10**6}, "gives no sequence of 1,000,000 tokens"),
-        ({"permutation": "numpy", "memory": 4000}, "which takes 4.8 kB of memory for 300"),
         ({"memory": 1000}, "memory must be at least 8000000 bytes .8.0 MB., not 1.0 kB"),
         ({"documents": True, "carry": True}, "carry cannot be combined with documents=True"),
         ({"documents": True}, "x.bin has no .idx, so millrace cannot tell where its documents"),

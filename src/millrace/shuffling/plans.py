@@ -198,6 +198,7 @@ def choose_plan(
 
     At most `share` of the output is on the disk at a time.
     """
+    check_room(items, 0, output_dir)  # with large weights, even sizes take too long
     sizes, budget = sizes_of(items), budget_of(memory, items)
     least = budget.own + max(_LEAST_BUFFER, sizes.largest + ITEM_OVERHEAD)
     if budget.total < least:

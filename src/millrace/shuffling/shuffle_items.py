@@ -152,9 +152,13 @@ class Items(ABC):
     def token_ranges(self, units: Numbers) -> Numbers:
         """The first token of each unit in the stream, and the end of its tokens: int64 [2, n]."""
 
-    @abstractmethod
     def sizes(self, numbers: Numbers) -> Numbers:
         """Tokens of each item: int64 [n]."""
+        sizes = np.empty_like(numbers)
+        for start in range(0, len(numbers), _BLOCK):
+            block = slice(start, start + _BLOCK)
+            sizes[block] = np.diff(self.token_ranges(self.units.units(numbers[block])), axis=0)
+        return sizes
 
     def read(self, numbers: Numbers, buffer: NDArray[Any], targets: Numbers) -> None:
         """Reads items, whose numbers ascend, to any places of a buffer.

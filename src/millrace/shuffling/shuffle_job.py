@@ -30,7 +30,7 @@ from millrace.shuffling.permutations import (
     make_permutation,
     measure_distribution,
 )
-from millrace.shuffling.plans import PLANS, budget_of, check_room, choose_plan, resume_plan
+from millrace.shuffling.plans import PLANS, budget_of, choose_plan, resume_plan
 from millrace.shuffling.shuffle_items import Items, SequenceItems
 from millrace.shuffling.whole_documents import DocumentItems
 
@@ -304,14 +304,10 @@ def _make_items(run: Run, options: ShuffleOptions, found: Input) -> Items:
 
 def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
     """Writes all shards into the journal; returns what publishes them, as plain JSON."""
-    if run.stored("plan") is None:
-        # With large weights, the output may be too large even to compute its permutation.
-        num_tokens = items.num_items * (items.item_size or 0)
-        check_room(items, int(options.share * num_tokens * items.dtype.itemsize), options.folder)
-    permutation, distribution = _permute(run, options, items)
     arguments = options.plan, options.folder, options.memory, options.workers, options.share
     content = run.once("plan", lambda: asdict(choose_plan(items, *arguments)))
     plan = resume_plan(content, items, options.memory, options.workers)
+    permutation, distribution = _permute(run, options, items)
     shard_sizes = even_sizes(items.num_items, options.num_shards)
     with run.phase("phase 3: plan") as progress:
         work = plan.work(items, permutation, starts_of(shard_sizes), options.upload_to)

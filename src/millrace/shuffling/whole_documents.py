@@ -32,61 +32,6 @@ _ENTRIES = 1 << 18  # entries of an index that are copied at a time
 _MOST_SEQUENCES = 1 << 17  # entries of an index that are written at a time, about
 
 
-class DocumentItems(Items):
-    """Whole documents; all workers can read the folder, which has their tables.
-
-    A ConfigError for files with and without modes, or origins without pyarrow.
-    """
-
-    def __init__(self, found: Input, folder: str) -> None:
-        files = found.files
-        num_documents = np.array([file.num_documents for file in files], np.int64)
-        num_tokens = np.array([file.num_tokens for file in files], np.int64)
-        remedy = "datasets with documents"
-        super().__init__(found, num_documents, num_tokens, unit="document", remedy=remedy)
-        self._tables = DocumentTables(files, folder)
-        missing = [f.path for f in files if f.num_documents and "origins" not in f.sidecars]
-        self.has_origins = not missing
-        self._origins = DocumentOrigins(files, folder) if self.has_origins else None
-        if 0 < len(missing) < np.count_nonzero(num_documents):
-            self.notices.append(
-                f"{len(missing)} of {len(files)} files have no origins of their documents "
-                f"({missing[0]} is the first), so the shards have none"
-            )
-
-    def sizes(self, numbers: Numbers) -> Numbers:
-        sizes = np.empty_like(numbers)
-        for start in range(0, len(numbers), _BLOCK):
-            part = slice(start, start + _BLOCK)
-            sizes[part] = np.diff(self.token_ranges(self.units.units(numbers[part])), axis=0)
-        return sizes
-
-    def token_ranges(self, units: Numbers) -> Numbers:
-        return self._tables.token_ranges(units)
-
-    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes the index, with the sequences and modes of the documents.
-
-        A sidecar of origins is written if all files have one, and an `.info.json` if all files name
-        the same tokenizer.
-        """
-
-        def documents() -> Iterator[Numbers]:
-            for first in range(start, stop, _BLOCK):
-                yield self.units.units(items_at(first, min(first + _BLOCK, stop)))
-
-        entries = itertools.chain.from_iterable(map(self._tables.entries, documents()))
-        write_index(prefix, self.dtype, entries, has_modes=self._tables.has_modes)
-        paths = [prefix + IDX]
-        if self._origins is not None:
-            self._origins.write(prefix, documents())
-            paths.append(prefix + ORIGINS)
-        if self.tokenizer is not None:
-            write_info(prefix, Info(provenance={"tokenizer": self.tokenizer}), durable=False)
-            paths.append(prefix + INFO)
-        return paths
-
-
 @dataclass(frozen=True)
 class Table:
     """Rows of one dtype in a file."""
@@ -118,27 +63,72 @@ class Table:
         return self.ranges(unique, np.ones_like(unique))[places.reshape(numbers.shape)]
 
 
-class DocumentTables:
-    """The documents of files. Documents, sequences and tokens are numbered over all files.
+class DocumentItems(Items):
+    """Whole documents; all workers can read the folder, which has their tables.
+
+    Documents, sequences and tokens are numbered over all files:
 
     starts     first token of each sequence, and the end of the last one
     documents  first sequence of each document, and the end of the last one; not read if each
                document is one sequence
     modes      mode of each sequence, if the files have modes
+
+    A ConfigError for files with and without modes, or origins without pyarrow.
     """
 
-    def __init__(self, files: Sequence[TokenFile], folder: str) -> None:
-        self.has_modes, self._is_single = _have_modes(files), True
+    def __init__(self, found: Input, folder: str) -> None:
+        files = found.files
+        num_documents = np.array([file.num_documents for file in files], np.int64)
+        num_tokens = np.array([file.num_tokens for file in files], np.int64)
+        remedy = "datasets with documents"
+        super().__init__(found, num_documents, num_tokens, unit="document", remedy=remedy)
+        self._has_modes, self._is_single = _have_modes(files), True
         self._starts = Table(os.path.join(folder, "starts"), np.int64)
         self._documents = Table(os.path.join(folder, "documents"), np.int64)
         self._modes = Table(os.path.join(folder, "modes"), np.int8)
+        self._write_tables()
+        missing = [f.path for f in files if f.num_documents and "origins" not in f.sidecars]
+        self.has_origins = not missing
+        self._origins = DocumentOrigins(files, folder) if self.has_origins else None
+        if 0 < len(missing) < np.count_nonzero(num_documents):
+            self.notices.append(
+                f"{len(missing)} of {len(files)} files have no origins of their documents "
+                f"({missing[0]} is the first), so the shards have none"
+            )
+
+    def token_ranges(self, units: Numbers) -> Numbers:
+        return self._starts.rows(self._sequence_ranges(units))
+
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+        """Writes the index, with the sequences and modes of the documents.
+
+        A sidecar of origins is written if all files have one, and an `.info.json` if all files name
+        the same tokenizer.
+        """
+
+        def documents() -> Iterator[Numbers]:
+            for first in range(start, stop, _BLOCK):
+                yield self.units.units(items_at(first, min(first + _BLOCK, stop)))
+
+        entries = itertools.chain.from_iterable(map(self._entries, documents()))
+        write_index(prefix, self.dtype, entries, has_modes=self._has_modes)
+        paths = [prefix + IDX]
+        if self._origins is not None:
+            self._origins.write(prefix, documents())
+            paths.append(prefix + ORIGINS)
+        if self.tokenizer is not None:
+            write_info(prefix, Info(provenance={"tokenizer": self.tokenizer}), durable=False)
+            paths.append(prefix + INFO)
+        return paths
+
+    def _write_tables(self) -> None:
         token = sequence = 0
         with (
             self._starts.writing() as add_starts,
             self._documents.writing() as add_documents,
             self._modes.writing() as add_modes,
         ):
-            for file in files:
+            for file in self.files:
                 index = _open_index(file)
                 width = index.dtype.itemsize
                 for start in range(0, file.num_sequences, _ENTRIES):
@@ -154,11 +144,7 @@ class DocumentTables:
             add_starts(np.array([token]))
             add_documents(np.array([sequence]))
 
-    def token_ranges(self, documents: Numbers) -> Numbers:
-        """The first token of each document, and the end of its tokens: int64 [2, n]."""
-        return self._starts.rows(self._sequence_ranges(documents))
-
-    def entries(self, documents: Numbers) -> Iterator[Entries]:
+    def _entries(self, documents: Numbers) -> Iterator[Entries]:
         """The entries of an index with these documents, some at a time."""
         firsts, ends = self._sequence_ranges(documents)
         sizes = ends - firsts
@@ -168,7 +154,7 @@ class DocumentTables:
             first, counts = firsts[low:high], sizes[low:high]
             steps = np.diff(self._starts.ranges(first, counts + 1))
             lengths = np.delete(steps, np.cumsum(counts + 1)[:-1] - 1)  # not those between ranges
-            modes = self._modes.ranges(first, counts) if self.has_modes else None
+            modes = self._modes.ranges(first, counts) if self._has_modes else None
             yield Entries(lengths, counts, modes)
 
     def _sequence_ranges(self, documents: Numbers) -> Numbers:
