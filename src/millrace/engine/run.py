@@ -186,9 +186,9 @@ class Run:
         self._journal.store(name, value)
 
     @contextlib.contextmanager
-    def phase(self, label: str, total: int | None = None) -> Iterator[Progress]:
+    def phase(self, label: str) -> Iterator[Progress]:
         """A step of the job in this process, with a progress bar; Ctrl-C may end it."""
-        with Progress(label, total, enabled=self._show_progress) as progress, interruptible():
+        with Progress(label, enabled=self._show_progress) as progress, interruptible():
             yield progress
 
     def note(self, text: str) -> None:
@@ -313,7 +313,6 @@ class Run:
         make_public()
         content = {
             "format": _FORMAT,
-            "run": self._journal.run,
             "job": self.identity,
             "outputs": self._stats(),
             "result": result,

@@ -197,22 +197,18 @@ class Items(ABC):
             or_words=self.dtype == np.uint32,
         )
         if bits > MAX_INT32:
-            pieces = zip(files, places, sizes, targets, strict=True)
-            raise next(filter(None, (self._large_id(buffer, *piece) for piece in pieces)))
+            self._refuse_large_ids(buffer, files, places, sizes, targets)
 
-    def _large_id(
-        self, buffer: NDArray[Any], file: int, place: int, size: int, target: int
-    ) -> DataError | None:
-        """The error for a token of 2**31 or more in a piece of a file."""
-        tokens = buffer[target : target + size]  # none of an empty file
-        if tokens.max(initial=0) <= MAX_INT32:
-            return None
-        column = int(tokens.argmax())
-        return DataError(
-            f"{self.files[file].path} holds the token {tokens[column]} at position "
-            f"{place + column}; ids must be below 2**31 (2147483648). The file is damaged, or its "
-            "dtype is not uint32: correct --dtype, or write it again"
-        )
+    def _refuse_large_ids(self, buffer: NDArray[Any], *pieces: Numbers) -> None:
+        """Raises the error for the first token of 2**31 or more in pieces of files."""
+        for file, place, size, target in zip(*pieces, strict=True):
+            tokens = buffer[target : target + size]
+            for column in np.flatnonzero(tokens > MAX_INT32)[:1]:
+                raise DataError(
+                    f"{self.files[file].path} holds the token {tokens[column]} at position "
+                    f"{place + column}; ids must be below 2**31 (2147483648). The file is damaged, "
+                    "or its dtype is not uint32: correct --dtype, or write it again"
+                )
 
     @abstractmethod
     def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:

@@ -151,7 +151,6 @@ class ShuffleResult:
         plan: "gather" or "scatter".
         reason: Reason for the plan.
         workers: Number of workers.
-        bytes_read, bytes_written: Bytes that the plan reads and writes.
         num_tasks_done, num_tasks_kept: Number of tasks of this run, and of interrupted runs.
         seconds: Duration of this run.
         notices: Sentences about the input that the user should read.
@@ -168,8 +167,6 @@ class ShuffleResult:
     plan: str
     reason: str
     workers: int
-    bytes_read: int
-    bytes_written: int
     num_tasks_done: int
     num_tasks_kept: int
     seconds: float
@@ -247,7 +244,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
 def _identity(options: ShuffleOptions, found: Input) -> dict[str, Any]:
     """What decides the output, for the journal: a job that differs cannot continue with it."""
     seq_len = None if options.documents else options.seq_len
-    entries: dict[str, Any] = {"job": "shuffle 3", **identity_of(options), "seq_len": seq_len}
+    entries: dict[str, Any] = {"job": "shuffle 4", **identity_of(options), "seq_len": seq_len}
     entries["number of inputs"] = len(found.files)
     numbers = itertools.count(1)
     if options.upload_to is not None:  # where the shards of finished tasks are
@@ -329,8 +326,6 @@ def _write(run: Run, options: ShuffleOptions, items: Items) -> dict[str, Any]:
         plan=plan.name,
         reason=plan.reason,
         workers=plan.workers,
-        bytes_read=plan.num_bytes,
-        bytes_written=plan.num_bytes,
         num_tasks_done=run.num_done,
         num_tasks_kept=run.num_kept,
         seconds=0.0,
