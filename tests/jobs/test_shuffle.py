@@ -269,8 +269,8 @@ def interrupt(folder: Path, monkeypatch: pytest.MonkeyPatch, count: int, **optio
 
     def fail(source: str, target: str) -> None:
         nonlocal num_calls
-        name = os.path.basename(target)
-        num_calls += name.startswith(("shard_", "metadata"))
+        parent, name = os.path.split(target)
+        num_calls += parent == str(folder / "output") and name.startswith(("shard_", "metadata"))
         if num_calls == count:
             raise KilledError
         rename(source, target)
@@ -316,7 +316,7 @@ def test_a_publication_goes_on_with_the_same_bytes(
     interrupt(folder, monkeypatch, 9)
     output = folder / "output"
     attempt = finished_tasks(output)["000001-000006"]
-    in_journal = next(output.glob(f"shuffle.journal/*/files/{attempt}/shard.idx"))
+    in_journal = next(output.glob(f"shuffle.journal/*/files/{attempt}/shard_0006.idx"))
     for path in (output / "shard_0001.bin", in_journal):
         data = path.read_bytes()
         path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -455,7 +455,8 @@ def test_shards_are_flushed_before_they_are_published(
     flushed, published, rename = set(), [], os.rename
 
     def publish(source: str, target: str) -> None:
-        if os.path.basename(target).startswith("shard_"):
+        parent, name = os.path.split(target)
+        if parent == str(folder / "output") and name.startswith("shard_"):
             assert source in flushed
             published.append(target)
         rename(source, target)

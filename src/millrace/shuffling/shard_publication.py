@@ -32,7 +32,6 @@ from millrace.shards.metadata import (
     shard_prefix,
     write_metadata,
 )
-from millrace.shuffling.shard_work import SHARD
 
 Report = Callable[[int, int], None]  # of the number of files done, and of all
 LAST = [f"/{METADATA}"]  # of an upload
@@ -89,11 +88,10 @@ def remove_output(folder: str) -> None:
 def publication(done: Sequence[Done], metadata: dict[str, Any]) -> dict[str, Any]:
     """What steps 3 and 4 need, as plain JSON; `metadata` lacks only the checksums."""
     files, checksums = [], {}
-    for shard, task in enumerate(done):
+    for task in done:
         for name, (size, digest) in task.record["files"].items():
-            target = shard_prefix("", shard) + name.removeprefix(SHARD)
-            files.append([os.path.basename(task.folder), name, target, size])
-            checksums[target] = digest
+            files.append([os.path.basename(task.folder), name, size])
+            checksums[name] = digest
     return {"files": files, "metadata": {**metadata, "checksums": checksums}}
 
 
@@ -111,19 +109,19 @@ def publish(source: str, folder: str, content: dict[str, Any], report: Report | 
     `report`, files are compared with their checksums; else this process has written them.
     """
     files, checksums = content["files"], content["metadata"]["checksums"]
-    for count, (attempt, name, target, size) in enumerate(files, 1):
-        path = os.path.join(folder, target)
+    for count, (attempt, name, size) in enumerate(files, 1):
+        path = os.path.join(folder, name)
         with contextlib.suppress(FileNotFoundError):
             os.rename(os.path.join(source, "files", attempt, name), path)
         is_whole = os.path.exists(path) and os.path.getsize(path) == size
         if report is not None and is_whole:
             with interruptible():
-                is_whole = sum_of(path) == (size, checksums[target])
+                is_whole = sum_of(path) == (size, checksums[name])
             report(count, len(files))
         if not is_whole:
             raise DataError(
                 f"{path} is missing, or does not have its {size} bytes and the checksum "
-                f"{checksums[target]}: another program has changed it. Start over: --restart"
+                f"{checksums[name]}: another program has changed it. Start over: --restart"
             )
     path = metadata_path(folder)
     for left in temporaries_of(path):  # of a run that was killed

@@ -21,7 +21,6 @@ from millrace.shuffling.shuffle_items import Items
 
 Sums = dict[str, tuple[int, str]]  # size and XXH3-64 of each file, by its path
 
-SHARD = "shard"  # path prefix in the folder of its task
 _RUN, _SECTIONS = "run.bin", "sections"
 
 
@@ -176,7 +175,7 @@ def write_run(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
 def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
     """Writes shard `task.payload` with its index and sidecars."""
     start, stop = work.starts[task.payload : task.payload + 2].tolist()
-    prefix = os.path.join(task.folder, SHARD)
+    prefix = shard_prefix(task.folder, task.payload)
     path = f"{prefix}.bin"
     files = {path: write_hashed(path, work.blocks(start, stop))}
     num_bytes, _ = files[path]
@@ -184,9 +183,8 @@ def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
         files[path] = sum_of(path)
     sums = {os.path.basename(path): sums for path, sums in files.items()}
     if work.upload_to is not None:
-        target = shard_prefix(work.upload_to, task.payload)
         for path in files:
-            put_file(path, target + path.removeprefix(prefix))
+            put_file(path, os.path.join(work.upload_to, os.path.basename(path)))
             os.unlink(path)
         files = {}
     return {"bytes": num_bytes, "files": sums}, files
