@@ -204,16 +204,14 @@ def _check_folder(path: str) -> None:
     if not os.path.isdir(parent):
         raise ConfigError(f"{parent} is not a folder; create it, or give another output")
     problem = ""
-    try:
-        if foreign := [name for name in os.listdir(path) if not _ENTRY.fullmatch(name)]:
+    with contextlib.suppress(FileNotFoundError):  # or another process has just finished the job
+        if os.path.islink(path) or os.path.ismount(path):
+            # Files are renamed between the journal and the folder of the output.
+            problem = "is a link or a mounted file system"
+        elif os.path.exists(path) and not os.path.isdir(path):
+            problem = "is a file"
+        elif foreign := [name for name in os.listdir(path) if not _ENTRY.fullmatch(name)]:
             problem = f"holds {shown(min(foreign))}, which is not part of a journal"
-    except FileNotFoundError:
-        pass  # or another process has just finished the job
-    except NotADirectoryError:
-        problem = "is a file"
-    # Files are renamed between the journal and the folder of the output.
-    if os.path.islink(path) or os.path.ismount(path):
-        problem = "is a link or a mounted file system"
     if problem:
         raise ConfigError(
             f"{path} {problem}; a folder of this name is to hold the journal of the job, beside "

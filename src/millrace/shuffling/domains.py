@@ -200,13 +200,11 @@ def _domains_of(entries: Any) -> Iterator[tuple[str, Fraction, list[str]]]:
 def _weight_and_path(entry: Any) -> tuple[Fraction, str]:
     try:
         weight, path = entry
+        path = check_path("a path of the input list", path or None)
     except (TypeError, ValueError):
-        path = ""
-    path = check_path("a path of the input list", path)
-    if not path:
         raise ConfigError(
             f"an entry of the input list must be a weight and a path, not {shown(entry)}"
-        )
+        ) from None
     value = check_float(f"the weight of {path}", weight)
     if not 0 < value < math.inf:
         raise ConfigError(
@@ -268,8 +266,9 @@ def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) ->
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file; write it to one, or remove it")
-    if path.endswith(".bin") and os.path.exists(paths_to_read(path[:-4]).idx):
-        return _open_indexed(path[:-4])
+    prefix = path.removesuffix(BIN)
+    if prefix != path and os.path.exists(paths_to_read(prefix).idx):
+        return _open_indexed(prefix)
     if has_documents:
         raise ConfigError(
             f"{path} has no .idx, so millrace cannot tell where its documents end. --documents "
@@ -352,13 +351,12 @@ def _open_indexed(prefix: str) -> TokenFile:
 
 
 def _check_dtype(path: str, dtype: np.dtype[Any]) -> None:
-    if dtype in DTYPES:
-        return
-    ending = ".npy" if path.endswith(".npy") else ""
-    raise DataError(
-        f"{path} holds {dtype}; a shuffle takes uint16, uint32 and int32. Convert it, if its ids "
-        f"fit: millrace convert {path} NEW{ending} --dtype int32"
-    )
+    if dtype not in DTYPES:
+        ending = ".npy" if path.endswith(".npy") else ""
+        raise DataError(
+            f"{path} holds {dtype}; a shuffle takes uint16, uint32 and int32. Convert it, if its "
+            f"ids fit: millrace convert {path} NEW{ending} --dtype int32"
+        )
 
 
 def read_files(
