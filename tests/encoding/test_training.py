@@ -30,7 +30,7 @@ def test_a_tokenizer_is_trained_on_files(tmp_path: Path) -> None:
     for text in [*texts, "日本 \ue000 <|endoftext|>"]:
         assert tokenizer.decode(tokenizer.encode([text])[0]) == text
     again = train_tokenizer([folder], tmp_path / "u.json", vocabulary_size=330).tokenizer
-    assert again.fingerprints == tokenizer.fingerprints
+    assert again.fingerprint == tokenizer.fingerprint
 
 
 def test_several_keys_lists_and_special_tokens(tmp_path: Path) -> None:

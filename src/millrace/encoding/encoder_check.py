@@ -18,7 +18,7 @@ _NUM_TOKENS_AS_TEXTS = 3000
 
 Result = tuple[str, NDArray[np.uint32] | str]  # a text, and its ids or error
 _VERDICTS: dict[tuple[str, Options, str], str | None] = {}
-"""How the first built-in text differs, or None, by file, options and encoder: a second job of a
+"""How the first built-in text differs, or None, by fingerprint, options and encoder: a second job of a
 process need not compare the 16,000 texts."""
 
 
@@ -43,15 +43,13 @@ def choose_encoder(
     candidate = vocabulary.encoder_names[0] if name == "auto" else name
     if candidate == reference:
         return reference, vocabulary.encode_batch, ""
-    key = vocabulary.file_sha256, vocabulary.options, candidate
+    key = vocabulary.fingerprint, vocabulary.options, candidate
     batches = [] if key in _VERDICTS else _built_in_batches(vocabulary)
-    with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as other_thread:
-        # While the candidate is loaded: the reference's results, which take about as long, and the
-        # fingerprints, which every job needs.
+    with ThreadPoolExecutor(1) as thread:
+        # While the candidate is loaded, which takes about as long as the reference's results.
         *of_built_in, of_texts = [
             thread.submit(results_of, vocabulary.encode_batch, batch) for batch in (*batches, texts)
         ]
-        other_thread.submit(lambda: vocabulary.fingerprint)
         try:
             encode_batch = encode_batch or vocabulary.encoder(candidate)
         except (TextError, ConfigError) as error:

@@ -25,7 +25,6 @@ class JsonVocabulary(Vocabulary):
 
     content: str
     options: Options
-    file_sha256: str = ""
     eod_token: str | None = None
     bos_token: str | None = None
 
@@ -41,7 +40,7 @@ class JsonVocabulary(Vocabulary):
     def load(cls, path: str, content: bytes, options: Options, **tokens: Any) -> JsonVocabulary:
         """`tokens` are the `eod_token` and `bos_token` that other files name."""
         try:
-            vocabulary = cls(content.decode(), options, sha256(content), **tokens)
+            vocabulary = cls(content.decode(), options, **tokens)
             _ = vocabulary.library  # fails here if the file is damaged
             dropout = json.loads(vocabulary.content)["model"].get("dropout")
         except (*MUST_PASS, TextError):

@@ -70,7 +70,6 @@ class TiktokenVocabulary(Vocabulary):
     pattern_name: str
     special_ids: dict[str, int]
     options: Options
-    file_sha256: str = ""
     eod_token: str | None = None
     bos_token: str | None = None
 
@@ -115,7 +114,7 @@ class TiktokenVocabulary(Vocabulary):
                     f"{path} is not a tiktoken file: line {number} is {shown(line)}: {error}"
                 ) from None
         pattern, special_ids = TIKTOKEN_PATTERNS.get(name, (name, {}))
-        return cls(path, ranks, pattern, name, dict(special_ids), options, sha256(content))
+        return cls(path, ranks, pattern, name, dict(special_ids), options)
 
     @cached_property
     def library(self) -> Any:
@@ -186,8 +185,7 @@ class MegatronRanks(TiktokenVocabulary):
             raise TextError(f"{path} is not a tokenizer file of Megatron-LM ({error})") from None
         others = (f"<SPECIAL_{number}>" for number in range(len(_MEGATRON_SPECIAL), first))
         special = {token: number for number, token in enumerate((*_MEGATRON_SPECIAL, *others))}
-        pattern, digest = _MEGATRON_PATTERNS[name], sha256(content)
-        return cls(path, ranks, pattern, "", special, options, digest, "</s>", "<s>")
+        return cls(path, ranks, _MEGATRON_PATTERNS[name], "", special, options, "</s>", "<s>")
 
 
 def _rank_lines(ranks: dict[bytes, int]) -> bytes:

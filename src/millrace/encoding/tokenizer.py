@@ -134,16 +134,11 @@ class Tokenizer:
         self._encoder = check_choice(f"encoder of {self.path}", encoder, choices)
         self._encode_batch = encode_batch
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of what decides the ids: equal for a `tokenizer.json` with other line breaks, key
         order, truncation or padding settings."""
-        return self.fingerprints[0]
-
-    @cached_property
-    def fingerprints(self) -> tuple[str, str]:
-        """The fingerprint, and the SHA-256 of the file's bytes, which older sidecars hold."""
-        return self.vocabulary.fingerprint, self.vocabulary.file_sha256
+        return self.vocabulary.fingerprint
 
     @property
     def options(self) -> dict[str, bool]:
@@ -312,7 +307,7 @@ class Tokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # Workers need these, but not the reference library that knows them.
-        _ = self.dtype, self.encoder_name, self.fingerprints
+        _ = self.dtype, self.encoder_name, self.fingerprint
         for name in ("bos", "eod"):
             with contextlib.suppress(TextError):  # there may be none
                 getattr(self, name)

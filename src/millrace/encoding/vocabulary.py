@@ -71,11 +71,6 @@ class Vocabulary(Protocol):
     def fingerprint(self) -> str:
         """SHA-256 of what decides the ids."""
 
-    @property
-    def file_sha256(self) -> str:
-        """SHA-256 of the file's bytes."""
-        return self.fingerprint
-
     def id_of(self, token: str) -> int | None:
         return self.special_tokens().get(token)
 

@@ -84,7 +84,7 @@ def describe(
     if tokenizer is not None:
         special_tokens = _count_special(dataset, tokenizer)
         if (written_by := read_tokenizer(dataset.prefix)) is not None:
-            is_same = written_by.is_same(tokenizer.fingerprints)
+            is_same = written_by.is_same([tokenizer.fingerprint])
         if is_same is False:
             warning = (
                 f"another tokenizer wrote these tokens: {written_by}, not {tokenizer.path} "

@@ -210,12 +210,12 @@ class Trace:
         record = read_tokenizer(store.prefix, getattr(store, "storage", None))
         if record is None:
             return tokenizer
-        if tokenizer is not None and not record.is_same(tokenizer.fingerprints):
+        if tokenizer is not None and not record.is_same([tokenizer.fingerprint]):
             wrong = f"{record} wrote {store.prefix}, not {tokenizer.path}"
             raise ConfigError(f"{wrong}: give another --tokenizer, or none")
         with contextlib.suppress(MillraceError, OSError):
             tokenizer = tokenizer or self._load(str(record.entry.get("path")))
-            return tokenizer if record.is_same(tokenizer.fingerprints) else None
+            return tokenizer if record.is_same([tokenizer.fingerprint]) else None
         return None
 
     def _visit(self, sample: int, **fields: Any) -> Visit:

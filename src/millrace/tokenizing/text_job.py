@@ -274,7 +274,6 @@ def _provenance_of(
         "tokenizer": {
             "path": tokenizer.path,
             "sha256": tokenizer.fingerprint,
-            "fingerprints": list(tokenizer.fingerprints),
             "vocabulary_size": tokenizer.vocabulary_size,
             "encoder": tokenizer.encoder_name,
             **tokenizer.options,
