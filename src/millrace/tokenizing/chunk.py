@@ -8,7 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,8 @@ UNTRAINED = "untrained"
 """A task's file of what `write_loss_ranges` takes: int32 [ranges, 3]; empty without an encoder."""
 
 REJECTS = "rejects"
-"""A task's file of what it rejects; see `Rejects`."""
+"""A task's file of what it rejects, in order: for each a line of JSON (part, line within the part,
+byte offset, reason, size of the data) and its bytes."""
 
 ORIGINS = "origins"
 """A task's file of where its documents come from: for each batch an array of `ORIGIN`, as `np.save`
@@ -100,6 +101,7 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
         "documents": 0,
         "tokens": [0] * len(options.json_keys),
         "bytes": 0,
+        "rejects": 0,
         "lines": [0] * len(work.parts),
         "empty": 0,
         "report": Counter(),
@@ -109,38 +111,50 @@ def run_task(options: TokenizeOptions, task: Task) -> tuple[Record, list[str]]:
     }
     with contextlib.ExitStack() as stack:
         writer = _Writer(options, task.folder, record, stack)
-        rejects = Rejects(options, work.parts, writer.rejects)
-        batches = _ahead(_read(options, work, rejects, record))
+        batches = _ahead(_read(options, work, record))
         stack.callback(batches.close)
-        random = np.random.default_rng(task.number)
+        random, num_lines = np.random.default_rng(task.number), 0
         if options.row_encoder is None:
             options.tokenizer.load()  # 0.25 s, in which the first batch is read
-        for part, documents in batches:
+        for part, documents, rejects in batches:
+            num_lines += len(rejects)
             if options.row_encoder is not None:
-                documents, columns = _encode_rows(options, part, documents, rejects, writer)
+                documents, columns, problems = _encode_rows(options, documents, writer)
             else:
-                documents, columns = _encode(options, part, documents, rejects)
+                documents, columns, problems = _encode(options, documents)
                 _compare(options, documents, random)
                 writer.count(documents)
+            writer.add_rejects(work.parts, part, rejects + problems)
             writer.add(part, documents, columns)
         finalize_together(list(writer.builders.values()))
-    record["rejects"] = rejects.num_lines + rejects.num_documents
     for name in {"rows", "bad rows"} & record["report"].keys():
-        record["report"][name] += rejects.num_lines  # which the encoder has not met
+        record["report"][name] += num_lines  # which the encoder has not met
     return record, writer.files
+
+
+class _Reject(NamedTuple):
+    """A line, or a document, that cannot be used; its line counts from the part's first."""
+
+    line: int
+    byte_offset: int
+    reason: str
+    data: bytes
 
 
 # ---- reading ahead ----
 
 
 def _read(
-    options: TokenizeOptions, work: Work, rejects: "Rejects", record: Record
-) -> Iterator[tuple[int, Documents]]:
-    """Batches of documents with the number of their part; notes in the record what was read."""
+    options: TokenizeOptions, work: Work, record: Record
+) -> Iterator[tuple[int, Documents, list[_Reject]]]:
+    """Batches of documents with the number of their part, and the lines between them that are not
+    documents; notes in the record what was read."""
+    rejects: list[_Reject] = []
+
     for number, part in enumerate(work.parts):
         query = Query(
             keys=tuple(options.json_keys),
-            reject=functools.partial(rejects.add_line, number),
+            reject=lambda *line: rejects.append(_Reject(*line)),
             id_key=options.id_key,
             # Megatron-LM makes an empty document of an empty text.
             skip_empty=options.on_error != "stop" and options.row_encoder is None,
@@ -150,7 +164,8 @@ def _read(
         )
         for documents in read_documents(part, query):
             record["lines"][number] += documents.num_lines
-            yield number, documents
+            yield number, documents, rejects.copy()
+            rejects.clear()
         if work.checksum is None:
             file, place = part.file, [part.file.path, part.start, part.stop]
             # The pages are in memory still: this is a hundredth of the encoder's time.
@@ -166,57 +181,13 @@ def _ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
             yield item
 
 
-class Rejects:
-    """What a task rejects: raised, or written to a file.
-
-    The file has for each a line of JSON (part, line within the part, byte offset, reason, whether
-    it is a line or a document, size) and its bytes. `num_lines` lines come in their order from the
-    reader's thread, `num_documents` documents in theirs from the encoder's.
-    """
-
-    def __init__(self, options: TokenizeOptions, parts: Sequence[Part], file: BinaryIO) -> None:
-        self._on_error, self._parts, self._file = options.on_error, parts, file
-        self.num_lines = self.num_documents = 0
-
-    def add_line(self, part: int, line: int, byte_offset: int, reason: str, data: bytes) -> None:
-        """Raises a TextError, or keeps a line that is not a document."""
-        self._add(True, part, line, byte_offset, reason, data)
-        self.num_lines += 1
-
-    def add_document(
-        self, part: int, documents: Documents, place: int, reason: str, value: Any
-    ) -> None:
-        """The same for a document of a batch, with its texts or its row."""
-        line, byte_offset = int(documents.lines[place]), int(documents.byte_offsets[place])
-        data = json.dumps(value, default=str).encode()
-        self._add(False, part, line, byte_offset, reason, data)
-        self.num_documents += 1
-
-    def _add(
-        self, is_line: bool, part: int, line: int, byte_offset: int, reason: str, data: bytes
-    ) -> None:
-        if self._on_error == "stop":
-            place = self._parts[part]
-            unit = place.file.format.unit
-            raise TextError(
-                f"{place.source}, {unit} {first_line_of(place) + line}: {reason}. Or go on "
-                f'without such {unit}s: --on-error skip (on_error="skip"), or quarantine, which '
-                "keeps their bytes"
-            )
-        data = data if self._on_error == "quarantine" else b""
-        row = {"part": part, "line": line, "byte_offset": byte_offset, "reason": reason}
-        # One call, so that no other thread writes between the two.
-        header = json.dumps({**row, "is_line": is_line, "size": len(data)})
-        self._file.write(header.encode() + b"\n" + data)
-
-
 # ---- encoding ----
 
 
 def _encode(
-    options: TokenizeOptions, part: int, documents: Documents, rejects: Rejects
-) -> tuple[Documents, list[EncodedTexts]]:
-    """The documents that can be encoded, and the tokens of each key."""
+    options: TokenizeOptions, documents: Documents
+) -> tuple[Documents, list[EncodedTexts], list[_Reject]]:
+    """The documents that can be encoded, the tokens of each key, and the other documents."""
 
     def encode(texts: Sequence[str | list[str]]) -> EncodedTexts:
         splitter = options.splitter
@@ -227,35 +198,42 @@ def _encode(
         return encode_texts(options.tokenizer, split, options.first_token, options.last_token)
 
     with contextlib.suppress(TextError):
-        return documents, [encode(texts) for texts in documents.texts]
-    whole = []
+        return documents, [encode(texts) for texts in documents.texts], []
+    whole, rejects = [], []
     for number, texts in enumerate(zip(*documents.texts, strict=True)):
         try:
             for text in texts:
                 encode([text])
             whole.append(number)
         except TextError as error:
-            rejects.add_document(part, documents, number, str(error), texts)
+            rejects.append(_rejected(documents, number, str(error), texts))
     documents = documents.select(whole)
-    return documents, [encode(texts) for texts in documents.texts]
+    return documents, [encode(texts) for texts in documents.texts], rejects
 
 
 def _encode_rows(
-    options: TokenizeOptions, part: int, documents: Documents, rejects: Rejects, writer: "_Writer"
-) -> tuple[Documents, list[EncodedTexts]]:
-    """The documents of a batch of rows, each with its row's line and id, and their tokens."""
+    options: TokenizeOptions, documents: Documents, writer: "_Writer"
+) -> tuple[Documents, list[EncodedTexts], list[_Reject]]:
+    """The documents of a batch of rows, each with its row's line and id; their tokens; bad rows."""
     rows: Any = documents.texts[0]
     writer.record["bytes"] += documents.num_bytes
     encoded = encode_rows(options.row_encoder, rows)  # type: ignore[arg-type]
-    for place, reason in sorted(encoded.problems.items()):
-        rejects.add_document(part, documents, place, reason, rows[place])
+    problems = encoded.problems.items()
+    rejects = [_rejected(documents, place, reason, rows[place]) for place, reason in problems]
     writer.record["report"].update(encoded.report)
     sizes = sizes_of(encoded.ends)
     lengths = sizes[sizes > 0]
     if encoded.trained is not None:
         writer.add_mask(encoded.trained, lengths)
     documents = documents.select(np.repeat(np.arange(len(rows)), encoded.counts).tolist())
-    return documents, [EncodedTexts(encoded.tokens, lengths, (sizes > 0).astype(np.int64))]
+    columns = [EncodedTexts(encoded.tokens, lengths, (sizes > 0).astype(np.int64))]
+    return documents, columns, rejects
+
+
+def _rejected(documents: Documents, place: int, reason: str, value: Any) -> _Reject:
+    """A document of a batch that cannot be encoded, with its texts or its row."""
+    line, byte_offset = int(documents.lines[place]), int(documents.byte_offsets[place])
+    return _Reject(line, byte_offset, reason, json.dumps(value, default=str).encode())
 
 
 def _compare(options: TokenizeOptions, documents: Documents, random: np.random.Generator) -> None:
@@ -315,8 +293,9 @@ class _Writer:
         self, options: TokenizeOptions, folder: str, record: Record, stack: contextlib.ExitStack
     ) -> None:
         self.record, self._num_partitions = record, options.num_partitions
+        self._on_error = options.on_error
         paths = [os.path.join(folder, name) for name in (ORIGINS, UNTRAINED, REJECTS)]
-        self._origins, self._untrained, self.rejects = (
+        self._origins, self._untrained, self._rejects = (
             stack.enter_context(open(path, "wb"))  # noqa: SIM115
             for path in paths
         )
@@ -327,6 +306,21 @@ class _Writer:
             self.builders[pair] = stack.enter_context(builder)
             paths += [prefix + ".bin", prefix + ".idx"]
         self.files = paths
+
+    def add_rejects(self, parts: Sequence[Part], part: int, rejects: list[_Reject]) -> None:
+        """Notes what a batch of a part has rejected; or raises the error of the first."""
+        for reject in sorted(rejects, key=lambda reject: reject.line):
+            if self._on_error == "stop":
+                unit, line = parts[part].file.format.unit, first_line_of(parts[part]) + reject.line
+                raise TextError(
+                    f"{parts[part].source}, {unit} {line}: {reject.reason}. Or go on without such "
+                    f'{unit}s: --on-error skip (on_error="skip"), or quarantine, which keeps their '
+                    "bytes"
+                )
+            data = reject.data if self._on_error == "quarantine" else b""
+            header = {**reject._asdict(), "part": part, "data": len(data)}
+            self._rejects.write(json.dumps(header).encode() + b"\n" + data)
+        self.record["rejects"] += len(rejects)
 
     def add_mask(self, trained: NDArray[np.bool_], lengths: NDArray[np.int64]) -> None:
         """Notes the ranges that are not trained on of the next sequences, of these lengths."""

@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import heapq
 import io
 import itertools
 import json
@@ -11,7 +10,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -134,10 +133,10 @@ class Output:
                     writer.add(*origins)
 
     def _append_rejects(self, task: _Task) -> None:
-        with task.open(REJECTS) as lines, task.open(REJECTS) as documents:
-            rejects = _read_rejects(lines, True), _read_rejects(documents, False)
-            in_order = heapq.merge(*rejects, key=lambda one: (one[0]["part"], one[0]["line"]))
-            for row, data in in_order:
+        with task.open(REJECTS) as file:
+            while header := file.readline():
+                row = json.loads(header)
+                data = file.read(row["data"])
                 self.num_rejects += 1
                 place = {
                     "file": task.sources[row["part"]],
@@ -154,15 +153,6 @@ class Output:
 
 def quarantine_path(options: TokenizeOptions) -> str:
     return f"{options.output_prefix}.quarantine.jsonl"
-
-
-def _read_rejects(file: BinaryIO, is_line: bool) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """The lines, or the documents, that a task has rejected, in order, with their bytes."""
-    while header := file.readline():
-        row = json.loads(header)
-        data = file.read(row["size"])
-        if row["is_line"] == is_line:
-            yield row, data
 
 
 def _read_origins(task: _Task, group: int) -> Iterator[tuple[Any, ...]]:

@@ -151,7 +151,7 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
     """
     tokenizer, splitter = options.tokenizer, options.splitter
     entries: dict[str, Any] = {
-        "job": "tokenize 2",
+        "job": "tokenize 3",
         **identity_of(options),
         "tokenizer": tokenizer.fingerprint,
         "encoder": tokenizer.encoder_name,
