@@ -1,6 +1,6 @@
-"""What a reader asks of a part of a file, the records of its bytes, and documents in batches."""
+"""What a reader asks of a part of a file, and documents in batches."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from millrace.checks import shown
 from millrace.errors import ConfigError, TextError
 from millrace.text.json_values import BadDocumentError, Text, is_unicode
-from millrace.text.streams import BLOCK_SIZE, ByteStream
+from millrace.text.streams import BLOCK_SIZE
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
@@ -99,8 +99,13 @@ class Batch:
     def __init__(self, query: Query, size: int) -> None:
         self._query, self._size = query, size
         self._num_lines = self._num_bytes = 0
-        self._documents: list[tuple[Sequence[Text], int, int, str | None]] = []
-        self._columns: Any = None  # of documents that were added together
+        self._clear()
+
+    def _clear(self) -> None:
+        self._texts: list[list[Text]] = [[] for _ in self._query.keys]
+        self._lines: Any = []
+        self._byte_offsets: Any = []
+        self._ids: list[str | None] = []
 
     def add(
         self, texts: Sequence[Any], line: int, byte_offset: int = -1, id_: str | None = None
@@ -120,7 +125,11 @@ class Batch:
             text if isinstance(text, str) else any(text) for text in texts
         ):
             raise BadDocumentError("the document is empty")
-        self._documents.append((texts, line, byte_offset, id_))
+        for column, text in zip(self._texts, texts, strict=True):
+            column.append(text)
+        self._lines.append(line)
+        self._byte_offsets.append(byte_offset)
+        self._ids.append(id_)
 
     def add_all(
         self, texts: list[list[Text]], first: int, byte_offsets: Any, ids: list[str | None]
@@ -129,7 +138,8 @@ class Batch:
 
         The batch has no others until they are taken. `texts` has a list for each key.
         """
-        self._columns = texts, np.arange(first, first + len(ids)), byte_offsets, ids
+        self._texts, self._ids = texts, ids
+        self._lines, self._byte_offsets = np.arange(first, first + len(ids)), byte_offsets
 
     def take(self, num_lines: int, position: int, total: int | None) -> Documents:
         """The documents since the last call.
@@ -141,22 +151,16 @@ class Batch:
         """
         if total is not None:
             position = self._size * min(position, total) // max(total, 1)
-        if self._columns is None:
-            rows = self._documents
-            values, *columns = zip(*rows, strict=True) if rows else [()] * 4
-            texts = [[one[place] for one in values] for place in range(len(self._query.keys))]
-            self._columns = texts, *columns
-        texts, lines, byte_offsets, ids = self._columns
         documents = Documents(
-            texts,
-            np.array(lines, np.int64),
-            np.array(byte_offsets, np.int64),
-            list(ids),
+            self._texts,
+            np.array(self._lines, np.int64),
+            np.array(self._byte_offsets, np.int64),
+            self._ids,
             num_lines - self._num_lines,
             position - self._num_bytes,
         )
         self._num_lines, self._num_bytes = num_lines, position
-        self._documents, self._columns = [], None
+        self._clear()
         return documents
 
 
@@ -180,81 +184,6 @@ def no_column(source: str, key: str, columns: list[str], kind: str = "") -> Text
         f'{source} has no single column "{key}" of texts{kind}; its columns are: {names}. '
         "Name the text's column with --json-keys"
     )
-
-
-def read_records(
-    stream: ByteStream,
-    separator: bytes,
-    query: Query,
-    batch: Batch,
-    byte_offset: int,
-    name: str,
-    add: Callable[[bytes, int, int], None],
-    add_all: Callable[[list[bytes], int, int], bool] = lambda *records: False,
-    check_start: Callable[[bytes], None] = lambda start: None,
-) -> Iterator[Documents]:
-    """The documents of a stream of records, in blocks of about `query.block_size` bytes.
-
-    A byte order mark at the beginning of a source is left out, and counts in the offsets. A record
-    beyond the limit is rejected, and skipped as soon as it is known to be.
-
-    Args:
-        separator: Bytes between two records. If empty, all data are one record.
-        byte_offset: Position of the stream's first byte in the source.
-        name: What a record is called, "line" or "text".
-        add: Function that adds a record, on a line and at a byte offset, to the batch; it may
-            raise a BadDocumentError.
-        add_all: Function that adds all records of a block faster, from the line and byte offset of
-            the first on; or adds none and returns False.
-        check_start: Function of the first bytes of a source, without the mark, which may raise.
-    """
-    data, line, offset = b"", 0, byte_offset
-    if byte_offset == 0:
-        while len(data) < len(UTF8_BOM) and (more := stream.read(query.block_size)):
-            data += more
-        offset = len(UTF8_BOM) * data.startswith(UTF8_BOM)
-        data = data[offset:]
-        check_start(data)
-    breaks, is_inside, is_last = separator.count(b"\n"), False, False
-    *records, rest = data.split(separator) if separator else [data]
-    while True:
-        is_short = not is_inside and max(map(len, records), default=0) <= query.max_size
-        if is_short and add_all(records, line, offset):
-            line += len(records)
-            offset += sum(map(len, records)) + len(records) * len(separator)
-            records = []
-        for record in records:
-            try:
-                if is_inside:
-                    is_inside = False
-                elif len(record) > query.max_size:
-                    query.reject_long(line, offset, name)
-                else:
-                    add(record, line, offset)
-            except BadDocumentError as error:
-                query.reject(line, offset, str(error), record)
-            line += 1 if name == "line" else record.count(b"\n") + breaks
-            offset += len(record) + len(separator)
-        yield batch.take(line, stream.position, stream.size)
-        if is_last:
-            return
-        # The last bytes may be the start of a separator.
-        inside = max(len(rest) - max(len(separator) - 1, 0), 0)
-        if inside > query.max_size and not is_inside:
-            query.reject_long(line, offset, name)
-            is_inside = True
-        if is_inside:
-            line, offset = line + rest.count(b"\n", 0, inside), offset + inside
-            rest = rest[inside:]
-        more = stream.read(read_size(len(rest), query.max_size, query.block_size))
-        if more:
-            data = rest + more
-            *records, rest = data.split(separator) if separator else [data]
-        else:
-            is_last, breaks = True, 0
-            # A file that is one record may be empty.
-            records = [rest] if rest or is_inside or not separator else []
-            offset = offset if rest else byte_offset
 
 
 def read_size(num_bytes: int, max_size: int, block_size: int) -> int:

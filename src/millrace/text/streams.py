@@ -142,24 +142,15 @@ class _RawFile(ByteStream):
         """Leaves the lines that begin in [start, stop)."""
         self._start, self._stop = start, stop
         self.size = max(min(stop, self._file_size) - start, 0)
+        place, end = max(start - 1, 0), int(start == 0)  # a line break there ends the line before
         with readable(self.source):
-            first = self._first_line()
-            self.first_byte = start if first is None else first
-            self._place = stop if first is None else first
-            self._has_ended = self._place >= stop
-            self._file.seek(self._place)
-
-    def _first_line(self) -> int | None:
-        """Where the first line begins in [start, stop]; None if none does."""
-        if self._start == 0:
-            return 0
-        place = self._start - 1  # a line break there is the end of the line before
-        self._file.seek(place)
-        while place < self._stop and (data := self._file.read(BLOCK_SIZE)):
-            if end := data.find(b"\n") + 1:
-                return place + end if place + end <= self._stop else None
-            place += len(data)
-        return None
+            self._file.seek(place)
+            while not end and place < stop and (data := self._file.read(BLOCK_SIZE)):
+                end = data.find(b"\n") + 1
+                place += end or len(data)
+            self._file.seek(place)
+        self.first_byte = self._place = place
+        self._has_ended = place >= stop
 
     def read(self, size: int, /) -> bytes:
         data, self._ahead = self._ahead[:size], self._ahead[size:]

@@ -11,9 +11,10 @@ import numpy as np
 
 from millrace.checks import shown
 from millrace.errors import ConfigError, TextError
-from millrace.text.documents import Batch, Documents, Query, read_records
+from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, read_size
 from millrace.text.json_values import (
     NOT_UNICODE,
+    BadDocumentError,
     check_object,
     check_unicode,
     decode_text,
@@ -23,6 +24,7 @@ from millrace.text.json_values import (
     text_at,
 )
 from millrace.text.parts import Format, InputFile, Part, open_part
+from millrace.text.streams import ByteStream
 
 try:
     from orjson import loads as loads
@@ -50,13 +52,93 @@ def check_lines(source: str, start: bytes) -> None:
         raise TextError(f"{source} is a JSON array; `jq -c '.[]'` makes JSONL of it")
 
 
-class JsonLines(Format):
+class _Records(Format):
+    """Records between separators; without a separator, a file is one record.
+
+    A byte order mark at the beginning of a source is left out, and counts in the offsets. A record
+    beyond the limit is rejected, and skipped as soon as it is known to be.
+    """
+
+    _record_name: str
+
+    def _check_start(self, source: str, start: bytes) -> None:
+        """Checks the first bytes of a source, without the mark."""
+
+    def _add(self, record: bytes, line: int, offset: int, query: Query, batch: Batch) -> None:
+        """Adds a record to the batch; it may raise a BadDocumentError."""
+
+    def _add_all(
+        self, records: list[bytes], line: int, offset: int, query: Query, batch: Batch
+    ) -> bool:
+        """Adds all records of a block faster, from the line and offset of the first on; or none."""
+        return False
+
+    def read(self, part: Part, query: Query) -> Iterator[Documents]:
+        with open_part(part) as stream:
+            yield from self._read(stream, part, query, Batch(query, part.size))
+
+    def _read(
+        self, stream: ByteStream, part: Part, query: Query, batch: Batch
+    ) -> Iterator[Documents]:
+        separator, is_inside, is_last = self._separator, False, False
+        breaks = separator.count(b"\n")
+        data, line, start = b"", 0, part.byte_offset + stream.first_byte
+        offset = start
+        if start == 0:
+            while len(data) < len(UTF8_BOM) and (more := stream.read(query.block_size)):
+                data += more
+            offset = len(UTF8_BOM) * data.startswith(UTF8_BOM)
+            data = data[offset:]
+            self._check_start(part.source, data)
+        *records, rest = data.split(separator) if separator else [data]
+        while True:
+            is_short = not is_inside and max(map(len, records), default=0) <= query.max_size
+            if is_short and self._add_all(records, line, offset, query, batch):
+                line += len(records)
+                offset += sum(map(len, records)) + len(records) * len(separator)
+                records = []
+            for record in records:
+                try:
+                    if is_inside:
+                        is_inside = False
+                    elif len(record) > query.max_size:
+                        query.reject_long(line, offset, self._record_name)
+                    else:
+                        self._add(record, line, offset, query, batch)
+                except BadDocumentError as error:
+                    query.reject(line, offset, str(error), record)
+                line += record.count(b"\n") + breaks
+                offset += len(record) + len(separator)
+            yield batch.take(line, stream.position, stream.size)
+            if is_last:
+                return
+            # The last bytes may be the start of a separator.
+            inside = max(len(rest) - max(len(separator) - 1, 0), 0)
+            if inside > query.max_size and not is_inside:
+                query.reject_long(line, offset, self._record_name)
+                is_inside = True
+            if is_inside:
+                line, offset = line + rest.count(b"\n", 0, inside), offset + inside
+                rest = rest[inside:]
+            more = stream.read(read_size(len(rest), query.max_size, query.block_size))
+            if more:
+                data = rest + more
+                *records, rest = data.split(separator) if separator else [data]
+            else:
+                is_last = True
+                # A file that is one record may be empty.
+                records = [rest] if rest or is_inside or not separator else []
+                offset = offset if rest else start
+
+
+class JsonLines(_Records):
     """Lines of JSON, as Python's `json` reads them; a part of a plain file is a range of bytes."""
 
     name = "jsonl"
     endings = (".jsonl", ".ndjson", ".json")
     is_cut_at_lines = True
     _separator = b"\n"
+    _record_name = "line"
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
         end = file.size
@@ -75,49 +157,46 @@ class JsonLines(Format):
     def has_pieces(self, file: InputFile) -> bool:
         return file.is_pipe or bool(file.compression)
 
-    def read(self, part: Part, query: Query) -> Iterator[Documents]:
-        keys, batch = query.keys, Batch(query, part.size)
+    def _check_start(self, source: str, start: bytes) -> None:
+        check_lines(source, start)
 
-        def add(line: bytes, number: int, offset: int) -> None:
-            try:
-                record = loads(line)
-            except ValueError:
-                if not line.strip():
-                    return
-                record = parse_json(line)
-                # orjson takes no half of a surrogate pair; an encoder of rows looks for itself.
-                check_unicode([] if query.whole else [text_at(record, key) for key in keys])
-            texts = (
-                [check_object(record)] if query.whole else [text_at(record, key) for key in keys]
-            )
-            batch.add(texts, number, offset, id_of(record, query.id_key, line))
+    def _add(self, record: bytes, line: int, offset: int, query: Query, batch: Batch) -> None:
+        is_odd = False
+        try:
+            value = loads(record)
+        except ValueError:
+            if not record.strip():
+                return
+            value, is_odd = parse_json(record), True
+        if query.whole:
+            texts: list[Any] = [check_object(value)]
+        else:
+            texts = [text_at(value, key) for key in query.keys]
+            if is_odd:  # orjson takes no half of a surrogate pair
+                check_unicode(texts)
+        batch.add(texts, line, offset, id_of(value, query.id_key, record))
 
-        def add_all(lines: list[bytes], first: int, offset: int) -> bool:
-            if query.whole:
-                return False
-            try:
-                records = list(map(loads, lines))
-                texts = [[record[key] for record in records] for key in keys]
-            except (ValueError, KeyError, TypeError):
-                return False
-            if query.skip_empty or any({*map(type, column)} != {str} for column in texts):
-                return False
-            ids = [record.get(query.id_key) for record in records]
-            if "." in query.id_key or {*map(type, ids)} - {str, type(None)}:
-                ids = list(map(id_of, records, itertools.repeat(query.id_key), lines))
-            sizes = 1 + np.fromiter(map(len, lines), np.int64, len(lines))
-            batch.add_all(texts, first, offset + np.cumsum(sizes) - sizes, ids)
-            return True
-
-        with open_part(part) as stream:
-            offset = part.byte_offset + stream.first_byte
-            check = functools.partial(check_lines, part.source)
-            yield from read_records(
-                stream, b"\n", query, batch, offset, "line", add, add_all, check
-            )
+    def _add_all(
+        self, records: list[bytes], line: int, offset: int, query: Query, batch: Batch
+    ) -> bool:
+        if query.whole or query.skip_empty:
+            return False
+        try:
+            values = list(map(loads, records))
+            texts = [[value[key] for value in values] for key in query.keys]
+        except (ValueError, KeyError, TypeError):
+            return False
+        if any({*map(type, column)} != {str} for column in texts):
+            return False
+        ids = [value.get(query.id_key) for value in values]
+        if "." in query.id_key or {*map(type, ids)} - {str, type(None)}:
+            ids = list(map(id_of, values, itertools.repeat(query.id_key), records))
+        sizes = 1 + np.fromiter(map(len, records), np.int64, len(records))
+        batch.add_all(texts, line, offset + np.cumsum(sizes) - sizes, ids)
+        return True
 
 
-class PlainText(Format):
+class PlainText(_Records):
     """Plain text, of which the only key is "text".
 
     Args:
@@ -126,6 +205,7 @@ class PlainText(Format):
 
     name = "text"
     endings = (".txt", ".text", ".md", ".rst", ".tex")
+    _record_name = "text"
 
     def __init__(self, separator: str | None = None) -> None:
         if separator is not None and not (isinstance(separator, str) and separator):
@@ -143,12 +223,8 @@ class PlainText(Format):
                 f'{part.source} is plain text, which has only the key "text"; the keys are: '
                 f"{', '.join(query.keys)}"
             )
-        batch = Batch(query, part.size)
+        return super().read(part, query)
 
-        def add(record: bytes, line: int, offset: int) -> None:
-            text = decode_text(record)
-            batch.add([{"text": text} if query.whole else text], line, offset)
-
-        with open_part(part) as stream:
-            offset = part.byte_offset + stream.first_byte
-            yield from read_records(stream, self._separator, query, batch, offset, "text", add)
+    def _add(self, record: bytes, line: int, offset: int, query: Query, batch: Batch) -> None:
+        text = decode_text(record)
+        batch.add([{"text": text} if query.whole else text], line, offset)
