@@ -112,40 +112,27 @@ class _Finder:
         first_bytes = b""
         with streams.readable(path):
             status = os.fstat(0) if path == streams.STDIN else streams.status_of(path)
-            if stat.S_ISDIR(status.st_mode):
-                raise TextError(f"{path} is a folder; name its files")
             is_pipe = not stat.S_ISREG(status.st_mode) or streams.is_of_a_process(path)
-            if is_pipe and path != streams.STDIN and not os.access(path, os.R_OK):
-                raise PermissionError(13, os.strerror(13))
             if not is_pipe:
                 with streams.open_path(path) as file:
                     first_bytes = file.read(streams.NUM_MAGIC_BYTES)
         compression = streams.compression_of(first_bytes)
         matching = (format_ for format_ in self._formats if format_.matches(first_bytes))
         format_ = next(matching, None) or self._by_name(path) or self._formats[0]
-        if compression and format_.needs_file:
+        if format_.needs_file and (compression or is_pipe):
+            kind = f"{compression}-compressed" if compression else "a pipe"
             raise TextError(
-                f"{path} is a {compression}-compressed {format_.name} file. Decompress it: the "
-                "format has a compression inside"
-            )
-        if is_pipe and format_.needs_file:
-            raise TextError(
-                f"{path} is not a regular file, and {format_.name} cannot be read from a pipe. "
-                "Write it to a file first"
+                f"{path} is {kind}, and {format_.name} is read from a plain file: make one of it"
             )
         if is_pipe:
-            self._note_pipe(path, status)
+            pipe = status.st_dev, status.st_ino
+            if pipe in self._pipes:
+                other = self._pipes[pipe]
+                raise ConfigError(f"{path} is the same pipe as {other}, which is read only once")
+            self._pipes[pipe] = path
             return InputFile(path=path, format=format_, size=None, mtime_ns=None)
         identity = {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
         return InputFile(path=path, format=format_, compression=compression, **identity)
-
-    def _note_pipe(self, path: str, status: os.stat_result) -> None:
-        identity = status.st_dev, status.st_ino
-        if identity in self._pipes:
-            other = self._pipes[identity]
-            problem = "is given twice" if other == path else f"is the same pipe as {other}"
-            raise ConfigError(f"{path} {problem}, but a pipe can be read only once")
-        self._pipes[identity] = path
 
     def _by_name(self, path: str) -> Format | None:
         """The format that the endings of a name tell, or None."""
