@@ -74,7 +74,7 @@ def test_a_text_is_cut_between_characters() -> None:
     [
         ({"vocabulary_size": 256}, r"\(--vocab-size\) must be at least 257, not 256"),
         ({"vocabulary_size": 3.5}, "vocabulary_size must be a whole number, not 3.5"),
-        ({"special_tokens": "<s>"}, "special_tokens are '<s>'; give some texts"),
+        ({"special_tokens": "<s>"}, "special_tokens must be a list of texts, not '<s>'"),
         ({"special_tokens": ["a", "a"]}, "each once"),
         ({"max_bytes": 0}, "max_bytes must be at least 1, not 0"),
         ({"json_keys": "text"}, "one key alone"),

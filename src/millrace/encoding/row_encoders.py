@@ -13,7 +13,7 @@ from millrace.encoding.flat_ids import starts_and_ends, with_tokens
 from millrace.encoding.tokenizer import Tokenizer, checked_tokenizer
 from millrace.errors import ConfigError, TextError
 from millrace.ragged import sizes_of
-from millrace.text.json_values import BadDocumentError, text_at
+from millrace.text.json_values import BadDocumentError, text_at, texts_of
 
 _LONGEST_CHECK = 20_000  # characters of a text that `checked` compares: the reference is slow
 
@@ -156,11 +156,7 @@ class TextRows:
         self.tokenizer, self.key, self.dtype = tokenizer, key, tokenizer.dtype
         self.append_eod = check_bool("append_eod", append_eod)
         self.prepend_bos = check_bool("prepend_bos", prepend_bos)
-        # Reads `eod` here, so that a tokenizer without one is an error now and not in a loader.
-        last = tokenizer.eod if append_eod else None
-        self.edge_tokens = tokenizer.bos if prepend_bos else None, last
-        if prepend_bos and tokenizer.bos is None:
-            raise ConfigError(f"{tokenizer.path} does not name a token for BOS: give bos_token")
+        self.edge_tokens = tokenizer.edge_tokens(self.prepend_bos, self.append_eod)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:
         """See `RowEncoder.encode`; a document for each row that has a text."""
@@ -187,8 +183,7 @@ class TextRows:
         return EncodedRows(encoded.tokens, ends, None, counts, problems)
 
     def _texts(self, row: Any) -> list[str]:
-        text = text_at(row, self.key)
-        return [text] if isinstance(text, str) else text
+        return list(texts_of([text_at(row, self.key)]))
 
     def _encode(self, texts: Sequence[list[str]]) -> EncodedTexts:
         return encode_texts(self.tokenizer, texts, *self.edge_tokens)

@@ -176,11 +176,10 @@ class Tokenizer:
     @cached_property
     def eod_token(self) -> str | None:
         """Text of the end-of-document token; None if the vocabulary has none or several."""
-        usual = [] if self.named_eod_token else self._usual_tokens()
-        return usual[0] if len(usual) == 1 else self.named_eod_token
-
-    def _usual_tokens(self) -> list[str]:
-        return [text for text in EOD_TOKENS if self.vocabulary.id_of(text) is not None]
+        if self.named_eod_token:
+            return self.named_eod_token
+        usual = [text for text in EOD_TOKENS if self.vocabulary.id_of(text) is not None]
+        return usual[0] if len(usual) == 1 else None
 
     @cached_property
     def eod(self) -> int:
@@ -189,12 +188,11 @@ class Tokenizer:
         Raises:
             TextError: No `eod_token`, and a vocabulary with none or several of `EOD_TOKENS`.
         """
-        token = self.eod_token
-        if token is None:
-            usual = self._usual_tokens()
-            what = f"several ({', '.join(usual)})" if usual else "none"
-            raise TextError(f"{self.path} has {what} of {EOD_TOKENS}: give --eod-token one")
-        return self._id_of(token, "eod_token")
+        if self.eod_token is None:
+            raise TextError(
+                f"{self.path} has none of {EOD_TOKENS}, or several: give --eod-token one"
+            )
+        return self._id_of(self.eod_token, "eod_token")
 
     @property
     def bos_token(self) -> str | None:
@@ -205,6 +203,19 @@ class Tokenizer:
     def bos(self) -> int | None:
         """The id of the beginning-of-document token, or None."""
         return None if self.bos_token is None else self._id_of(self.bos_token, "bos_token")
+
+    def edge_tokens(self, prepend_bos: bool, append_eod: bool) -> tuple[int | None, int | None]:
+        """The tokens before and after each document.
+
+        Raises:
+            ConfigError: No beginning-of-document token.
+            TextError: No end-of-document token.
+        """
+        if prepend_bos and self.bos is None:
+            raise ConfigError(
+                f"{self.path} does not say which token starts a document: give bos_token (--bos-token)"
+            )
+        return self.bos if prepend_bos else None, self.eod if append_eod else None
 
     def _id_of(self, token: str, option: str) -> int:
         number = self.vocabulary.id_of(token)

@@ -1,7 +1,9 @@
 """Train a tokenizer on the texts of files, so that a new project needs no hub."""
 
+import functools
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from millrace.encoding.tokenizer import Tokenizer
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
 from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
+from millrace.text.json_values import texts_of
 
 _NUM_BYTES = 256
 _PART_SIZE, _MOST_PARTS = 1 << 24, 1000
@@ -32,8 +35,7 @@ class TrainOptions:
     json_keys: Sequence[str] = option(
         "text keys", ("text",), metavar="KEY", check=lambda name, value: text.check_keys(value))
     special_tokens: Sequence[str] = option(
-        "special tokens, with the first ids", ("<|endoftext|>",), metavar="TOKEN", nargs="*",
-        check=lambda name, value: _special_tokens(value))
+        "special tokens, with the first ids", ("<|endoftext|>",), metavar="TOKEN", nargs="*")
     max_bytes: int | None = option(
         "text to train on, taken evenly from all inputs: 500M, 2G", None, least=1,
         default_text="all", parse=parse_size, metavar="SIZE")
@@ -49,6 +51,8 @@ class TrainOptions:
         output = checks.check_local(os.fspath(self.output))
         least = _NUM_BYTES + len(self.special_tokens)
         checks.check_int("vocabulary_size (--vocab-size)", self.vocabulary_size, least)
+        if not all(tokens := self.special_tokens) or len({*tokens}) < len(tokens):
+            raise ConfigError(f"special_tokens are {tokens}; give some texts, each once")
         if os.path.isdir(output) or not os.path.isdir(os.path.dirname(output) or "."):
             raise ConfigError(f"output must be a file in a folder that exists, not {output}")
         if os.path.exists(output) and not self.replace:
@@ -113,14 +117,6 @@ def train_tokenizer(inputs: Sequence[StrPath], output: StrPath, **options: Any) 
     )
 
 
-def _special_tokens(tokens: Any) -> list[str]:
-    is_list = isinstance(tokens, Iterable) and not isinstance(tokens, str)
-    names: list[Any] = list(tokens) if is_list else [None]
-    if not all(isinstance(name, str) and name for name in names) or len({*names}) < len(names):
-        raise ConfigError(f"special_tokens are {checks.shown(tokens)}; give some texts, each once")
-    return names
-
-
 @dataclass
 class _Texts:
     """Batches of texts, of each part in proportion to its size, and their counts."""
@@ -132,35 +128,30 @@ class _Texts:
     num_bytes: int = 0
 
     def __iter__(self) -> Iterator[list[str]]:
-        weight, most = sum(part.size for part in self.parts), None
+        weight, most = sum(part.size for part in self.parts), sys.maxsize
         for number, part in enumerate(self.parts):
             if self.max_bytes is not None:
                 # A part without a known size, such as a pipe, gets an equal share of the rest.
                 share = part.size / weight if weight else 1 / (len(self.parts) - number)
                 most = int((self.max_bytes - self.num_bytes) * share)
-            yield from self._texts_of(part, most)
             weight -= part.size
-
-    def _texts_of(self, part: text.Part, most: int | None) -> Iterator[list[str]]:
-        def refuse(line: int, byte_offset: int, reason: str, data: bytes) -> None:
-            place = f"{part.file.format.unit} {text.first_line_of(part) + line}"
-            raise TextError(f"{part.source}, {place}: {reason}")
-
-        query = text.Query(keys=self.keys, reject=refuse)
-        for documents in text.read_documents(part, query) if most != 0 else ():
-            texts: list[str] = []
-            for document in itertools.chain.from_iterable(documents.texts):
-                texts += [document] if isinstance(document, str) else document
-            size = sum(len(one.encode()) for one in texts)
-            if most is not None and size >= most:
-                texts, size = list(_first_bytes(texts, most)), most
-            self.num_bytes += size
-            self.num_texts += len(texts)
-            yield texts
-            if most is not None:
+            query = text.Query(keys=self.keys, reject=functools.partial(_refuse, part))
+            for documents in text.read_documents(part, query) if most > 0 else ():
+                texts = list(texts_of(itertools.chain(*documents.texts)))
+                size = sum(len(one.encode()) for one in texts)
+                if size >= most:
+                    texts, size = list(_first_bytes(texts, most)), most
+                self.num_bytes += size
+                self.num_texts += len(texts)
+                yield texts
                 most -= size
                 if most == 0:
-                    return
+                    break
+
+
+def _refuse(part: text.Part, line: int, byte_offset: int, reason: str, data: bytes) -> None:
+    place = f"{part.file.format.unit} {text.first_line_of(part) + line}"
+    raise TextError(f"{part.source}, {place}: {reason}")
 
 
 def _first_bytes(texts: Iterable[str], most: int) -> Iterator[str]:

@@ -193,12 +193,6 @@ def import_pyarrow() -> Any:
     return pyarrow
 
 
-def has_pyarrow() -> bool:
-    with contextlib.suppress(ConfigError):
-        return import_pyarrow() is not None
-    return False
-
-
 @functools.cache
 def schema() -> Any:
     """The columns of a sidecar."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from millrace import checks
@@ -87,10 +87,16 @@ def check_text(value: Any, key: str) -> Text:
     return items
 
 
-def check_unicode(texts: Sequence[Text]) -> None:
+def texts_of(values: Iterable[Text]) -> Iterator[str]:
+    """All texts, one by one."""
+    for value in values:
+        yield from [value] if isinstance(value, str) else value
+
+
+def check_unicode(values: Iterable[Text]) -> None:
     """BadDocumentError if a text has half of a surrogate pair."""
-    for text in texts:
-        if not all(map(is_unicode, [text] if isinstance(text, str) else text)):
+    for text in texts_of(values):
+        if not is_unicode(text):
             raise BadDocumentError(f"the text is {NOT_UNICODE}: {checks.shown(text, 60)}")
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ from millrace.files import checksum
 from millrace.ragged import sizes_of, spread
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Documents, Part, Query, first_line_of, open_part, read_documents
+from millrace.text.json_values import texts_of
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
 Item = TypeVar("Item")
@@ -159,7 +160,7 @@ def _read(
             # Megatron-LM makes an empty document of an empty text.
             skip_empty=options.on_error != "stop" and options.row_encoder is None,
             whole=options.row_encoder is not None,
-            max_size=options.longest_document,
+            max_size=options.max_document_size,
             block_size=_BLOCK_SIZE,
         )
         for documents in read_documents(part, query):
@@ -195,7 +196,7 @@ def _encode(
             text if isinstance(text, list) else splitter.split(text) if splitter else [text]
             for text in texts
         ]
-        return encode_texts(options.tokenizer, split, options.first_token, options.last_token)
+        return encode_texts(options.tokenizer, split, *options.edge_tokens)
 
     with contextlib.suppress(TextError):
         return documents, [encode(texts) for texts in documents.texts], []
@@ -252,12 +253,6 @@ def _compare(options: TokenizeOptions, documents: Documents, random: np.random.G
             f"{ours} and {theirs} differ: {difference}. The tokens cannot be trusted: run again "
             f"with --encoder {theirs} --restart"
         )
-
-
-def texts_of(texts: Iterable[str | list[str]]) -> Iterator[str]:
-    """All texts, one by one."""
-    for text in texts:
-        yield from [text] if isinstance(text, str) else text
 
 
 # ---- what a task writes ----

@@ -41,7 +41,7 @@ def choose_workers(options: TokenizeOptions, files: Sequence[InputFile]) -> int:
     Without `options.workers` it is one per core, or fewer if memory is short or the input is small.
     """
     encoder, memory = options.tokenizer.encoder_name, options.memory
-    longest = 0 if memory is None else options.longest_document  # which hardly any input has
+    longest = 0 if memory is None else options.max_document_size  # which hardly any input has
     num_copies = _REFERENCE_BYTES_PER_BYTE.get(encoder, _BYTES_PER_BYTE)
     per_worker = _WORKER_MEMORY + longest * num_copies
     unpacking = max((file.format.unpacking_memory for file in files), default=0)
@@ -259,7 +259,7 @@ class InputTasks:
         pieces = pieces_of(
             replace(file, path=absolute(file.path)),
             self._piece_size,
-            max_document_size=self._options.longest_document,
+            max_document_size=self._options.max_document_size,
         )
         for count, piece in enumerate(pieces):
             path = os.path.join(self._run.scratch, f"{number}-{count}.piece")

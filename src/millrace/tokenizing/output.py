@@ -7,7 +7,6 @@ import itertools
 import json
 import operator
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from millrace.engine import Done
 from millrace.files import flush_to_disk
 from millrace.interrupts import interruptible
 from millrace.provenance import OriginsWriter
-from millrace.provenance.origins import has_pyarrow
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Part, first_line_of
 from millrace.tokenizing.chunk import ORIGINS, REJECTS, UNTRAINED, prefix_of
@@ -57,8 +55,6 @@ class Output:
         ]
         self._origins: list[OriginsWriter] = []
         if options.provenance != "none":
-            # Arrow takes 0.3 s to import, which the first chunk hides.
-            threading.Thread(target=has_pyarrow, daemon=True).start()
             self._origins = [OriginsWriter(builder.prefix) for builder in self.builders]
         self._quarantine: Any = None
         if options.on_error == "quarantine":

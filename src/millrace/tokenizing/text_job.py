@@ -20,8 +20,9 @@ from millrace.names import IDX, LOSS
 from millrace.option_class import StrPath, identity_of
 from millrace.store.publish import LOCK, files_of, remove_leftovers
 from millrace.text import InputFile, Query, find_inputs, parts_of
+from millrace.text.json_values import texts_of
 from millrace.tokenizing import input_tasks
-from millrace.tokenizing.chunk import run_task, texts_of
+from millrace.tokenizing.chunk import run_task
 from millrace.tokenizing.output import Output, quarantine_path
 from millrace.tokenizing.tokenize_options import TokenizeOptions
 
@@ -150,6 +151,7 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
     Inputs may change: what a task has read is compared with what it would read now.
     """
     tokenizer, splitter = options.tokenizer, options.splitter
+    first_token, last_token = options.edge_tokens
     entries: dict[str, Any] = {
         "job": "tokenize 3",
         **identity_of(options),
@@ -159,10 +161,10 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
         **tokenizer.options,
         "sentences": None if splitter is None else splitter.name,
         "keep_newlines": splitter is not None and splitter.keep_newlines,
-        "first_token": options.first_token,
-        "last_token": options.last_token,
+        "first_token": first_token,
+        "last_token": last_token,
         "partitions": options.num_partitions,
-        "max_document_size": options.longest_document,
+        "max_document_size": options.max_document_size,
         "inputs": [input_tasks.absolute(file.path) for file in files],
     }
     if options.row_encoder is not None:
@@ -287,8 +289,8 @@ def _provenance_of(
         entries["num_inputs"] = len(files)
     if options.row_encoder is not None:
         entries["row_encoder"] = options.row_encoder.fingerprint()
-    if options.first_token is not None:
-        entries["bos_token"] = options.first_token
+    if options.prepend_bos:
+        entries["bos_token"] = tokenizer.bos
     if splitter is not None:
         entries |= {"sentences": splitter.name, "keep_newlines": splitter.keep_newlines}
     if options.num_partitions > 1:
@@ -332,7 +334,7 @@ def _first_texts(files: Sequence[InputFile], options: TokenizeOptions) -> Iterat
         keys=tuple(options.json_keys),
         reject=lambda *line: None,  # the job itself meets the line again
         id_key=options.id_key,
-        max_size=options.longest_document,
+        max_size=options.max_document_size,
     )
     for file in files[:_FIRST_FILES]:
         # An Arrow file without batches has no part.

@@ -21,7 +21,6 @@ CHECK_RATE = 0.0002
 """Share of documents that are compared with the reference library. It is up to 80 times slower than
 a fast encoder: 1.6 % of the time."""
 
-_LONGEST_DOCUMENT = 100_000_000
 _MOST_PAIRS = 256  # that a task writes at once: each has open files
 
 
@@ -97,8 +96,8 @@ class TokenizeOptions:
     on_error: str = _documents(
         "at lines that are not documents: stop; skip them; or also keep them in "
         "PREFIX.quarantine.jsonl", "stop", choices=("stop", "skip", "quarantine"))
-    max_document_size: int | None = _documents(
-        "longest line or text in bytes: a longer one is not a document", None,
+    max_document_size: int = _documents(
+        "longest line or text in bytes: a longer one is not a document", 100_000_000,
         least=1, default_text="100M", parse=parse_size, metavar="SIZE")
     provenance: str = _documents(
         "sidecar with the origin of each document", "parquet", choices=("parquet", "none"))
@@ -128,12 +127,7 @@ class TokenizeOptions:
     def __post_init__(self) -> None:
         check_options(self)
         checks.check_local(os.fspath(self.output_prefix))
-        if self.prepend_bos and self.first_token is None:
-            raise ConfigError(
-                f"{self.tokenizer.path} does not say which token starts a document: name it with "
-                "--bos-token"
-            )
-        _ = self.last_token  # raises an error if it is not known
+        _ = self.edge_tokens  # raises an error if they are not known
         count, num_keys = self.num_partitions, len(self.json_keys)
         others: dict[str, Any] = {"json_keys but one": num_keys > 1, "partitions": count > 1}
         others |= {name: getattr(self, name) for name in ("splitter", "append_eod", "prepend_bos")}
@@ -152,24 +146,14 @@ class TokenizeOptions:
             )
 
     @property
-    def first_token(self) -> int | None:
-        """The token before each document, or None."""
-        return self.tokenizer.bos if self.prepend_bos else None
-
-    @property
-    def last_token(self) -> int | None:
-        """The token after each document, or None."""
-        return self.tokenizer.eod if self.append_eod else None
+    def edge_tokens(self) -> tuple[int | None, int | None]:
+        """The tokens before and after each document."""
+        return self.tokenizer.edge_tokens(self.prepend_bos, self.append_eod)
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the tokens."""
         return self.tokenizer.dtype if self.row_encoder is None else self.row_encoder.dtype
-
-    @property
-    def longest_document(self) -> int:
-        """Bytes of the longest line or text."""
-        return self.max_document_size or _LONGEST_DOCUMENT
 
     @property
     def num_partitions(self) -> int:

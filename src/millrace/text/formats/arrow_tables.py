@@ -13,7 +13,7 @@ from millrace.checks import package
 from millrace.errors import TextError
 from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.formats.separated_records import parse_line
-from millrace.text.json_values import BadDocumentError, Text, check_text, id_text
+from millrace.text.json_values import BadDocumentError, Text, check_text, id_text, texts_of
 from millrace.text.parts import Format, InputFile, Part, unchanged
 from millrace.text.streams import is_remote, open_path, readable, status_of
 
@@ -120,22 +120,13 @@ class Parquet(_Table):
 
     def _groups(self, part: Part, query: Query) -> Iterator[tuple[Any, float]]:
         with _parquet_file(part.file.path) as (file, groups):
-            names = _text_columns(file.schema_arrow, query, part.source)
-            chosen = slice(part.start, part.stop)
-            num_rows = sum(group.num_rows for group in groups[chosen])
-            # Of the columns that are read: others may hold images.
-            roots = tuple(f"{name}." for name in names)
-            num_bytes = sum(
-                column.total_uncompressed_size
-                for group in groups[chosen]
-                for column in map(group.column, range(group.num_columns))
-                if f"{column.path_in_schema}.".startswith(roots)
-            )
-            row = 0
+            numbers = [*range(len(groups))[part.start : part.stop]]
+            num_rows, row = sum(groups[number].num_rows for number in numbers), 0
+            num_bytes = sum(groups[number].total_byte_size for number in numbers)
             for batch in file.iter_batches(
                 batch_size=_num_rows(num_rows, num_bytes),
-                row_groups=[*range(len(groups))[chosen]],
-                columns=names,
+                row_groups=numbers,
+                columns=_text_columns(file.schema_arrow, query, part.source),
                 use_threads=False,
             ):
                 row += batch.num_rows
@@ -245,7 +236,7 @@ def _add_row(values: list[Any], id_: Any, row: int, query: Query, batch: Batch) 
 
 
 def _is_long(text: Text, size: int) -> bool:
-    texts = [text] if isinstance(text, str) else text
+    texts = list(texts_of([text]))
     return 4 * sum(map(len, texts)) > size and sum(len(text.encode()) for text in texts) > size
 
 
