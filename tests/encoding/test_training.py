@@ -77,7 +77,7 @@ def test_a_text_is_cut_between_characters() -> None:
         ({"special_tokens": "<s>"}, "special_tokens must be a list of texts, not '<s>'"),
         ({"special_tokens": ["a", "a"]}, "each once"),
         ({"max_bytes": 0}, "max_bytes must be at least 1, not 0"),
-        ({"json_keys": "text"}, "one key alone"),
+        ({"json_keys": "text"}, "json_keys are 'text'; give a list"),
         (
             {"output": "none/t.json"},
             "output must be a file in a folder that exists, not none/t.json",

@@ -176,10 +176,11 @@ class Tokenizer:
     @cached_property
     def eod_token(self) -> str | None:
         """Text of the end-of-document token; None if the vocabulary has none or several."""
-        if self.named_eod_token:
-            return self.named_eod_token
-        usual = [text for text in EOD_TOKENS if self.vocabulary.id_of(text) is not None]
-        return usual[0] if len(usual) == 1 else None
+        usual = [] if self.named_eod_token else self._usual_tokens()
+        return usual[0] if len(usual) == 1 else self.named_eod_token
+
+    def _usual_tokens(self) -> list[str]:
+        return [text for text in EOD_TOKENS if self.vocabulary.id_of(text) is not None]
 
     @cached_property
     def eod(self) -> int:
@@ -189,9 +190,10 @@ class Tokenizer:
             TextError: No `eod_token`, and a vocabulary with none or several of `EOD_TOKENS`.
         """
         if self.eod_token is None:
-            raise TextError(
-                f"{self.path} has none of {EOD_TOKENS}, or several: give --eod-token one"
+            what = (
+                f"several ({', '.join(self._usual_tokens())})" if self._usual_tokens() else "none"
             )
+            raise TextError(f"{self.path} has {what} of {EOD_TOKENS}: give --eod-token one")
         return self._id_of(self.eod_token, "eod_token")
 
     @property
@@ -213,7 +215,8 @@ class Tokenizer:
         """
         if prepend_bos and self.bos is None:
             raise ConfigError(
-                f"{self.path} does not say which token starts a document: give bos_token (--bos-token)"
+                f"{self.path} does not say which token starts a document: give bos_token "
+                "(--bos-token)"
             )
         return self.bos if prepend_bos else None, self.eod if append_eod else None
 

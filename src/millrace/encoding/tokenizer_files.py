@@ -33,11 +33,6 @@ class ByteVocabulary(Vocabulary):
     eod_token = _EOD
     fingerprint = sha256(b"millrace bytes")
 
-    def id_of(self, token: str) -> int | None:
-        if token == _EOD:
-            return 256
-        return ord(token) if len(token) == 1 and ord(token) < 128 else None
-
     def special_tokens(self) -> dict[str, int]:
         return {_EOD: 256}
 

@@ -166,9 +166,7 @@ class Batch:
 
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """The JSON keys as a tuple; ConfigError unless they are a list of strings, each once."""
-    if isinstance(keys, str):
-        raise ConfigError(f"json_keys is {keys!r}, one key alone; give a list: [{keys!r}]")
-    names = tuple(keys) if isinstance(keys, Iterable) else ()
+    names = tuple(keys) if isinstance(keys, Iterable) and not isinstance(keys, str) else ()
     if not names or not all(isinstance(key, str) for key in names) or len({*names}) < len(names):
         raise ConfigError(f"json_keys are {shown(keys)}; give a list of one key or more, each once")
     for name in names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -212,8 +213,12 @@ def open_part(part: Part) -> Iterator[streams.ByteStream]:
     with streams.readable(part.source):
         file = streams.open_path(part.file.path)
     with file, unchanged(part, file) as size:
-        kind = part.file.compression
-        yield streams.stream_of(file, part.source, size, kind, part.start, part.stop)
+        raw, compression = streams.RawFile(file, part.source, size), part.file.compression
+        if size is None:  # a pipe is never sought: its first bytes tell
+            compression = streams.compression_of(raw.peek(streams.NUM_MAGIC_BYTES))
+        if not compression and (part.start or part.stop is not None):
+            raw.seek_lines(part.start, sys.maxsize if part.stop is None else part.stop)
+        yield streams.Decompressed(raw, compression) if compression else raw
 
 
 @contextlib.contextmanager

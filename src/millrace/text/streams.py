@@ -100,29 +100,7 @@ def status_of(path: str, file: Any = None) -> Any:
     return os.stat(path) if file is None else os.fstat(file.fileno())
 
 
-def stream_of(
-    file: io.RawIOBase,
-    source: str,
-    size: int | None,
-    compression: str,
-    start: int,
-    stop: int | None,
-) -> ByteStream:
-    """The decompressed bytes of a file, or the lines of a plain file that begin in a range.
-
-    A pipe, which has no size, is never sought; its first bytes tell the compression.
-    """
-    raw = _RawFile(file, source, size)
-    if size is None:
-        compression = compression_of(raw.peek(NUM_MAGIC_BYTES))
-    if compression:
-        return _Decompressed(raw, compression)
-    if start or stop is not None:
-        raw.seek_lines(start, sys.maxsize if stop is None else stop)
-    return raw
-
-
-class _RawFile(ByteStream):
+class RawFile(ByteStream):
     """Bytes of a file or pipe as they are; of a file also the lines that begin in a range."""
 
     def __init__(self, file: io.RawIOBase, source: str, size: int | None) -> None:
@@ -170,13 +148,13 @@ class _RawFile(ByteStream):
         return data
 
 
-class _Decompressed(ByteStream):
+class Decompressed(ByteStream):
     """Bytes of a compressed file, which may be several streams one after the other.
 
     Python's file classes take a damaged start of a second stream for the end of the file.
     """
 
-    def __init__(self, raw: _RawFile, compression: str) -> None:
+    def __init__(self, raw: RawFile, compression: str) -> None:
         self._raw, self.size = raw, raw.size
         self._new, self._errors = _decompressors(compression, raw.source)
         self._padding = b"\0" if compression in ("gzip", "xz") else b""  # after a stream

@@ -51,11 +51,6 @@ class Work(NamedTuple):
     parts: tuple[Part, ...]
     checksum: str | None = None
 
-    @property
-    def size(self) -> int:
-        """Bytes of input."""
-        return sum(part.size for part in self.parts)
-
 
 def is_of(record: Record, work: Work) -> bool:
     """Whether a task with this work would write what the record's task wrote.

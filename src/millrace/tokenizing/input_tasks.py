@@ -109,19 +109,34 @@ def _cuts_of(
     task_size: int,
     shard: tuple[int, int] | None,
 ) -> list[_Cut]:
-    """Parts of about `task_size` bytes of all files, or of those of a shard, in their order."""
+    """Parts of about `task_size` bytes of all files, in their order; or those of a shard, which is
+    one of several independent jobs whose outputs follow each other."""
     part_size, cuts = task_size, list[_Cut]()
     if shard is not None:
         # Not by the size of its tasks, as the other shards may have another.
         total = sum(file.size or 0 for file in files)
         part_size = min(max(total // (_PARTS_PER_SHARD * shard[1]), 1), _DEFAULT_TASK)
-    for number, file in enumerate(files):
-        if number in unpacked:
-            cuts.append(_Cut(number, size=file.size or 0))
+    for place, file in enumerate(files):
+        if place in unpacked:
+            cuts.append(_Cut(place, size=file.size or 0))
             continue
         for part in parts_of(file, part_size):
-            cuts.append(_Cut(number, part.start, part.stop, part.size, part.first_line))
-    return cuts if shard is None else _cuts_of_shard(cuts, files, *shard)
+            cuts.append(_Cut(place, part.start, part.stop, part.size, part.first_line))
+    if shard is None:
+        return cuts
+    for file in files:
+        if file.is_pipe:
+            raise ConfigError(f"{file.path} is a pipe, which shards cannot share; give files")
+    # All bytes are divided evenly; a part belongs to the shard in which it begins, and empty ones
+    # at the very end to the last shard.
+    number, num_shards = shard
+    *begins, total = itertools.accumulate((cut.size for cut in cuts), initial=0)
+    first, end = (one * total // num_shards for one in (number, number + 1))
+    return [
+        cut
+        for cut, begin in zip(cuts, begins, strict=True)
+        if first <= begin and (begin < end or number == num_shards - 1)
+    ]
 
 
 def _steps_of(
@@ -137,33 +152,10 @@ def _steps_of(
         if is_full or cut.file in unpacked or cut[:2] in begins:
             steps.append([])
         taken = steps[-1]
-        if taken and taken[-1].file == cut.file and 0 < cut.start == taken[-1].stop:
-            last = taken.pop()
-            cut = last._replace(stop=cut.stop, size=last.size + cut.size)
         taken.append(cut)
-        is_full = sum(one.size for one in taken) >= task_size or len(taken) >= _MOST_PARTS
-        is_full = is_full or cut.file in unpacked
+        is_full = cut.file in unpacked or len(taken) >= _MOST_PARTS
+        is_full = is_full or sum(one.size for one in taken) >= task_size
     return steps
-
-
-def _cuts_of_shard(
-    cuts: Sequence[_Cut], files: Sequence[InputFile], shard: int, num_shards: int
-) -> list[_Cut]:
-    """The parts of one of several independent jobs, whose outputs follow each other.
-
-    All bytes are divided evenly; a part belongs to the shard in which it begins.
-    """
-    for file in files:
-        if file.is_pipe:
-            raise ConfigError(f"{file.path} is a pipe, which shards cannot share; give files")
-    *begins, total = itertools.accumulate((cut.size for cut in cuts), initial=0)
-    first, end = (number * total // num_shards for number in (shard, shard + 1))
-    # Empty parts at the very end belong to the last shard.
-    return [
-        cut
-        for cut, begin in zip(cuts, begins, strict=True)
-        if first <= begin and (begin < end or shard == num_shards - 1)
-    ]
 
 
 # ---- tasks ----

@@ -245,7 +245,7 @@ def _append_tasks(
     def report(done: Done) -> tuple[int, str]:
         rate = output.num_bytes_done / 1e6 / max(time.monotonic() - start, 1e-9)
         counts = f"{output.num_documents:,} documents  {sum(output.num_tokens):,} tokens"
-        return done.task.payload.size, f"{counts}  {rate:.1f} MB/s"
+        return sum(part.size for part in done.task.payload.parts), f"{counts}  {rate:.1f} MB/s"
 
     try:
         for done in run.map(
@@ -285,21 +285,18 @@ def _provenance_of(
         "append_eod": options.append_eod,
         "eod_token": tokenizer.eod_token,
     }
-    if len(files) > _LISTED_INPUTS:
-        entries["num_inputs"] = len(files)
-    if options.row_encoder is not None:
-        entries["row_encoder"] = options.row_encoder.fingerprint()
-    if options.prepend_bos:
-        entries["bos_token"] = tokenizer.bos
-    if splitter is not None:
-        entries |= {"sentences": splitter.name, "keep_newlines": splitter.keep_newlines}
-    if options.num_partitions > 1:
-        entries["partitions"] = options.num_partitions
-    if options.shard is not None:
-        entries["shard"] = list(options.shard)
-    if output.num_rejects:
-        entries["skipped"] = {"number": output.num_rejects, "first": output.rejects}
-    return entries
+    skipped = {"number": output.num_rejects, "first": output.rejects}
+    others = {
+        "num_inputs": len(files) if len(files) > _LISTED_INPUTS else None,
+        "row_encoder": None if options.row_encoder is None else options.row_encoder.fingerprint(),
+        "bos_token": options.edge_tokens[0],
+        "sentences": splitter and splitter.name,
+        "keep_newlines": splitter and splitter.keep_newlines,
+        "partitions": options.num_partitions if options.num_partitions > 1 else None,
+        "shard": options.shard and list(options.shard),
+        "skipped": skipped if output.num_rejects else None,
+    }
+    return entries | {name: value for name, value in others.items() if value is not None}
 
 
 def _notices(tokenizer: Tokenizer, others: Sequence[str]) -> Iterator[str]:
@@ -315,10 +312,8 @@ def _notices(tokenizer: Tokenizer, others: Sequence[str]) -> Iterator[str]:
 
 
 def _check_outputs(options: TokenizeOptions, files: Sequence[InputFile]) -> None:
-    quarantine = quarantine_path(options)
-    if os.path.isdir(quarantine):
-        raise ConfigError(f"{quarantine} is a folder; remove it, or give another prefix")
-    outputs = itertools.chain([quarantine], *map(files_of, options.prefixes.values()))
+    pairs = map(files_of, options.prefixes.values())
+    outputs = itertools.chain([quarantine_path(options)], *pairs)
     real_paths = set(map(os.path.realpath, outputs))
     for file in files:
         if os.path.realpath(file.path) in real_paths:
