@@ -63,9 +63,7 @@ def find_inputs(
         if separator is not None:
             raise ConfigError("separator cannot be combined with format: give it to the format")
         if not isinstance(format, Format):
-            raise ConfigError(
-                f"format must be an instance of millrace.text.Format, not {checks.shown(format)}"
-            )
+            raise ConfigError(f"format must be a millrace.text.Format, not {checks.shown(format)}")
         formats = [format]
     finder = _Finder(formats, [] if others is None else others)
     files = [file for entry in entries for file in finder.files(entry)]
@@ -173,8 +171,7 @@ class _Finder:
         if pattern == entry:
             paths = [one for one in paths if not _is_ours(one)]
         else:
-            skipped = {one for one in paths if _is_skipped(os.path.basename(one))}
-            paths = [one for one in paths if self._by_name(one) and one not in skipped]
+            paths = [p for p in paths if self._by_name(p) and not _is_skipped(os.path.basename(p))]
         if not paths:
             raise TextError(f"there are no documents at {entry}. Check the path or pattern")
         return sorted(paths)

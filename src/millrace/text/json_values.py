@@ -10,7 +10,6 @@ from millrace import checks
 Text: TypeAlias = "str | list[str]"
 """What a document has under a key: a text, or the texts of its sequences."""
 
-NOT_UNICODE = "not valid Unicode: it has half of a surrogate pair"
 _MISSING = object()
 _RENAME = "Name the text's key (--json-keys)"
 
@@ -29,13 +28,11 @@ def parse_json(line: bytes) -> Any:
     begin = repr(line[:60].decode(errors="replace") + "..." * (len(line) > 60))
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadDocumentError(
-            f"column {error.colno}: not valid JSON ({error.msg}): {begin}. "
-            "Each line must be one JSON object; repair or remove the line"
-        ) from None
     except (RecursionError, ValueError) as error:
-        raise BadDocumentError(f"the JSON cannot be read ({error}): {begin}") from None
+        raise BadDocumentError(
+            f"not valid JSON ({error}): {begin}. Each line must be one JSON object; repair or "
+            "remove the line"
+        ) from None
 
 
 def decode_text(data: bytes, place: str = " of the text") -> str:
@@ -97,7 +94,8 @@ def check_unicode(values: Iterable[Text]) -> None:
     """BadDocumentError if a text has half of a surrogate pair."""
     for text in texts_of(values):
         if not is_unicode(text):
-            raise BadDocumentError(f"the text is {NOT_UNICODE}: {checks.shown(text, 60)}")
+            shown = checks.shown(text, 60)
+            raise BadDocumentError(f"not Unicode: the text has half of a surrogate pair: {shown}")
 
 
 def is_unicode(text: str) -> bool:

@@ -3,7 +3,7 @@
 import csv
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from millrace.errors import TextError
 from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, no_column, read_size
@@ -14,12 +14,8 @@ from millrace.text.streams import ByteStream
 _NO_QUOTE = "a quoted field has no closing quote. Close it, or double a quote that is text"
 
 
-class _Row(NamedTuple):
-    """A row; without fields if it is blank."""
-
-    fields: list[bytes]
-    data: bytes  # with the line break
-    problem: str
+_Row = tuple[list[bytes], bytes, str]
+"""The fields of a row, none if it is blank; its bytes with the line break; and its problem."""
 
 
 class Csv(Format):
@@ -85,7 +81,7 @@ class Csv(Format):
         rows = self._rows(stream, file.part(), max_size, block_size)
         _, number, header = _read_header(rows, file.path)
         # Of two byte order marks, the second is a part of the header.
-        return (Span(row.data, 1, True) for row in rows), number, UTF8_BOM + header
+        return (Span(data, 1, True) for _, data, _ in rows), number, UTF8_BOM + header
 
     def _rows(
         self, stream: ByteStream, part: Part, max_size: int, block_size: int
@@ -127,7 +123,7 @@ class Csv(Format):
             except csv.Error as error:  # before Python 3.11, of a zero byte
                 fields, problem = [], f"the row cannot be read ({error})"
             check(len(data))
-            yield _Row(fields, bytes(data), _NO_QUOTE if has_ended else problem)
+            yield fields, bytes(data), _NO_QUOTE if has_ended else problem
             data.clear()
             number += 1
 
@@ -135,15 +131,15 @@ class Csv(Format):
 def _read_header(rows: Iterator[_Row], source: str) -> tuple[list[str], int, bytes]:
     """The names of the columns, the number of rows read, and the bytes of the header."""
     number = 0
-    for number, row in enumerate(rows, start=1):
-        if row.problem:
-            raise TextError(f"{source}, row {number}, the header: {row.problem}")
+    for number, (fields, data, problem) in enumerate(rows, start=1):
+        if problem:
+            raise TextError(f"{source}, row {number}, the header: {problem}")
         try:
-            columns = [field.decode() for field in row.fields]
+            columns = [field.decode() for field in fields]
         except UnicodeDecodeError:
             raise TextError(
                 f"{source}, row {number}: the header is not UTF-8. Convert the file to UTF-8"
             ) from None
         if columns:
-            return columns, number, row.data
+            return columns, number, data
     return [], number, b""

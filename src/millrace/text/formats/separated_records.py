@@ -13,7 +13,6 @@ from millrace.checks import shown
 from millrace.errors import ConfigError, TextError
 from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, read_size
 from millrace.text.json_values import (
-    NOT_UNICODE,
     BadDocumentError,
     check_object,
     check_unicode,
@@ -141,12 +140,11 @@ class JsonLines(_Records):
     _record_name = "line"
 
     def cut(self, file: InputFile, size: int) -> Iterator[Part]:
-        end = file.size
-        if self.has_pieces(file) or not end:
+        if self.has_pieces(file) or not file.size:
             yield file.part()
             return
-        for start in range(0, end, size):
-            stop = min(start + size, end)
+        for start in range(0, file.size, size):
+            stop = min(start + size, file.size)
             yield file.part(start, stop, size=stop - start, first_line=None if start else 1)
 
     def first_line_of(self, part: Part) -> int:
@@ -161,19 +159,17 @@ class JsonLines(_Records):
         check_lines(source, start)
 
     def _add(self, record: bytes, line: int, offset: int, query: Query, batch: Batch) -> None:
-        is_odd = False
         try:
             value = loads(record)
         except ValueError:
             if not record.strip():
                 return
-            value, is_odd = parse_json(record), True
+            value = parse_json(record)
         if query.whole:
             texts: list[Any] = [check_object(value)]
         else:
             texts = [text_at(value, key) for key in query.keys]
-            if is_odd:  # orjson takes no half of a surrogate pair
-                check_unicode(texts)
+            check_unicode(texts)
         batch.add(texts, line, offset, id_of(value, query.id_key, record))
 
     def _add_all(
@@ -208,10 +204,9 @@ class PlainText(_Records):
     _record_name = "text"
 
     def __init__(self, separator: str | None = None) -> None:
-        if separator is not None and not (isinstance(separator, str) and separator):
-            raise ConfigError(f"separator must be a text that is not empty, not {shown(separator)}")
-        if not is_unicode(separator or ""):
-            raise ConfigError(f"separator is {separator!r}, which is {NOT_UNICODE}")
+        is_text = isinstance(separator, str) and separator and is_unicode(separator)
+        if separator is not None and not is_text:
+            raise ConfigError(f"separator must be a text in Unicode, not {shown(separator)}")
         self._separator = (separator or "").encode()
 
     def has_pieces(self, file: InputFile) -> bool:
