@@ -205,7 +205,8 @@ def package(name: str, user: str = "this") -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        extra = "encoders" if name in ("sentencepiece", "tiktoken") else "tokenizers"
+        extras = {"sentencepiece": "encoders", "tiktoken": "encoders", "transformers": "chats"}
+        extra = extras.get(name, "tokenizers")
         problem = f"{user} needs the {name} package: pip install 'millrace[{extra}]'"
         raise TextError(problem) from None
 

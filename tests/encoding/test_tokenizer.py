@@ -219,7 +219,7 @@ def test_a_folder_with_more_tokens_than_its_file_needs_transformers(
     """The oracle's tests compare the ids."""
     monkeypatch.setitem(sys.modules, "transformers", None)
     folder = make_folder(tmp_path / "f", tokenizer_file, **config)
-    with pytest.raises(TextError, match=r"'<x>'.* pip install transformers"):
+    with pytest.raises(TextError, match=r"'<x>'.* pip install 'millrace\[chats\]'"):
         Tokenizer(folder)
     (folder / "tokenizer_config.json").write_text("{}")
     assert Tokenizer(folder).fingerprint == Tokenizer(tokenizer_file).fingerprint

@@ -147,12 +147,7 @@ def texts_in(value: Any) -> Iterator[str]:
 
 def _made_by_transformers(folder: str, token: str) -> bytes:
     """A folder's tokenizer.json, with the tokens that its own lacks, such as `token`."""
-    try:
-        transformers = __import__("transformers")
-    except ImportError:
-        raise TextError(
-            f"{folder} lacks {token!r} in tokenizer.json: pip install transformers"
-        ) from None
+    transformers = package("transformers", f"{folder}, whose tokenizer.json lacks {token!r},")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         return str(tokenizer.backend_tokenizer.to_str()).encode()
