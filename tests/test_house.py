@@ -47,6 +47,7 @@ FLOORS = [
 # these is told that a noun is missing; an exception has its present size and its reason.
 ROOM, FILE, BODY, CLASS = 2000, 450, 50, 12
 LARGER_ROOMS = {
+    "text": (2008, "many formats, and what each of them refuses"),
     "shuffling": (2240, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2295, "the names of another library"),
     "order": (2025, "three orders, each with its mixture; windows of mixed documents"),

@@ -261,11 +261,19 @@ def _text_columns(schema: Any, query: Query, source: str) -> list[str]:
 
 def _type_of(schema: Any, key: str) -> Any:
     """The type of a column, or of what dots reach in a struct; None if there is no single one."""
-    from pyarrow import ArrowException
+    if schema.names.count(key) == 1:
+        return schema.field(key).type
+    first, *rest = key.split(".")
+    if schema.names.count(first) != 1:
+        return None
+    from pyarrow.types import is_struct
 
-    with contextlib.suppress(KeyError, ArrowException):
-        return _column(schema.empty_table(), key).type
-    return None
+    type_ = schema.field(first).type
+    for name in rest:
+        if not is_struct(type_) or type_.get_field_index(name) < 0:
+            return None
+        type_ = type_.field(name).type
+    return type_
 
 
 def _is_text(type_: Any, is_list: bool = False) -> bool:
