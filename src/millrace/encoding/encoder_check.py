@@ -18,8 +18,8 @@ _NUM_TOKENS_AS_TEXTS = 3000
 
 Result = tuple[str, NDArray[np.uint32] | str]  # a text, and its ids or error
 _VERDICTS: dict[tuple[str, Options, str], str | None] = {}
-"""How the first built-in text differs, or None, by fingerprint, options and encoder: a second job of a
-process need not compare the 16,000 texts."""
+"""How the first built-in text differs, or None, by fingerprint, options and encoder: a second job
+of a process need not compare the 16,000 texts."""
 
 
 def choose_encoder(

@@ -141,9 +141,15 @@ class Arrow(_Table):
     _magic = b"ARROW1"  # of a file with an index of its batches, which a stream lacks
 
     def group_counts(self, path: str) -> list[int] | None:
-        with _table_errors(path), _arrow_reader(path, [0]) as (_, reader, is_file):
-            numbers = range(reader.num_record_batches) if is_file else ()
-            return [reader.get_batch(number).num_rows for number in numbers] if is_file else None
+        with _table_errors(path):
+            with open_path(path) as start:
+                if not self.matches(start.read(len(self._magic))):
+                    return None
+            import pyarrow as pa
+
+            source = open_path(path) if is_remote(path) else pa.memory_map(path)
+            file = pa.ipc.open_file(source)  # reads no column
+            return [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
 
     def _sizes(self, path: str) -> list[int]:
         with _arrow_reader(path) as (_, reader, is_file):
