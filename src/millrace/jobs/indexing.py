@@ -228,30 +228,31 @@ def _write_megatron_cache(
 
     def write(names: dict[str, Any], split: str, kind: Any, check: Any, build: Any) -> bool:
         files = CacheSet.of(folder, names, split, kind)
-        return load_or_build(files, check, build, limit=wait_limit)[1]
+        return load_or_build(files, check, lambda _: build(), limit=wait_limit)[1]
 
-    def write_dataset(dataset: DatasetPlan, names: dict[str, Any], built: Any) -> bool:
-        order, inputs = cast(GPTPlan, dataset.order), dataset.inputs
+    def write_dataset(dataset: DatasetPlan, names: dict[str, Any], ours: Any) -> bool:
+        order, inputs, prefix = cast(GPTPlan, dataset.order), dataset.inputs, dataset.file.prefix
         start, stop = inputs.sequences
+        return write(
+            names,
+            names["index_split"],
+            GPT_ARRAYS,
+            lambda arrays: check_gpt_arrays(arrays, order, stop - start, inputs.lengths),
+            lambda: build_arrays(order, inputs, prefix) if ours is None else ours.indices._asdict(),
+        )
 
-        def check(arrays: Any) -> None:
-            check_gpt_arrays(arrays, order, stop - start, inputs.lengths)
-
-        def build(_: str) -> Any:
-            if built is not None:
-                return built.indices._asdict()
-            return build_arrays(order, inputs, dataset.file.prefix)
-
-        return write(names, names["index_split"], GPT_ARRAYS, check, build)
-
-    def write_blend(split: SplitPlan, names: dict[str, Any], built: Any) -> bool:
-        def check(arrays: Any) -> None:
-            check_blend_arrays(arrays, split.num_samples, len(split.datasets))
-
-        def build(_: str) -> Any:
-            return build_blend(split) if built is None else built.order.indices._asdict()
-
-        return write(names, split.name, BLEND_ARRAYS, check, build)
+    def write_blend(split: SplitPlan, parts: Sequence[Any], built: Any) -> bool:
+        # With a size, Megatron-LM's blend normalises weights that its builder has normalised.
+        lengths = split.lengths
+        weights = lengths if split.size is None else normalize(split.weights or lengths)
+        names = {"class": "BlendedDataset", "datasets": parts, "split": split.name}
+        return write(
+            {**names, "weights": weights, "size": split.size},
+            split.name,
+            BLEND_ARRAYS,
+            lambda arrays: check_blend_arrays(arrays, split.num_samples, len(parts)),
+            lambda: build_blend(split) if built is None else built.order.indices._asdict(),
+        )
 
     for split, built in zip(plan.splits, datasets or (None,) * len(SPLITS), strict=True):
         if split is None:
@@ -262,11 +263,7 @@ def _write_megatron_cache(
         with ThreadPoolExecutor(plan.config.num_threads) as pool:
             yield from pool.map(write_dataset, split.datasets, parts, ours)
         if split.kind == "blend":
-            # With a size, Megatron-LM's blend normalises weights that its builder has normalised.
-            lengths = split.lengths
-            weights = lengths if split.size is None else normalize(split.weights or lengths)
-            names = {"class": "BlendedDataset", "datasets": parts, "split": split.name}
-            yield write_blend(split, {**names, "weights": weights, "size": split.size}, built)
+            yield write_blend(split, parts, built)
 
 
 def _identifiers(
