@@ -12,9 +12,9 @@ import pytest
 
 from millrace.errors import ConfigError
 from millrace.option_class import (
+    Options,
     StrPath,
     add_options,
-    check_options,
     identity_of,
     option,
     parse_escapes,
@@ -34,7 +34,7 @@ def parse_pair(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOptions:
+class JobOptions(Options):
     inputs: Sequence[StrPath] = option("files to read", flags="--input")
     output: StrPath = option("folder for the result", flags="output", metavar="DIR")
     seed: int = option("seed of the order, 0 | more", 42, least=0, most=2**63 - 1)
@@ -57,9 +57,6 @@ class JobOptions:
         "a part", None, check=check_pair, parse=parse_pair, metavar="I/N"
     )
     tokenizer: Any = option("an object", None, flags=None, identity="never")
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def make(**options: Any) -> JobOptions:

@@ -3,13 +3,10 @@
 The checks, the job's identity, the command line's arguments and the docs' table come from them:
 
 >>> @dataclass(frozen=True, kw_only=True)
-... class ShuffleOptions:
+... class ShuffleOptions(Options):
 ...     output_dir: StrPath = option("folder for the shards", metavar="DIR")
 ...     seed: int = option("seed of the permutation", 42, least=0)
 ...     workers: int = option("worker processes", 4, least=1, most=1024, identity="never")
-...
-...     def __post_init__(self) -> None:
-...         check_options(self)
 >>> identity_of(ShuffleOptions(output_dir="out"))
 {'output_dir': 'out', 'seed': 42}
 >>> ShuffleOptions(output_dir="out", workers=0)
@@ -90,14 +87,16 @@ def option(text: str, default: Any = MISSING, **details: Any) -> Any:
     )
 
 
-def check_options(options: Any) -> None:
-    """Makes the values of an option class plain, in its `__post_init__`.
+class Options:
+    """The base of option classes, which makes their values plain.
 
     Raises:
         ConfigError: A value of another type, or outside its limits.
     """
-    for field in fields_of(type(options)):  # type: ignore[arg-type]
-        object.__setattr__(options, field.name, field.check(getattr(options, field.name)))
+
+    def __post_init__(self) -> None:
+        for field in fields_of(type(self)):  # type: ignore[arg-type]
+            object.__setattr__(self, field.name, field.check(getattr(self, field.name)))
 
 
 def identity_of(options: Any) -> dict[str, Any]:

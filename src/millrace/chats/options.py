@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.checks import plain_json, shown
 from millrace.errors import ConfigError
-from millrace.option_class import StrPath, check_options, option
+from millrace.option_class import Options, StrPath, option
 
 CONTENT, THOUGHT, CALL = "content", "reasoning", "tool calls"
 """The kinds of what a turn says."""
@@ -40,7 +40,7 @@ _chats = partial(option, group="chats")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions:
+class ChatOptions(Options):
     """How chats become tokens, and which of these are trained on; the help of each field says how.
     A ConfigError for one that cannot work."""
 
@@ -69,9 +69,6 @@ class ChatOptions:
         "what a row with the text of a special token becomes: a bad row, or that token", "refuse",
         choices=("refuse", "keep"))
     # fmt: on
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     @property
     def kinds(self) -> set[str]:

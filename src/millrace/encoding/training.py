@@ -14,7 +14,7 @@ from millrace.checks import package
 from millrace.encoding.tokenizer import Tokenizer
 from millrace.errors import ConfigError, TextError
 from millrace.files import atomic_file
-from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
+from millrace.option_class import Options, StrPath, option, parse_escapes, parse_size
 from millrace.text.json_values import texts_of
 
 _NUM_BYTES = 256
@@ -22,7 +22,7 @@ _PART_SIZE, _MOST_PARTS = 1 << 24, 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(Options):
     """The options of a training; a ConfigError for one that cannot work."""
 
     # fmt: off
@@ -47,7 +47,7 @@ class TrainOptions:
     # fmt: on
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         output = checks.check_local(os.fspath(self.output))
         least = _NUM_BYTES + len(self.special_tokens)
         checks.check_int("vocabulary_size (--vocab-size)", self.vocabulary_size, least)

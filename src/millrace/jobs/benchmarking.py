@@ -24,7 +24,7 @@ from millrace.feed import CyclicSampler, Loader, SequentialSampler
 from millrace.jobs.benchmark_report import BenchResult, Measurement, Waits
 from millrace.jobs.bucket_budget import BucketOptions, budget_of
 from millrace.names import BIN, IDX
-from millrace.option_class import check_options, option
+from millrace.option_class import option
 from millrace.run import DatasetConfig, InstantConfig, arguments, build_datasets
 from millrace.run.config import source_of
 from millrace.run.instant_config import AnyConfig
@@ -83,9 +83,6 @@ class BenchOptions(BucketOptions):
     accelerator_tokens_per_second: float = _measured(
         "tokens that one accelerator trains on in a second", 10_000, metavar="N"
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 class Pass(NamedTuple):

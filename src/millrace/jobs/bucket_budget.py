@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from millrace.feed import BlendedDataset
-from millrace.option_class import option, parse_size
+from millrace.option_class import Options, option, parse_size
 from millrace.samples.stored import StoredTokens
 from millrace.shuffling.shuffle_items import in_units
 from millrace.storage.transfers import start_pieces
@@ -25,7 +25,7 @@ _priced = partial(option, group="of data in buckets")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketOptions:
+class BucketOptions(Options):
     """What decides the budget of a run whose token files are in buckets."""
 
     get_price: float = _priced("price of 1,000 GETs", 0.0004, least=0.0)

@@ -14,7 +14,7 @@ from millrace.cache.loss_files import joined_ranges, write_loss_ranges
 from millrace.checks import check_split
 from millrace.errors import ConfigError
 from millrace.names import BIN, IDX, SHARD_NUMBER, UNFINISHED
-from millrace.option_class import StrPath, check_options, option, parse_size
+from millrace.option_class import Options, StrPath, option, parse_size
 from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from millrace.store.info import read_info
@@ -24,7 +24,7 @@ _SHOWN_OTHERS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairOptions:
+class PairOptions(Options):
     """The options of everything that writes pairs."""
 
     # fmt: off
@@ -34,9 +34,6 @@ class PairOptions:
     loss_ranges: bool = option(
         "leave out which tokens are not trained on, PREFIX.loss.json: train on all", True)
     # fmt: on
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)

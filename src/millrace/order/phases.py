@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from millrace.checks import MAX_INT32, MAX_INT64, check_float, shown
 from millrace.errors import ConfigError
-from millrace.option_class import check_options, option
+from millrace.option_class import Options, option
 from millrace.order.instant import UNDRAWN, Position, num_windows
 from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
 
@@ -33,7 +33,7 @@ def _weights(_: str, value: Any) -> dict[str, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phase:
+class Phase(Options):
     """What is new in a phase of a run in the instant order."""
 
     until: int | None = option(
@@ -50,9 +50,6 @@ class Phase:
     sequence_length: int | None = option(
         "tokens to train on in a sample, if not as before", None, least=1, most=MAX_INT32
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 class Stretch(NamedTuple):

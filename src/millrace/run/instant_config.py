@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from millrace.checks import MAX_INT32, MAX_INT64, check_float, check_int, check_list, shown
 from millrace.errors import ConfigError
-from millrace.option_class import StrPath, check_options, option
+from millrace.option_class import Options, StrPath, option
 from millrace.order import part_range
 from millrace.order.phases import MAX_WEIGHT, Phase
 from millrace.order.splits import Bookends
@@ -32,7 +32,7 @@ def _part(_: str, value: Any) -> Bookends:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstantSource:
+class InstantSource(Options):
     """A source of a run in the instant order."""
 
     prefix: StrPath = option("path prefix of its token file, without `.bin`")
@@ -54,7 +54,7 @@ class InstantSource:
     )
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.weight == 0:
             raise ConfigError("the weight is 0: leave it out, to draw nothing until a phase does")
 

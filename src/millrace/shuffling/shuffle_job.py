@@ -17,7 +17,7 @@ from millrace.checks import MAX_INT32, MAX_INT64, check_local, shown
 from millrace.engine import ALREADY, ENGINES, Run
 from millrace.engine.uploading import Upload, check_target
 from millrace.errors import ConfigError
-from millrace.option_class import StrPath, check_options, identity_of, option, parse_size
+from millrace.option_class import Options, StrPath, identity_of, option, parse_size
 from millrace.ragged import even_sizes, starts_of
 from millrace.shards.metadata import DOCUMENTS, SEQUENCES
 from millrace.shuffling import shard_publication as publication
@@ -53,7 +53,7 @@ _job = partial(option, group="job", identity="never")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShuffleOptions:
+class ShuffleOptions(Options):
     """The options of a shuffle; a ConfigError for one that cannot work."""
 
     # fmt: off
@@ -99,7 +99,7 @@ class ShuffleOptions:
     # fmt: on
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if (self.input_dir is None) == (self.input_list is None):
             given = "neither" if self.input_dir is None else "both"
             raise ConfigError(f"give either input_dir or input_list; {given} of them is given")

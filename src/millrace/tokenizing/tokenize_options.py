@@ -14,7 +14,7 @@ from millrace.encoding.row_encoders import RowEncoder, check_encoder
 from millrace.engine import ENGINES
 from millrace.engine.uploading import check_target
 from millrace.errors import ConfigError
-from millrace.option_class import StrPath, check_options, option, parse_escapes, parse_size
+from millrace.option_class import Options, StrPath, option, parse_escapes, parse_size
 from millrace.text import Format, InputFile, SentenceSplitter, check_keys
 
 CHECK_RATE = 0.0002
@@ -54,7 +54,7 @@ _size = partial(_resources, default=None, least=1, parse=parse_size, metavar="SI
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenizeOptions:
+class TokenizeOptions(Options):
     """The options of a tokenise job; a ConfigError for one that cannot work."""
 
     # fmt: off
@@ -125,7 +125,7 @@ class TokenizeOptions:
     # fmt: on
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         checks.check_local(os.fspath(self.output_prefix))
         _ = self.edge_tokens  # raises an error if they are not known
         count, num_keys = self.num_partitions, len(self.json_keys)

@@ -21,7 +21,7 @@ from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
 from millrace.names import BIN, IDX
 from millrace.online import open_rows
-from millrace.option_class import check_options, option, take_options
+from millrace.option_class import Options, option, take_options
 from millrace.run.arguments import built_config_from, read_arguments
 from millrace.shards import read_metadata, verify_shards
 from millrace.shards.metadata import is_shards_folder
@@ -37,7 +37,7 @@ _ROW_FILES = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardOptions:
+class ShardOptions(Options):
     """The options of verbs that also take the output folder of a shuffle."""
 
     # fmt: off
@@ -45,9 +45,6 @@ class ShardOptions:
         "dtype of a folder whose metadata.json does not say it", None, default_text="uint32",
         choices=("uint16", "uint32", "int32"))
     # fmt: on
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
