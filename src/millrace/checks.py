@@ -211,11 +211,6 @@ def package(name: str, user: str = "this") -> Any:
         raise TextError(problem) from None
 
 
-def check_paths(name: str, values: Any) -> list[str]:
-    """A list of paths as texts."""
-    return check_list(name, values, "paths", check_path)
-
-
 def absolute_path(path: str | os.PathLike[str]) -> str:
     """The path of the same file from any folder, without `..`.
 

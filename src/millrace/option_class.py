@@ -221,17 +221,18 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
+def _list_of(kind: str, check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, values: tuple(checks.check_list(name, values, kind, check))
+
+
 _KINDS: dict[Any, tuple[Callable[[str, Any], Any], str]] = {
     bool: (checks.check_bool, ""),
     int: (checks.check_int, "N"),
     float: (checks.check_float, "NUMBER"),
     str: (_text, "TEXT"),
     StrPath: (checks.check_path, "PATH"),
-    Sequence[str]: (
-        lambda name, values: tuple(checks.check_list(name, values, "texts", _text)),
-        "TEXT",
-    ),
-    Sequence[StrPath]: (lambda name, values: tuple(checks.check_paths(name, values)), "PATH"),
+    Sequence[str]: (_list_of("texts", _text), "TEXT"),
+    Sequence[StrPath]: (_list_of("paths", checks.check_path), "PATH"),
     Any: (lambda name, value: value, "VALUE"),
 }
 """The check of each type, and its name on the command line."""

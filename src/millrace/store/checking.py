@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from millrace import _native
-from millrace.checks import check_int, check_paths, check_split
+from millrace.checks import check_int, check_list, check_path, check_split
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
 from millrace.files import checksum
@@ -128,7 +128,7 @@ def verify(
     Raises:
         ConfigError: If there is less than one thread.
     """
-    names = check_paths("prefixes", prefixes)
+    names = check_list("prefixes", prefixes, "paths", check_path)
     with make_pool(threads) as pool:
         return [_verify(name, pool, on_bytes) for name in names]
 
