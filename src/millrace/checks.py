@@ -18,14 +18,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from millrace.errors import ConfigError, DataError, TextError
-from millrace.names import SHARD_NUMBER, UNFINISHED
+from millrace.errors import ConfigError, TextError
 
 T = TypeVar("T")
 
 SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*)://")
 """Start of the path of an object in a bucket, or of another storage."""
-_SHARD = re.compile("(.+)" + SHARD_NUMBER, re.DOTALL)
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 _MIN_INT64 = -(2**63)
@@ -239,17 +237,6 @@ def check_local(path: str) -> str:
             "(`tokenize` and `shuffle` move their output to a bucket with --upload-to)"
         )
     return path
-
-
-def check_split(*prefixes: str) -> None:
-    """Raises a DataError for a shard of a split that did not end: others may be missing, or old."""
-    for prefix in prefixes:
-        shard = _SHARD.fullmatch(prefix)
-        if shard and os.path.exists(marker := f"{shard[1]}_{UNFINISHED}"):
-            raise DataError(
-                f"{prefix} is a shard of a split that did not end, or is at work: others may be "
-                f"missing, or of an earlier split. Run the same split again; it removes {marker}"
-            )
 
 
 def check_folder(name: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Atomic files, locks that end with their holder, and checksums."""
+"""Atomic files, locks that end with their holder, marks of what is unfinished, and checksums."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from millrace.checks import check_local
+from millrace.errors import DataError
+from millrace.names import SHARD_NUMBER, UNFINISHED
 
 if TYPE_CHECKING:
     import hashlib
@@ -26,6 +28,7 @@ _DENIED = (
     "a lock of another user, which you cannot open: ask for it to be removed (if no process holds "
     "it), or for `chmod 666`"
 )
+_SHARD = re.compile("(.+)" + SHARD_NUMBER, re.DOTALL)
 _PIECE = 1 << 20  # bytes that are hashed at a time
 
 
@@ -107,6 +110,17 @@ def naming(path: str) -> Iterator[None]:
         # NumPy's error of a short write, as on a full disk, has only a text.
         number = errno.ENOSPC if "requested and" in str(error) else errno.EIO
         raise OSError(error.errno or number, error.strerror or str(error), path) from error
+
+
+def check_split(*prefixes: str) -> None:
+    """Raises a DataError for a shard of a split that did not end: others may be missing, or old."""
+    for prefix in prefixes:
+        shard = _SHARD.fullmatch(prefix)
+        if shard and os.path.exists(marker := f"{shard[1]}_{UNFINISHED}"):
+            raise DataError(
+                f"{prefix} is a shard of a split that did not end, or is at work: others may be "
+                f"missing, or of an earlier split. Run the same split again; it removes {marker}"
+            )
 
 
 def is_of_the_process(error: OSError) -> bool:

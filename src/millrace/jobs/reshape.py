@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from millrace.cache.loss_files import joined_ranges, write_loss_ranges
-from millrace.checks import check_split
 from millrace.errors import ConfigError
+from millrace.files import check_split
 from millrace.names import BIN, IDX, SHARD_NUMBER, UNFINISHED
 from millrace.option_class import Options, StrPath, option, parse_size
 from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict

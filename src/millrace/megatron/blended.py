@@ -13,7 +13,7 @@ import torch
 
 from millrace import _native
 from millrace.cache import megatron as cache
-from millrace.checks import check_split
+from millrace.files import check_split
 from millrace.megatron.base import CachedIndices, LowLevelDataset, MegatronDataset
 from millrace.megatron.errors import BuildError, ConfigAssertionError, OversampledError, require
 from millrace.megatron.utils import (

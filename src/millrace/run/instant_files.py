@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace.cache.loss_files import loss_checksum
-from millrace.checks import absolute_path, check_split
+from millrace.checks import absolute_path
 from millrace.deferred import cached_property
 from millrace.errors import ConfigError, DataError
-from millrace.files import checksum
+from millrace.files import check_split, checksum
 from millrace.names import BIN, IDX
 from millrace.order import part_range, split_ranges
 from millrace.order.splits import Range

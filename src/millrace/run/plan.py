@@ -18,9 +18,9 @@ from itertools import repeat
 from typing import Any, Literal
 
 from millrace.cache import arrays
-from millrace.checks import absolute_path, check_split
+from millrace.checks import absolute_path
 from millrace.errors import ConfigError
-from millrace.files import atomic_file, writers_lock
+from millrace.files import atomic_file, check_split, writers_lock
 from millrace.order import RULES_VERSION, SPLITS, OrderInputs, OrderPlan
 from millrace.order.blends import normalize, samples_per_dataset
 from millrace.order.order_plans import check_token_dtype, entries_of, plan_order

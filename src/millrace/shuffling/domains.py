@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import absolute_path, check_float, check_path, check_split, shown
+from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
-from millrace.files import files_below, is_of_the_process
+from millrace.files import check_split, files_below, is_of_the_process
 from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
 from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.ragged import Numbers, equal_runs, starts_of

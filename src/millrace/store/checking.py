@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from millrace import _native
-from millrace.checks import check_int, check_list, check_path, check_split
+from millrace.checks import check_int, check_list, check_path
 from millrace.cores import available_cores
 from millrace.errors import ConfigError, DataError
-from millrace.files import checksum
+from millrace.files import check_split, checksum
 from millrace.names import BIN, IDX
 from millrace.storage import StoredFile, exists, storage_of
 from millrace.store.info import BLOCK_SIZE, Checksums, read_info
