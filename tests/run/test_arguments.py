@@ -231,7 +231,7 @@ def test_every_way_to_give_data(tmp_path: Path) -> None:
         ({"eval_interval": 0}, "eval_interval must be at least 1, not 0"),
         ({"data_path": None, "train_data_path": ["a"], "split": "1,1,1"}, "goes with data_path"),
         ({"data_path": None, "data_args_path": "/nowhere"}, "/nowhere: No such file"),
-        ({"data_path": None, "per_split_data_args_path": __file__}, "is not a JSON object"),
+        ({"data_path": None, "per_split_data_args_path": __file__}, "cannot be read as JSON"),
     ],
 )
 def test_contradictory_arguments_are_refused(change: dict[str, Any], message: str) -> None:

@@ -9,7 +9,8 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from millrace.checks import check_bool, check_int, check_path, shown
@@ -50,22 +51,28 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         load = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli").load
     else:
         raise ConfigError(f"{name} is neither .yaml, .yml nor .toml: rename it")
-    try:
-        with open(name, "rb") as file:
-            arguments = load(file)
+    with _open(name, name.rpartition(".")[2]) as file:
+        arguments = load(file)
         if not isinstance(arguments, dict):
             raise ConfigError(f"it holds a {type(arguments).__name__}; `name: value` is needed")
         arguments = _flat(arguments)
         for argument, value in arguments.items():
             _read(argument, value)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{name}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ConfigError(f"{name} cannot be read: {reason}") from None
     return arguments
+
+
+@contextlib.contextmanager
+def _open(path: str, kind: str) -> Iterator[BinaryIO]:
+    """An open file; ConfigError, with its path, for what cannot be read, or fails meanwhile."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as {kind}: {error}") from None
 
 
 _load_json = functools.partial(json.loads, object_pairs_hook=dict_of)
@@ -285,8 +292,8 @@ def _files(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def read_identifiers(text: str) -> Any:
     """A tokenizer's unique identifiers: JSON, a JSON file, or a description of Megatron-LM's."""
     try:
-        identifiers = _load_json(_read_text(text) if os.path.exists(text) else text)
-    except (ValueError, RecursionError) as error:
+        identifiers = _load_json(Path(text).read_bytes() if os.path.exists(text) else text)
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"identifiers {text!r}: neither a file nor JSON ({error})") from None
     while isinstance(identifiers, dict) and identifiers.get("datasets"):
         identifiers = identifiers["datasets"][0]  # of a blend
@@ -337,28 +344,14 @@ def _blends(arguments: Mapping[str, Any]) -> tuple[Blend | None, list[Blend | No
     path = arguments[kind]
     if kind == "data_path":
         return path, None
-    if kind == "data_args_path":
-        return parse_blend(_read_text(path), path), None
-    try:
-        blends = _load_json(_read_text(path))
+    with _open(path, "text" if kind == "data_args_path" else "JSON") as file:
+        if kind == "data_args_path":
+            return parse_blend(file.read().decode()), None
+        blends = _load_json(file.read())
         if not isinstance(blends, dict):
-            raise ValueError(f"it holds {shown(blends)}")
+            raise ConfigError(f"it holds {shown(blends)}; lists by the names of splits are needed")
         lists = [(name, blends.get(name)) for name in SPLITS]
         return None, [None if items is None else parse_blend(items, name) for name, items in lists]
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a JSON object of splits: {error}") from None
-
-
-def _read_text(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
 def _num_samples(
