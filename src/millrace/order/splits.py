@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from millrace.checks import MAX_INT64, check_floats, check_int, shown
 from millrace.errors import ConfigError
@@ -14,8 +13,6 @@ VALID = SPLITS.index("valid")
 
 Bookends = tuple[float, float]
 Range = tuple[int, int]
-
-_ONE = 1 + 1e-12  # the largest sum of shares in float64
 
 
 def parse_split(split: str) -> list[Bookends | None]:
@@ -60,8 +57,7 @@ def split_ranges(num_sequences: int, split: str | Sequence[Bookends | None]) -> 
         ConfigError: See `parse_split`; fractions outside [0, 1], or splits that overlap.
     """
     size = float(check_int("num_sequences", num_sequences, 0, MAX_INT64))
-    bookends = parse_split(split) if isinstance(split, str) else _checked(split)
-    return [None if ends is None else _range(ends, size) for ends in bookends]
+    return [None if ends is None else _range(ends, size) for ends in bookends_of(split)]
 
 
 def part_range(count: int, part: Bookends) -> Range:
@@ -74,25 +70,28 @@ def part_range(count: int, part: Bookends) -> Range:
         >>> part_range(10, (0.6, 1.0))
         (6, 10)
     """
-    return _range(_ends(part, 1), float(count))
+    return _range(check_part(part), float(count))
 
 
 def _range(ends: Bookends, size: float) -> Range:
     return round(ends[0] * size), round(ends[1] * size)
 
 
-def _ends(part: Any, most: float) -> Bookends:
+def check_part(part: Bookends, most: float = 1) -> Bookends:
+    """The ends of a part as floats; ConfigError unless 0 <= start < end <= `most`."""
     ends = check_floats("the ends of the part", part)
     if len(ends) != 2 or not 0 <= ends[0] < ends[1] <= most:
-        raise ConfigError(
-            f"the part must be (start, end) with 0 <= start < end <= 1, not {shown(part)}"
-        )
+        raise ConfigError(f"a part must be (start, end), 0 <= start < end <= 1, not {shown(part)}")
     return ends[0], ends[1]
 
 
-def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
+def bookends_of(split: str | Sequence[Bookends | None]) -> list[Bookends | None]:
+    """The fractions of a split as floats; see `split_ranges` for its forms and errors."""
+    if isinstance(split, str):
+        return parse_split(split)
+    most = 1 + 1e-12  # the largest sum of shares in float64
     try:
-        checked = [None if ends is None else _ends(ends, _ONE) for ends in bookends]
+        checked = [None if ends is None else check_part(ends, most) for ends in split]
         shares = sorted(filter(None, checked))
         if len(checked) != len(SPLITS) or not shares:
             raise ConfigError("there must be three entries, and not all None")
@@ -101,6 +100,6 @@ def _checked(bookends: Sequence[Bookends | None]) -> list[Bookends | None]:
         return checked
     except (TypeError, ConfigError) as error:
         raise ConfigError(
-            f"the fractions of the split are {shown(bookends)}: {error}. Write "
+            f"the fractions of the split are {shown(split)}: {error}. Write "
             "[(0, 0.9), (0.9, 1.0), None] for train, valid and test"
         ) from None

@@ -21,11 +21,11 @@ from millrace.checks import (
     shown,
 )
 from millrace.errors import ConfigError
-from millrace.order import SPLITS, GPTPlan, normalize, part_range, split_ranges
+from millrace.order import SPLITS, GPTPlan, normalize
 from millrace.order.blends import SURPLUS, check_surplus
 from millrace.order.gpt import check_seed
 from millrace.order.order_plans import PlanOf
-from millrace.order.splits import VALID, Bookends
+from millrace.order.splits import VALID, Bookends, bookends_of, check_part
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import SampleFields, SampleOptions
 from millrace.samples.loss_ranges import LOSS_CHOICES
@@ -92,17 +92,13 @@ class RunConfig(SampleFields):
         for field in dataclasses.fields(self):
             if field.type is bool:
                 vars(self)[field.name] = check_bool(field.name, getattr(self, field.name))
-        split = self.split
-        if split is not None:
-            split_ranges(0, split)
-        if not isinstance(split, str | None):
-            split = [None if ends is None else (float(ends[0]), float(ends[1])) for ends in split]
+        bookends = None if self.split is None else bookends_of(self.split)
         vars(self).update(
             num_samples=tuple(
                 None if count is None else check_int(f"num_samples of {name}", count, 0)
                 for name, count in zip(SPLITS, self.num_samples, strict=True)
             ),
-            split=split,
+            split=self.split if isinstance(self.split, str) else bookends,
             access=check_choice("access", self.access, get_args(Access)),
             loss_ranges=check_choice("loss_ranges", self.loss_ranges, LOSS_CHOICES),
             sampler=_imported("sampler", self.sampler),
@@ -318,9 +314,8 @@ def _checked_source(name: str, source: Any) -> Source:
     if source.keys() != {"prefix", "part"}:
         form = '{"prefix": PREFIX, "part": [START, END]}'
         raise ConfigError(f"a part in the {name} blend must be {form}, not {shown(dict(source))}")
-    part_range(0, source["part"])
     prefix = check_path(f"a prefix of the {name} blend", source["prefix"])
-    return {"prefix": prefix, "part": check_floats("the part", source["part"])}
+    return {"prefix": prefix, "part": [*check_part(source["part"])]}
 
 
 def dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

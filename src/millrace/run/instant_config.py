@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 from millrace.checks import MAX_INT32, MAX_INT64, check_float, check_int, check_list, shown
 from millrace.errors import ConfigError
 from millrace.option_class import Options, StrPath, option
-from millrace.order import part_range
 from millrace.order.phases import MAX_WEIGHT, Phase
-from millrace.order.splits import Bookends
+from millrace.order.splits import Bookends, check_part
 from millrace.run.config import DatasetConfig, RunConfig, dict_of
 from millrace.run.skips import Skips
 from millrace.store.opened import token_dtype
@@ -26,9 +25,8 @@ _WHOLE = (0.0, 1.0)
 
 
 def _part(_: str, value: Any) -> Bookends:
-    part_range(0, value)
     # Thousands of sources share the default.
-    return value if value is _WHOLE else (float(value[0]), float(value[1]))
+    return value if value is _WHOLE else check_part(value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,10 @@
 """Small runs that repeat their sources as a large run does."""
 
 from dataclasses import replace
-from typing import Any
 
 from millrace.checks import check_float
 from millrace.errors import ConfigError
-from millrace.order.splits import parse_split
+from millrace.order.splits import bookends_of
 from millrace.run.instant_config import InstantConfig
 from millrace.run.skips import Skips
 from millrace.sampling import BatchSizeSchedule
@@ -31,8 +30,7 @@ def trial_of(
     """
     share = check_float("trial", share, 0, 1)
     sizes = [1] if batches is None else [size for _, size in batches.changes]
-    splits: Any = "1,0,0" if config.split is None else config.split
-    train, *others = parse_split(splits) if isinstance(splits, str) else splits
+    train, *others = bookends_of(config.split or "1,0,0")
     if share == 0 or len(sizes) > 1 or train is None:
         raise ConfigError(
             f"trial is {share}, global batch {sizes}, split {config.split}: a trial needs a share "
