@@ -22,7 +22,8 @@ from millrace import (
 from millrace.encoding import Tokenizer
 from millrace.inspect import describe, format_description
 from millrace.jobs import convert, merge, split, tokenize
-from millrace.provenance import OriginsWriter, common_tokenizer, read_tokenizer, tokenizer_conflict
+from millrace.provenance import OriginsWriter
+from millrace.provenance.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
 from millrace.run.arguments import config_from
 from millrace.store import verify
 from tests.conftest import train_tokenizer

@@ -51,7 +51,7 @@ def test_the_common_tokenizer_is_in_the_sidecar(tmp_path: Path) -> None:
     provenance = {"tokenizer": {"name": "other", "sha256": "b" * 64}}
     build(tmp_path / "in" / "d", some_documents(2), provenance=provenance)
     with pytest.raises(
-        ConfigError, match=r"the same ids mean different texts.*or shuffle .* --any-tokenizer"
+        ConfigError, match=r"the same ids mean different texts.*or mix .*--any-tokenizer"
     ):
         run(tmp_path)
     run(tmp_path, any_tokenizer=True)

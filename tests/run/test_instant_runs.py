@@ -525,7 +525,7 @@ def test_a_run_stays_with_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"seed": -1}, "seed must be at least 0"),
         ({"sources": {}}, "sources must be one or more"),
         ({"sources": {"web": {"weight": 1}}}, "source web: .*missing .* 'prefix'"),
-        ({"sources": {"web": {"prefix": "a", "part": [1, 0]}}}, "source web: the part must be"),
+        ({"sources": {"web": {"prefix": "a", "part": [1, 0]}}}, "source web: a part must be"),
         ({"sources": {"web": {"prefix": "a", "max_epochs": 0}}}, "source web: max_epochs must be"),
         ({"sources": {"web": {"prefix": "a", "dtype": "uint7"}}}, "source web: dtype is 'uint7'"),
         ({"sources": {"web": {"prefix": "no", "weight": 1}}}, "source web: /.*/no.bin not found"),

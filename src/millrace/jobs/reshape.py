@@ -15,7 +15,7 @@ from millrace.errors import ConfigError
 from millrace.files import check_split
 from millrace.names import BIN, IDX, SHARD_NUMBER, UNFINISHED
 from millrace.option_class import Options, StrPath, option, parse_size
-from millrace.provenance import common_tokenizer, copied_origins, read_tokenizer, tokenizer_conflict
+from millrace.provenance import check_tokenizers, common_tokenizer, copied_origins, read_tokenizer
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
 from millrace.store.info import read_info
 from millrace.store.publish import building, check_prefix, files_of, prefix_lock, remove
@@ -88,11 +88,8 @@ def merge(prefixes: Sequence[StrPath], output_prefix: StrPath, **options: Any) -
     names = [os.fspath(prefix) for prefix in own.prefixes]
     if not names:
         raise ConfigError("there is nothing to merge; give at least one prefix")
-    if not own.any_tokenizer and (conflict := tokenizer_conflict(map(read_tokenizer, names))):
-        raise ConfigError(
-            f"{conflict}. Tokenize one of them again, or merge them as they are with "
-            "--any-tokenizer (any_tokenizer=True)"
-        )
+    if not own.any_tokenizer:
+        check_tokenizers(map(read_tokenizer, names))
     datasets = [IndexedDataset(name) for name in names]
     check_split(*names)
     with pair_builder(own, output_prefix, datasets, {"merged": names}) as builder:

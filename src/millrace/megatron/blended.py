@@ -25,7 +25,7 @@ from millrace.megatron.utils import (
     normalize,
 )
 from millrace.order import count_draws, split_ranges
-from millrace.provenance import read_tokenizer, tokenizer_conflict
+from millrace.provenance.tokenizers import read_tokenizer, tokenizer_conflict
 from millrace.torch import distributed_rank, first_then_rest
 
 __all__ = [

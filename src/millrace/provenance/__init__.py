@@ -12,16 +12,16 @@ from millrace.provenance.origins import (
     has_origins,
     origins_file,
 )
-from millrace.provenance.tokenizers import common_tokenizer, read_tokenizer, tokenizer_conflict
+from millrace.provenance.tokenizers import check_tokenizers, common_tokenizer, read_tokenizer
 
 __all__ = [
     "Origin",
     "Origins",
     "OriginsWriter",
+    "check_tokenizers",
     "common_tokenizer",
     "copied_origins",
     "has_origins",
     "origins_file",
     "read_tokenizer",
-    "tokenizer_conflict",
 ]

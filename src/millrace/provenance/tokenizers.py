@@ -9,7 +9,7 @@ version and language. A pair without that information fits any other.
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from millrace.errors import DataError
+from millrace.errors import ConfigError, DataError
 from millrace.storage import Storage
 from millrace.store.info import read_info
 
@@ -79,6 +79,13 @@ def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str | None:
                 f"{record.prefix} by {record.sentences}: they end at different places"
             )
     return None
+
+
+def check_tokenizers(records: Iterable[TokenizerRecord | None]) -> None:
+    """Raises ConfigError for pairs of different tokenizers, or splitters."""
+    if conflict := tokenizer_conflict(records):
+        remedy = "Tokenize one of them again, or mix them as they are: any_tokenizer=True"
+        raise ConfigError(f"{conflict}. {remedy} (--any-tokenizer)")
 
 
 def common_tokenizer(records: Sequence[TokenizerRecord | None]) -> dict[str, Any] | None:

@@ -1,7 +1,6 @@
 """The token files of a run in the instant order, each opened when it is first drawn."""
 
 import bisect
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +10,12 @@ from numpy.typing import NDArray
 from millrace.cache.loss_files import loss_checksum
 from millrace.checks import absolute_path
 from millrace.deferred import cached_property
-from millrace.errors import ConfigError, DataError
+from millrace.errors import DataError
 from millrace.files import check_split, checksum
 from millrace.names import BIN, IDX
-from millrace.order import part_range, split_ranges
+from millrace.order import part_range
 from millrace.order.splits import Range
-from millrace.provenance import read_tokenizer, tokenizer_conflict
+from millrace.provenance import check_tokenizers, read_tokenizer
 from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig
 from millrace.storage import LOCAL, storage_of
@@ -50,9 +49,7 @@ class SourceFile:
         source = config.sources[name]
         self.prefix = absolute_path(source.prefix)
         check_split(self.prefix)
-        self._access, self._storage, self._name = config.access, config.storage, name
-        self._has_loss_ranges = config.loss_ranges == "apply"
-        self._tokenizers = None if config.any_tokenizer else tokenizers
+        self._name, self._config, self._tokenizers = name, config, tokenizers
         dtype = source.dtype or config.dtype
         path, index = self.prefix + BIN, self.prefix + IDX
         storage = storage_of(path, config.storage)
@@ -82,7 +79,8 @@ class SourceFile:
     @cached_property
     def store(self) -> IndexedDataset:
         """The open file; an error if it is not what it was, or of another tokenizer."""
-        store = IndexedDataset(self.prefix, access=self._access, storage=self._storage)
+        access, storage = self._config.access, self._config.storage
+        store = IndexedDataset(self.prefix, access=access, storage=storage)
         if (store.num_tokens, store.dtype) != (self.num_tokens, self.dtype):
             raise DataError(
                 f"source {self._name}: {self.prefix} has {store.num_tokens} tokens, {store.dtype}; "
@@ -90,16 +88,15 @@ class SourceFile:
                 "restore the file"
             )
         _ = self._sums  # of now: other files may take their place
-        if self._tokenizers is not None:
-            records = [*self._tokenizers, read_tokenizer(self.prefix, self._storage)]
-            if conflict := tokenizer_conflict(records):
-                raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
+        if not self._config.any_tokenizer:
+            records = [*self._tokenizers, read_tokenizer(self.prefix, storage)]
+            check_tokenizers(records)
             self._tokenizers.append(records[-1])
         return store
 
     @cached_property
     def _sums(self) -> str | None:
-        info = read_info(self.prefix, self._storage)
+        info = read_info(self.prefix, self._config.storage)
         if info is None or info.checksums is None:
             return None
         return checksum([f"{info.checksums.bin} {info.checksums.idx}".encode()])
@@ -107,7 +104,9 @@ class SourceFile:
     @cached_property
     def loss_ranges(self) -> str | None:
         """The checksum of its loss ranges, if they are applied; no token file is opened for it."""
-        return loss_checksum(self.prefix, self._storage) if self._has_loss_ranges else None
+        if self._config.loss_ranges != "apply":
+            return None
+        return loss_checksum(self.prefix, self._config.storage)
 
     @property
     def content(self) -> str:
@@ -172,17 +171,3 @@ class SourceRange:
             first, end = self.bounds
             self._tokens = self.file.document_start(first), self.file.document_start(end)
         return self._tokens
-
-
-def ranges_of(
-    files: Mapping[str, SourceFile], config: InstantConfig
-) -> Sequence[Mapping[str, SourceRange]]:
-    """The ranges of train, valid and test; none for a split without a share."""
-    splits: list[dict[str, SourceRange]] = [{}, {}, {}]
-    for name, file in files.items():
-        first, end = file.part
-        shares = split_ranges(end - first, config.split or "1,0,0")
-        for ranges, share in zip(splits, shares, strict=True):
-            if share is not None:
-                ranges[name] = SourceRange(file, (first + share[0], first + share[1]))
-    return splits

@@ -16,10 +16,10 @@ from millrace.order import RULES_VERSION
 from millrace.order.instant import InstantOrder, num_windows
 from millrace.order.mixture_tree import ONE
 from millrace.order.phases import Phases
-from millrace.order.splits import Range
+from millrace.order.splits import Range, split_ranges
 from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig
-from millrace.run.instant_files import SourceFile, SourceRange, ranges_of
+from millrace.run.instant_files import SourceFile, SourceRange
 from millrace.run.skips import Skips
 from millrace.samples import BlendedDataset, GPTDataset
 from millrace.samples.fields import SampleOptions
@@ -253,9 +253,15 @@ def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
     first, *later = config.whole_phases
     sizes = {name: file.part[1] - file.part[0] for name, file in files.items()}
     first = replace(first, weights=config.weights(sizes))
+    shares = {name: split_ranges(size, config.split or "1,0,0") for name, size in sizes.items()}
     datasets: list[PhasedDataset | None] = []
-    for ranges, count in zip(ranges_of(files, config), config.num_samples, strict=True):
-        is_training = not datasets
+    for number, count in enumerate(config.num_samples):
+        ranges = {
+            name: SourceRange(file, (file.part[0] + share[0], file.part[0] + share[1]))
+            for name, file in files.items()
+            if (share := shares[name][number]) is not None
+        }
+        is_training = number == 0
         phases = [first, *later] if is_training else [first]
         one = PhasedDataset(ranges, phases, config, count, is_training=is_training)
         datasets.append(one if ranges else None)

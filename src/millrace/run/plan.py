@@ -25,7 +25,7 @@ from millrace.order import RULES_VERSION, SPLITS, OrderInputs, OrderPlan
 from millrace.order.blends import normalize, samples_per_dataset
 from millrace.order.order_plans import check_token_dtype, entries_of, plan_order
 from millrace.order.splits import VALID, Bookends, Range, part_range, split_ranges
-from millrace.provenance import read_tokenizer, tokenizer_conflict
+from millrace.provenance import check_tokenizers, read_tokenizer
 from millrace.records import record_from
 from millrace.run.config import Blend, DatasetConfig, source_of
 from millrace.store.token_file import TokenFile, TokenFileRecord, listed_storages
@@ -99,10 +99,8 @@ def plan_run(config: DatasetConfig) -> RunPlan:
     num_threads = config.num_threads if storages == [config.storage] * len(storages) else REQUESTS
     with ThreadPoolExecutor(num_threads) as pool:
         files = [*pool.map(TokenFile.open, prefixes, repeat(config.access), storages)]
-        compares = len(files) > 1 and not config.any_tokenizer
-        records = pool.map(read_tokenizer, prefixes, storages) if compares else ()
-        if conflict := tokenizer_conflict(records):
-            raise ConfigError(f"{conflict}. Tokenize one of them again, or give any_tokenizer")
+        if len(files) > 1 and not config.any_tokenizer:
+            check_tokenizers(pool.map(read_tokenizer, prefixes, storages))
     check_split(*prefixes)
     by_prefix = dict(zip(prefixes, files, strict=True))
     splits = [

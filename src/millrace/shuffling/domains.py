@@ -22,7 +22,7 @@ from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import check_split, files_below, is_of_the_process
 from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
-from millrace.provenance import common_tokenizer, read_tokenizer, tokenizer_conflict
+from millrace.provenance import check_tokenizers, common_tokenizer, read_tokenizer
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
 from millrace.store.info import has_mask
@@ -108,11 +108,8 @@ class Input:
                     "leave the mask out first with `millrace convert --no-loss-ranges`"
                 )
         records = [None if f.prefix is None else read_tokenizer(f.prefix) for f in self.files]
-        if not self.any_tokenizer and (conflict := tokenizer_conflict(records)):
-            raise ConfigError(
-                f"{conflict}. Tokenize one of them again, or shuffle them as they are with "
-                "--any-tokenizer (any_tokenizer=True)"
-            )
+        if not self.any_tokenizer:
+            check_tokenizers(records)
         return common_tokenizer(records)
 
 
