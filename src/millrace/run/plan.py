@@ -115,8 +115,9 @@ def _plan_split(
 ) -> SplitPlan | None:
     items, weights = blend
     sources = [source_of(item) for item in items]
-    ranges = [_range(config, number, files[prefix], part) for prefix, part in sources]
-    if None in ranges:
+    all_ranges = [_range(config, number, files[prefix], part) for prefix, part in sources]
+    ranges = [one for one in all_ranges if one is not None]
+    if len(ranges) < len(sources):
         return None
     name, size = SPLITS[number], config.num_samples[number]
     kind: Kind = "blend"
@@ -132,11 +133,12 @@ def _plan_split(
             weights = normalize(weights)
             shares = samples_per_dataset(weights, size or 0, config.surplus)
             size, counts = sum(share for share, _ in shares), [built for _, built in shares]
-        datasets = [
-            _plan_dataset(config, number, files[prefix], sequences, count)
-            for (prefix, _), sequences, count in zip(sources, ranges, counts, strict=True)
-            if sequences is not None
-        ]
+        datasets = []
+        for (prefix, _), sequences, count in zip(sources, ranges, counts, strict=True):
+            inputs = _inputs(config, number, files[prefix], sequences, count)
+            check_token_dtype(files[prefix].dataset.dtype, prefix)
+            order = plan_order(config.plan_of, inputs, prefix, config.order_options)
+            datasets.append(DatasetPlan(file=files[prefix], inputs=inputs, order=order))
     except ConfigError as error:
         raise ConfigError(f"the {name} split: {error}") from None
     if weights is None and size is not None:
@@ -158,16 +160,10 @@ def _range(
     return None if share is None else (start + share[0], start + share[1])
 
 
-def _plan_dataset(
-    config: DatasetConfig,
-    split: int,
-    file: TokenFile,
-    sequences: Range,
-    num_samples: int | None,
-    entries: dict[str, Any] | None = None,
-) -> DatasetPlan:
-    """The plan of a dataset, or that of its entries in a manifest."""
-    inputs = OrderInputs(
+def _inputs(
+    config: DatasetConfig, split: int, file: TokenFile, sequences: Range, num_samples: int | None
+) -> OrderInputs:
+    return OrderInputs(
         num_sequences=file.record.num_sequences,
         num_tokens=file.record.num_tokens,
         sequences=sequences,
@@ -178,11 +174,6 @@ def _plan_dataset(
         seed=config.seed,
         load_lengths=file.sequence_lengths,
     )
-    if entries is not None:
-        return DatasetPlan(file=file, inputs=inputs, order=config.plan_of(**entries))
-    check_token_dtype(file.dataset.dtype, file.prefix)
-    order = plan_order(config.plan_of, inputs, file.prefix, config.order_options)
-    return DatasetPlan(file=file, inputs=inputs, order=order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +268,7 @@ def _split_plan(config: DatasetConfig, entry: Any, files: Sequence[TokenFile]) -
     number, datasets = SPLITS.index(entry["name"]), []
     for part in entry["datasets"]:
         file, sequences = files[part["file"]], tuple(part["sequences"])
-        place = config, number, file, sequences, part["num_samples"]
-        datasets.append(_plan_dataset(*place, entries=part[_PLAN]))
+        inputs = _inputs(config, number, file, sequences, part["num_samples"])
+        order = config.plan_of(**part[_PLAN])
+        datasets.append(DatasetPlan(file=file, inputs=inputs, order=order))
     return SplitPlan(**{**entry, "datasets": datasets})
