@@ -84,6 +84,12 @@ def forecast(
         if batches is not None:
             config.check_starts(batches.step_at)
         fields = _of_instant(config, num_parts)
+        num_phases = len(fields["sequence_lengths"])
+        if (start := config.phases[num_phases - 1].until) is not None:
+            fields["warnings"].append(
+                f"phase {num_phases} starts at sample {start:,}, behind the end of the run: it is "
+                "never drawn. `until` counts samples, not steps or tokens"
+            )
     else:
         fields = _of_built(config)
     positions = fields.pop("positions")
@@ -173,19 +179,8 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "unseen": unseen,
         "caps": caps,
         "windows": np.diff(windows, axis=0),
-        "warnings": _warnings(config, train, len(starts)),
+        "warnings": _first(_copies(config, train)),
     }
-
-
-def _warnings(config: InstantConfig, train: PhasedDataset, num_phases: int) -> list[str]:
-    """Tells of data that comes twice, and of phases behind the end of the run."""
-    warnings = _first(_copies(config, train))
-    if (start := config.phases[num_phases - 1].until) is not None:
-        warnings.append(
-            f"phase {num_phases} starts at sample {start:,}, behind the end of the run: it is "
-            "never drawn. `until` counts samples, not steps or tokens"
-        )
-    return warnings
 
 
 def _copies(config: InstantConfig, train: PhasedDataset) -> Iterator[str]:

@@ -269,15 +269,10 @@ def _named_sources(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_fields(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a configuration that are arguments of their own."""
+    """The fields of a configuration that are arguments of their own, and how to read its files."""
     names = {one.name for one in dataclasses.fields(kind)}
     values = {_FIELDS.get(name, name): value for name, value in arguments.items()}
     given = {name: value for name, value in values.items() if name in names}
-    return {"seed": DEFAULT_SEED, **given, **_files(arguments)}
-
-
-def _files(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """How token files are read: their access, and their storage."""
     is_mapped = arguments.get("mmap_bin_files", True) and not arguments.get("no_mmap_bin_files")
     mirror, limit, storage = arguments.get("mirror"), arguments.get("mirror_limit"), None
     if (mirror is None) != (limit is None):
@@ -286,7 +281,8 @@ def _files(arguments: Mapping[str, Any]) -> dict[str, Any]:
         from millrace.storage.objects import ObjectStorage  # 10 ms that runs on disks do without
 
         storage = ObjectStorage(mirror=mirror, limit=limit)
-    return {"access": "mmap" if is_mapped else "file", "storage": storage}
+    files = {"access": "mmap" if is_mapped else "file", "storage": storage}
+    return {"seed": DEFAULT_SEED, **given, **files}
 
 
 def read_identifiers(text: str) -> Any:

@@ -236,11 +236,10 @@ class DatasetConfig(RunConfig):
     def order_key(self) -> dict[str, Any]:
         """The fields that decide the order, as plain JSON values; the token files add the rest."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in NOT_IN_KEY]
-        if self.order is None:  # as in keys from before there were others
-            names.remove("order")
-        if self.order_options is None:
-            names.remove("order_options")
         values = {name: getattr(self, name) for name in names}
+        for name in ("order", "order_options"):
+            if values[name] is None:  # as in keys from before there were others
+                del values[name]
         key: dict[str, Any] = json.loads(json.dumps(values, default=name_of_order))
         return key
 
