@@ -193,9 +193,8 @@ class DatasetConfig(RunConfig):
             blend_per_split=None if per_split is None else blends,
             order=_checked_order(self.order, is_cached=self.cache is not None),
             order_options=_checked_options("order", self.order, self.order_options),
+            cache=None if self.cache is None else check_local(check_path("cache", self.cache)),
         )
-        if self.cache is not None:
-            vars(self)["cache"] = check_local(check_path("cache", self.cache))
         if self.trust_cache and self.cache is None:
             raise ConfigError("trust_cache needs a cache folder: give cache")
         size = self.num_samples[VALID]

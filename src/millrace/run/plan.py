@@ -216,8 +216,7 @@ class Manifest:
         files = [TokenFile(record, config.access, config.storage) for record in self.files]
         try:
             splits = [
-                None if entry is None else _split_plan(config, entry, files)
-                for entry in self.splits
+                None if one is None else _split_plan(config, one, files) for one in self.splits
             ]
         except arrays.NO_RECORD:
             return None
