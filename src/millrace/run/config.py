@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from millrace.checks import (
-    check_bool,
     check_choice,
     check_floats,
     check_int,
@@ -89,9 +88,6 @@ class RunConfig(SampleFields):
         """Makes numbers and flags Python's, whose sums are exact."""
         super().__post_init__()
         _check_three("num_samples", self.num_samples)
-        for field in dataclasses.fields(self):
-            if field.type is bool:
-                vars(self)[field.name] = check_bool(field.name, getattr(self, field.name))
         bookends = None if self.split is None else bookends_of(self.split)
         vars(self).update(
             num_samples=tuple(

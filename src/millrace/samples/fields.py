@@ -2,7 +2,7 @@
 asks for."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -37,15 +37,15 @@ class SampleFields:
     boundaries: str = "eod"
 
     def __post_init__(self) -> None:
-        plain: dict[str, Any] = {
-            "sequence_length": check_int("sequence_length", self.sequence_length, 1, MAX_INT32),
-            "eod_token": check_token("eod_token", self.eod_token),
-            "pad_token": check_token("pad_token", self.pad_token),
-        }
-        check_choice("boundaries", self.boundaries, BOUNDARIES)
-        for name in ("add_extra_token", "reset_position_ids", "eod_mask_loss"):
-            plain[name] = check_bool(name, getattr(self, name))
-        vars(self).update(plain)
+        vars(self).update(
+            sequence_length=check_int("sequence_length", self.sequence_length, 1, MAX_INT32),
+            eod_token=check_token("eod_token", self.eod_token),
+            pad_token=check_token("pad_token", self.pad_token),
+            boundaries=check_choice("boundaries", self.boundaries, BOUNDARIES),
+        )
+        for field in fields(self):  # a configuration has flags of its own
+            if field.type is bool:
+                vars(self)[field.name] = check_bool(field.name, getattr(self, field.name))
         has_eod_rules = self.reset_position_ids or self.eod_mask_loss
         if has_eod_rules and self.eod_token is None:
             raise ConfigError("reset_position_ids and eod_mask_loss look for EOD: give eod_token")
