@@ -187,8 +187,8 @@ def test_what_has_no_numbers_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pa.ipc.new_stream(tmp_path / "stream.arrow", table.schema) as writer:
         writer.write_table(table)
     for name, problem in {
-        "a.jsonl.gz": r"compressed \(gzip\).*decompress it.*StreamDataset",
-        "a.txt": "of the format text",
+        "a.jsonl.gz": r"\(gzip\).*decompress it.*StreamDataset",
+        "a.txt": r"\(text\) has no row numbers",
         "pipe.jsonl": "a pipe",
         "stream.arrow": "an Arrow stream.*new_file",
         "missing.jsonl": "cannot be read",

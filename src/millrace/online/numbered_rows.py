@@ -22,7 +22,7 @@ from millrace.order import split_ranges
 from millrace.order.splits import Bookends
 from millrace.ragged import starts_of
 from millrace.samples.tokens import Numbers
-from millrace.text import BadDocumentError, InputFile, find_inputs
+from millrace.text import BadDocumentError, find_inputs
 from millrace.text.formats.arrow_tables import records_of
 from millrace.tokenizing.input_tasks import absolute
 
@@ -230,7 +230,14 @@ def open_rows(
     if is_list and all(isinstance(entry, (str, bytes, os.PathLike)) for entry in names):
         # Another working directory does not change them.
         files = find_inputs([absolute(os.fsdecode(name)) for name in names])
-        _check_numbered(files)
+        for file in files:
+            kind = "a pipe" if file.is_pipe else file.compression or file.format.name
+            if kind not in ("jsonl", "parquet", "arrow", "csv", "tsv"):
+                raise TextError(
+                    f"{file.path} ({kind}) has no row numbers: decompress it, write it as a file "
+                    "of JSON lines, tokenise it once (`millrace tokenize`), or give StreamDataset "
+                    "a function that reads it in turn"
+                )
         parts = [
             (TableFile if file.format.unit == "row" else JsonLinesFile)(file, folder, max_size)
             for file in files
@@ -244,21 +251,3 @@ def open_rows(
         f"datasets.Dataset or a collections.abc.Sequence of dictionaries{values}; what can only be "
         "read in turn belongs in a StreamDataset"
     )
-
-
-def _check_numbered(files: Sequence[InputFile]) -> None:
-    """TextError with the remedy for files whose rows cannot be read by number."""
-    for file in files:
-        if file.is_pipe:
-            problem = "a pipe"
-        elif file.compression:
-            problem = f"compressed ({file.compression})"
-        elif file.format.name not in ("jsonl", "parquet", "arrow", "csv", "tsv"):
-            problem = f"of the format {file.format.name}"
-        else:
-            continue
-        raise TextError(
-            f"{file.path} is {problem}, so its rows have no numbers: decompress it, write it as a "
-            "file of JSON lines, tokenise it once (`millrace tokenize`), or give StreamDataset a "
-            "function that reads it in turn"
-        )

@@ -51,9 +51,10 @@ class _RowFile:
         identity: What tells the rows from others, whatever the file's path.
     """
 
-    def __init__(self, file: InputFile, notes: arrays.ArraySet) -> None:
-        self.file, self._notes, self.unit = file, notes, file.format.unit
-        self.identity = [file.format.name, file.size, f"{notes['xxh3'][0]:016x}"]
+    def __init__(self, file: InputFile, folder: str, kind: str, make: Any, *tables: str) -> None:
+        self.file, self.unit = file, file.format.unit
+        self._notes = _notes_of(file, folder, kind, make, *tables)
+        self.identity = [file.format.name, file.size, f"{self._notes['xxh3'][0]:016x}"]
 
     def locate(self, number: int) -> tuple[str, int]:
         """The path of the file, and the line or row in it."""
@@ -66,7 +67,7 @@ class JsonLinesFile(_RowFile):
     """The lines of a JSONL file that are not blank, read by position."""
 
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
-        super().__init__(file, _notes_of(file, folder, "rows", _read_lines))
+        super().__init__(file, folder, "rows", _read_lines)
         self._max_size = max_size
 
     def __len__(self) -> int:
@@ -106,14 +107,13 @@ class TableFile(_RowFile):
     def __init__(self, file: InputFile, folder: str, max_size: int) -> None:
         self._table = file
         if file.format.needs_file:
-            notes = _notes_of(file, folder, "groups", _count_groups)
+            super().__init__(file, folder, "groups", _count_groups)
         else:
             kind = f"csv{max_size}"  # rows that are longer are bad ones
             path = os.path.join(folder, _name(kind, file.path) + ".arrow")
-            notes = _notes_of(file, folder, kind, partial(_convert, max_size, path), path)
+            super().__init__(file, folder, kind, partial(_convert, max_size, path), path)
             [self._table] = find_inputs([path])
-        super().__init__(file, notes)
-        self._ends = np.cumsum(notes["counts"])
+        self._ends = np.cumsum(self._notes["counts"])
         self._groups: dict[int, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,9 +173,9 @@ def _object(path: str, size: int, mtime_ns: int) -> StoredFile:
 
 # ---- what is learnt in one pass ----
 
-Notes = tuple[str, dict[str, NDArray[Any]]]
-"""XXH3-64 of a file, and arrays by name. `lines` are the lines or rows of the file's rows; empty if
-they are consecutive: int64 [n]."""
+Notes = dict[str, NDArray[Any]]
+"""Arrays by name. `lines` are the lines or rows of the file's rows: int64 [n]; empty, or not there,
+if they are consecutive. `xxh3` is the XXH3-64 of its content, where it is known already."""
 
 
 def _notes_of(
@@ -194,16 +194,13 @@ def _notes_of(
         with writers_lock(os.path.join(folder, f"{name}.pass.lock"), *tables):
             if (notes := find()) is None:
                 with _opened(file):
-                    digest, contents = make(file)
-                contents["xxh3"] = np.array([int(digest, 16)], np.uint64)
+                    contents = {"lines": np.empty(0, np.int64), **make(file)}
+                    if "xxh3" not in contents:
+                        with readable(file.path):
+                            _, digest = sum_of(file.path, opened=open_path(file.path))
+                        contents["xxh3"] = np.array([int(digest, 16)], np.uint64)
                 notes = arrays.store(folder, name, key, contents)
     return notes
-
-
-def _sum_of(path: str) -> str:
-    """The checksum of a file's content."""
-    with readable(path):
-        return sum_of(path, opened=open_path(path))[1]
 
 
 def _name(kind: str, path: str) -> str:
@@ -244,7 +241,8 @@ def _read_lines(file: InputFile) -> Notes:
             is_blank[place] = not line.strip() and len(line) < _LONGEST_BLANK
     rows = np.flatnonzero(~is_blank)
     lines = rows + 1 if is_blank.any() else rows[:0]
-    return digest.hexdigest(), {"bounds": np.append(flat[rows], offset), "lines": lines}
+    digests = np.array([digest.intdigest()], np.uint64)
+    return {"bounds": np.append(flat[rows], offset), "lines": lines, "xxh3": digests}
 
 
 def _count_groups(file: InputFile) -> Notes:
@@ -255,8 +253,7 @@ def _count_groups(file: InputFile) -> Notes:
             f"{file.path} is an Arrow stream, which has no index of its rows. Write an Arrow file "
             "(pyarrow.ipc.new_file), or give the `datasets.Dataset` that it belongs to"
         )
-    lines = np.empty(0, np.int64)
-    return _sum_of(file.path), {"counts": np.array(counts, np.int64), "lines": lines}
+    return {"counts": np.array(counts, np.int64)}
 
 
 def _convert(max_size: int, path: str, file: InputFile) -> Notes:
@@ -281,4 +278,4 @@ def _convert(max_size: int, path: str, file: InputFile) -> Notes:
             rows.clear()
     counts = np.array([*map(len, places)], np.int64)
     lines = np.concatenate(places) + format_.first_line
-    return _sum_of(file.path), {"counts": counts, "lines": lines}
+    return {"counts": counts, "lines": lines}
