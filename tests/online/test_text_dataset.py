@@ -36,7 +36,7 @@ from millrace.encoding import Tokenizer
 from millrace.encoding.row_encoders import EncodedRows, TextRows, encode_rows
 from millrace.feed import BatchForm, DocumentCosts
 from millrace.online import StreamDataset, TextDataset, open_rows
-from millrace.online.cached_rows import _inputs_of
+from millrace.online.text_dataset import _inputs_of
 from millrace.order import PackedOrder
 from millrace.samples.fields import FIELDS
 from millrace.tokenizing import tokenize
@@ -356,7 +356,7 @@ def test_a_cache_is_found_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyP
     moved = path.rename(tmp_path / "b.jsonl")
     cache = cache.rename(tmp_path / "elsewhere")
     with monkeypatch.context() as patch:
-        patch.setattr("millrace.online.cached_rows.tokenize", None)
+        patch.setattr("millrace.online.text_dataset.tokenize", None)
         assert_same_tokens(build(moved, cache).tokens([0]), first)
     for ending in ("bin", "bin", "loss.json", "loss-ranges.npy"):  # damaged: made again
         [file] = cache.glob(f"*.{ending}")
