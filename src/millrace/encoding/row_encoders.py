@@ -54,15 +54,15 @@ class RowEncoder(Protocol):
 
 def check_encoder(name: str, encoder: Any, pad_token: int | None = None) -> RowEncoder:
     """An encoder of rows, which ends nothing with the padding token; else a ConfigError."""
-    if isinstance(encoder, RowEncoder) and callable(encoder.fingerprint):
-        if pad_token is not None and pad_token in getattr(encoder, "edge_tokens", ()):
-            raise ConfigError(
-                f"pad_token is {pad_token}, with which documents or turns begin or end: it would "
-                "become token 0 and not be trained on. Leave pad_token out: rows need none"
-            )
-        return encoder
-    remedy = "give TextRows(tokenizer), or another RowEncoder"
-    raise ConfigError(f"{name} is a {type(encoder).__name__}: {remedy}")
+    if not isinstance(encoder, RowEncoder) or not callable(encoder.fingerprint):
+        remedy = "give TextRows(tokenizer), or another RowEncoder"
+        raise ConfigError(f"{name} is a {type(encoder).__name__}: {remedy}")
+    if pad_token is not None and pad_token in getattr(encoder, "edge_tokens", ()):
+        raise ConfigError(
+            f"pad_token is {pad_token}, with which documents or turns begin or end: it would "
+            "become token 0 and not be trained on. Leave pad_token out: rows need none"
+        )
+    return encoder
 
 
 def encode_rows(encoder: RowEncoder, rows: Sequence[Mapping[str, Any]]) -> EncodedRows:

@@ -193,9 +193,7 @@ class RowDocuments(Renewed):
                 batches.append(self._alone(numbers))
             else:
                 batches.append(block.result().select(places))
-        if len(batches) > 1:
-            return concatenate(batches)
-        return batches[0] if batches else self._alone(sample_numbers)
+        return concatenate(batches or [self._alone(sample_numbers)])
 
     def _alone(self, sample_numbers: Numbers) -> TokenBatch:
         numbers = self._documents(sample_numbers)
