@@ -1,13 +1,19 @@
-"""Chats into tokens with a proven mask."""
+"""Chats into tokens with a proven mask.
+
+A token that holds characters of both, trained on and not, is not trained on, and counted.
+"""
 
 import codecs
+import json
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from millrace.chats.conversations import all_texts, conversation_of
 from millrace.chats.markers import any_of
@@ -15,12 +21,21 @@ from millrace.chats.options import ChatOptions
 from millrace.chats.probes import LOOKS_SPECIAL, learn
 from millrace.chats.proof import Document, NoTargetError, Rules, Span, prove_chat
 from millrace.chats.templates import find_template
-from millrace.chats.token_borders import BorderEncoder, byte_places, trained_tokens
 from millrace.checks import shown
+from millrace.encoding.flat_ids import flat_ids, starts_and_ends
+from millrace.encoding.hugging_face import JsonVocabulary
 from millrace.encoding.row_encoders import EncodedRows
+from millrace.encoding.tiktoken_file import TiktokenVocabulary
 from millrace.encoding.tokenizer import Tokenizer
+from millrace.encoding.tokenizer_files import ByteVocabulary
+from millrace.encoding.vocabulary import Vocabulary
 from millrace.errors import ConfigError, TextError
 from millrace.option_class import identity_of
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_NFC = {"type": "NFC"}  # changes no text that is in this form already
 
 
 class ChatEncoder:
@@ -64,7 +79,7 @@ class ChatEncoder:
         self.tokenizer, self.dtype = tokenizer, tokenizer.dtype
         self.options = ChatOptions(template=template, **options)
         chat_template = find_template(tokenizer, self.options)
-        self._borders = BorderEncoder(tokenizer)
+        self._borders = _BorderEncoder(tokenizer)
         ids = tokenizer.special_tokens()
         tokens = {*ids}
         special = re.compile(f"{any_of(tokens)}|{LOOKS_SPECIAL}")
@@ -106,7 +121,7 @@ class ChatEncoder:
                 problems.setdefault(documents[place][0], problem)
             documents = [pair for pair in documents if pair[0] not in problems]
             masks = _Masks(self._borders, [one for _, one in documents])
-        tokens, trained = masks.tokens, masks.trained
+        trained = masks.trained
         counts = np.bincount([number for number, _ in documents], minlength=len(rows))
         stops = [turn.stop for _, one in documents for turn in one.turns]
         report = {
@@ -124,7 +139,7 @@ class ChatEncoder:
         }
         routes = Counter(one.routes for _, one in documents)
         report |= {f"routes: {', '.join(names)}": count for names, count in routes.items()}
-        ids, ends = tokens.ids.astype(self.dtype, copy=False), np.cumsum(tokens.lengths)
+        ids, ends = masks.ids.astype(self.dtype, copy=False), np.cumsum(masks.lengths)
         reasons = {number: str(problems[number]) for number in sorted(problems)}
         return EncodedRows(ids, ends, trained, counts, reasons, report)
 
@@ -158,9 +173,9 @@ class ChatEncoder:
             if masks.problems:
                 raise masks.problems[0]
             text, decoder = document.text.encode(), codecs.getincrementaldecoder("utf-8")()
-            places = zip(masks.tokens.starts, masks.tokens.ends, strict=True)
+            places = zip(masks.starts, masks.ends, strict=True)
             texts = [decoder.decode(text[start:end]) for start, end in places]
-            of_tokens = {"tokens": masks.tokens.ids.tolist(), "trained": masks.trained.tolist()}
+            of_tokens = {"tokens": masks.ids.tolist(), "trained": masks.trained.tolist()}
             explained.append({"routes": document.routes, **of_tokens, "texts": texts})
         return explained
 
@@ -195,13 +210,68 @@ class ChatEncoder:
         )
 
 
+# ---- from characters to tokens ----
+
+
+class _BorderEncoder:
+    """Encodes texts, and finds the borders of their tokens; ConfigError for a tokenizer without."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        vocabulary = tokenizer.vocabulary
+        settings = json.loads(vocabulary.content) if isinstance(vocabulary, JsonVocabulary) else {}
+        self.tokenizer, self._sizes = tokenizer, _sizes(vocabulary, settings)
+        self._is_nfc = settings.get("normalizer") == _NFC
+        if self._sizes is None and not settings:
+            raise ConfigError(
+                f"{tokenizer.path} does not tell where its tokens end: give a tokenizer.json, a "
+                'folder with one, a .tiktoken file, or "bytes"'
+            )
+
+    def encode(self, texts: list[str]) -> tuple[Ints, Ints, NDArray[Any], Ints]:
+        """The tokens of texts that stand one after the other, apart by a byte, in one call of the
+        encoder: where each token begins and ends, in bytes of UTF-8, and its id, [n] each; and the
+        number of tokens of each text."""
+        sizes = [len(text) if text.isascii() else len(text.encode()) for text in texts]
+        bases, _ = starts_and_ends(np.array(sizes, np.int64) + 1)
+        if self._sizes is None:
+            others, encodings = [*range(len(texts))], self._reference(texts)
+            ids, lengths = flat_ids([one.ids for one in encodings])
+            firsts, lasts = starts_and_ends(lengths)
+            ends = np.zeros(len(ids), np.int64)
+        else:
+            ids, lengths = self.tokenizer.encode_batch(texts)
+            firsts, lasts = starts_and_ends(lengths)
+            sums = np.append(0, np.cumsum(self._sizes[ids], dtype=np.int64))
+            ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
+            # Such as tokens that swallow white space around them.
+            is_other = sums[lasts] - sums[firsts] != np.array(sizes, np.int64)
+            if self._is_nfc:
+                is_nfc = [unicodedata.is_normalized("NFC", text) for text in texts]
+                is_other |= ~np.array(is_nfc, np.bool_)
+            others = np.flatnonzero(is_other).tolist()
+            encodings = self._reference([texts[number] for number in others]) if others else []
+        for number, one in zip(others, encodings, strict=True):
+            places = byte_places(texts[number], np.array([end for _, end in one.offsets], np.int64))
+            # Offsets may leave out the space before a word: a token begins where the last ended.
+            ends[firsts[number] : lasts[number]] = bases[number] + np.maximum.accumulate(places)
+        starts = np.append(0, ends)[:-1]
+        starts[firsts[lengths > 0]] = bases[lengths > 0]
+        return starts, ends, ids, lengths
+
+    def _reference(self, texts: list[str]) -> Any:
+        """The encodings of some texts by the library of a tokenizer.json, which have offsets."""
+        library: Any = self.tokenizer.vocabulary.library  # type: ignore[attr-defined]
+        return library.encode_batch(texts, add_special_tokens=False)
+
+
 class _Masks:
     """The tokens of some documents, which of them are trained on or across a border, and the
     problems that they show, by document."""
 
-    def __init__(self, borders: BorderEncoder, documents: list[Document]) -> None:
+    def __init__(self, borders: _BorderEncoder, documents: list[Document]) -> None:
         texts = [one.text for one in documents]
-        self.tokens = starts, ends, *_ = borders.encode(texts)
+        starts, ends, self.ids, self.lengths = borders.encode(texts)
+        self.starts, self.ends = starts, ends
         spans: list[Span] = []
         stops: list[tuple[int, int, int]] = []  # start and end of a stop token, and its document
         before = 0
@@ -213,8 +283,8 @@ class _Masks:
         text = "\0".join(texts)
         edges = np.array(spans, np.int64).reshape(-1, 2)
         self.trained, self.is_across = trained_tokens(starts, ends, byte_places(text, edges))
-        lasts, sums = np.cumsum(self.tokens.lengths), np.append(0, np.cumsum(self.trained))
-        empty = np.flatnonzero(sums[lasts] == sums[lasts - self.tokens.lengths]).tolist()
+        lasts, sums = np.cumsum(self.lengths), np.append(0, np.cumsum(self.trained))
+        empty = np.flatnonzero(sums[lasts] == sums[lasts - self.lengths]).tolist()
         nothing = NoTargetError("it has no target: no token of its turns is whole")
         self.problems: dict[int, TextError] = dict.fromkeys(empty, nothing)
         places = np.array([end for _, end, _ in stops], np.int64)
@@ -225,3 +295,58 @@ class _Masks:
             what = f"the stop token {text[start:end]!r} is part of the token"
             token = shown(part.decode(errors="replace"))
             self.problems[number] = TextError(f"{what} {token}, which holds other text, too")
+
+
+def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[Bools, Bools]:
+    """Which tokens are in one of the spans, [spans, 2] in order, and which are across a border.
+
+    >>> masks = trained_tokens(np.array([0, 2, 4]), np.array([2, 4, 6]), np.array([[1, 4]]))
+    >>> [mask.tolist() for mask in masks]
+    [[False, True, False], [True, False, False]]
+    """
+    edges = np.searchsorted(ends, spans, "right")  # the tokens with the characters there
+    there = np.minimum(edges, len(ends) - 1)
+    # The bytes of one character may be several tokens, of which only the first has a width.
+    behind = np.searchsorted(ends, ends[there], "right")
+    behind = np.where(starts[there] < spans, behind, edges)
+    is_inside, is_across = np.zeros((2, len(ends)), bool)
+    for (first, last), (begin, end) in zip(edges.tolist(), behind.tolist(), strict=True):
+        is_inside[begin:last] = True
+        if first < begin or last < end:
+            is_across[first:begin] = is_across[last:end] = True
+    return is_inside, is_across
+
+
+def byte_places(text: str, places: Ints) -> Ints:
+    """Places of characters as places of bytes."""
+    if text.isascii():
+        return places
+    data = np.frombuffer(text.encode(), np.int8)
+    return np.append(np.flatnonzero(data > -65), len(data))[places]  # others continue a character
+
+
+def _sizes(vocabulary: Vocabulary, settings: dict[str, Any]) -> NDArray[np.int32] | None:
+    """The bytes of each id: int32 [ids]; None if tokens are not the bytes of the text.
+
+    `settings`: content of a tokenizer.json; empty for other vocabularies.
+    """
+    sizes = np.ones(vocabulary.largest_id + 1, np.int32)
+    if isinstance(vocabulary, TiktokenVocabulary):
+        tokens: dict[Any, int] = vocabulary.ranks
+        added = vocabulary.special_ids
+    elif isinstance(vocabulary, JsonVocabulary) and _is_byte_level(settings):
+        library = vocabulary.library
+        tokens = library.get_vocab(with_added_tokens=False)  # a character a byte
+        added = {one.content: number for number, one in library.get_added_tokens_decoder().items()}
+    else:
+        return sizes if isinstance(vocabulary, ByteVocabulary) else None
+    sizes[[*tokens.values()]] = [*map(len, tokens)]
+    sizes[[*added.values()]] = [len(text.encode()) for text in added]
+    return sizes
+
+
+def _is_byte_level(settings: dict[str, Any]) -> bool:
+    first = settings.get("pre_tokenizer") or {}
+    kinds = [first.get("type"), *(one.get("type") for one in first.get("pretokenizers", ()))]
+    is_bpe = settings["model"].get("type", "BPE") == "BPE"
+    return is_bpe and settings.get("normalizer") in (None, _NFC) and "ByteLevel" in kinds

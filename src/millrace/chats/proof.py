@@ -140,7 +140,8 @@ class _Proof:
     def document(self, pending: Sequence[int]) -> tuple[Document, set[int]]:
         """The document, and the pending turns whose context it has. TextError for a last turn that
         is not proven though nothing follows it."""
-        self._check_tags()
+        if self.tags is not None:
+            self._check_tags(sorted(self.tags))
         turns, proven = [], set()
         for message in pending:
             try:
@@ -265,23 +266,20 @@ class _Proof:
     def _trained(self, where: MessageSpan, start: int, stop: Span, shift: int = 0) -> list[Turn]:
         """The turn from start to stop, without pieces that are not asked for and what is around
         these; moved by `shift`. Empty if no piece is asked for."""
-        pieces, spans = where.pieces, list[Span]()
-        is_asked = [piece.kind in self.rules.options.kinds for piece in pieces]
-        for number, piece in enumerate(pieces):
-            if is_asked[number]:
-                is_joined = number > 0 and is_asked[number - 1]
-                first = spans.pop()[0] if is_joined else piece.start if number else start
-                spans.append((first, piece.end))
+        kinds, spans = self.rules.options.kinds, list[Span]()
+        for is_asked, group in itertools.groupby(where.pieces, lambda one: one.kind in kinds):
+            run = [*group]
+            if is_asked:
+                spans.append((run[0].start if run[0].start > where.begin else start, run[-1].end))
         if not spans:
             return []
-        spans.append((spans.pop()[0] if is_asked[-1] else stop[0], stop[1]))
+        spans.append((spans.pop()[0] if is_asked else stop[0], stop[1]))
         moved = [(first + shift, last + shift) for first, last in spans if first < last]
         return [Turn(moved, (stop[0] + shift, stop[1] + shift))]
 
-    def _check_tags(self) -> None:
+    def _check_tags(self, tags: Tags) -> None:
         """Raises TextError if tags are around another message, or not around an assistant's."""
-        tags = sorted(self.tags or ())
-        for message, where in self.where.items() if self.tags is not None else ():
+        for message, where in self.where.items():
             is_ours = self.messages[message]["role"] == "assistant"
             for piece in where.pieces:
                 place = bisect_right(tags, piece.start, key=lambda tag: tag[0]) - 1
@@ -317,16 +315,6 @@ _Shape = tuple[tuple[str, str, Weight], ...]
 """The role, the content with a number for its words, and the weight of each message."""
 
 
-class _StandIn(NamedTuple):
-    """A document with numbers in place of words. Its proof has rendered them as sealed texts: what
-    a template writes without reading it, it writes for all words."""
-
-    document: Document
-    pieces: list[str]  # of its text: every second one is a number
-    messages: list[int]  # of the numbers
-    ends: list[int]  # of the numbers
-
-
 def prove_chat(chat: Conversation, rules: Rules) -> list[Document]:
     """As `prove`, whose proof of a stand-in serves all chats of one shape, if all that it rendered
     is the beginning of the whole, and if the template does not read the words."""
@@ -334,13 +322,16 @@ def prove_chat(chat: Conversation, rules: Rules) -> list[Document]:
     stand_ins = _stand_ins(shape, rules) if shape else None
     if stand_ins is None:
         return prove(chat, rules)
-    return [_with_words(one, words) for one in stand_ins]
+    return [_with_words(words, *one) for one in stand_ins]
 
 
-def _with_words(stand_in: _StandIn, words: list[str]) -> Document:
-    document, pieces, messages, ends = stand_in
-    own, pieces = [words[message] for message in messages], [*pieces]
-    pieces[1::2] = own
+def _with_words(
+    words: list[str], document: Document, pieces: list[str], ends: list[int]
+) -> Document:
+    """A stand-in's document with words in place of the numbers, which are every second piece of its
+    text, and end at `ends`."""
+    pieces = [*pieces]
+    pieces[1::2] = own = [words[int(number)] for number in pieces[1::2]]
     shifts = [*itertools.accumulate((len(word) - _WIDTH for word in own), initial=0)]
 
     def moved(span: Span) -> Span:
@@ -370,8 +361,10 @@ def _shape_of(chat: Conversation, rules: Rules) -> tuple[_Shape, list[str]]:
 
 
 @lru_cache(1024)
-def _stand_ins(shape: _Shape, rules: Rules) -> list[_StandIn] | None:
-    """The documents of a shape; None if its proof tells nothing of others."""
+def _stand_ins(shape: _Shape, rules: Rules) -> list[tuple[Document, list[str], list[int]]] | None:
+    """The documents of a shape, as `_with_words` takes them; None if its proof tells nothing of
+    others. It renders the numbers as sealed texts: what a template writes without reading it, it
+    writes for all words."""
     if isinstance(rules.template, JinjaTemplate):  # ours reads no text
         rules = replace(rules, template=replace(rules.template, is_sealed=True))
     messages = [{"role": role, "content": content} for role, content, _ in shape]
@@ -379,10 +372,8 @@ def _stand_ins(shape: _Shape, rules: Rules) -> list[_StandIn] | None:
         documents = prove(Conversation(messages, None, [weight for *_, weight in shape]), rules)
     except TextError:
         return None
-    return None if any("prompt" not in one.routes for one in documents) else [*map(_cut, documents)]
-
-
-def _cut(document: Document) -> _StandIn:
-    pieces = _NUMBER.split(document.text)
-    ends = [match.end() for match in _NUMBER.finditer(document.text)]
-    return _StandIn(document, pieces, [int(number) for number in pieces[1::2]], ends)
+    if any("prompt" not in one.routes for one in documents):
+        return None
+    ends = [[match.end() for match in _NUMBER.finditer(one.text)] for one in documents]
+    pieces = [_NUMBER.split(one.text) for one in documents]
+    return [*zip(documents, pieces, ends, strict=True)]
