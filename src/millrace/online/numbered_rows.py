@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from millrace.checks import check_folder, check_int, check_ints, shown
+from millrace.checks import check_folder, check_int, shown
 from millrace.deferred import cached_property
 from millrace.errors import CacheError, ConfigError, TextError
 from millrace.files import checksum
@@ -21,6 +21,7 @@ from millrace.online.row_files import JsonLinesFile, Row, TableFile
 from millrace.order import split_ranges
 from millrace.order.splits import Bookends
 from millrace.ragged import starts_of
+from millrace.samples.dataset import check_numbers
 from millrace.samples.tokens import Numbers
 from millrace.text import BadDocumentError, find_inputs
 from millrace.text.formats.arrow_tables import records_of
@@ -162,10 +163,7 @@ class Rows:
             IndexError: No such row.
             TextError: A row that cannot be used, with its place; a file that has changed.
         """
-        checked = check_ints("the row numbers", numbers)
-        if checked.size > 0 and not 0 <= checked.min() <= checked.max() < len(self):
-            limit = f"in 0 to {len(self) - 1}" if len(self) > 0 else "there: there are no rows"
-            raise IndexError(f"row numbers {shown(checked.tolist())} are not {limit}")
+        checked = check_numbers(numbers, len(self), "row numbers")
         rows = self.read(checked)
         for number, row in zip(checked.tolist(), rows, strict=True):
             if isinstance(row, BadDocumentError):

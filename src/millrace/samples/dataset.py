@@ -391,12 +391,13 @@ def converted(place: str, tokens: NDArray[Any], form: BatchForm) -> NDArray[Any]
     return tokens.astype(dtype, copy=False)
 
 
-def check_numbers(sample_numbers: ArrayLike, limit: int) -> Numbers:
-    """Sample numbers as int64 [batch]; an IndexError for those outside [0, limit)."""
-    numbers = check_ints("sample numbers", sample_numbers)
+def check_numbers(values: ArrayLike, limit: int, name: str = "sample numbers") -> Numbers:
+    """Numbers of samples, or of rows, as int64 [n]; an IndexError for those outside [0, limit)."""
+    numbers = check_ints(name, values)
     # Python finds the ends of a short list in a fifth of NumPy's time.
     ends = numbers.tolist() if numbers.size <= 64 else [numbers.min(), numbers.max()]
     if ends and not 0 <= min(ends) <= max(ends) < limit:
-        asked = f"from {numbers.min()} to {numbers.max()}"
-        raise IndexError(f"sample numbers {asked} were asked for; the dataset has 0 to {limit - 1}")
+        there = f"0 to {limit - 1}" if limit > 0 else "none"
+        asked = f"{name} from {numbers.min()} to {numbers.max()}"
+        raise IndexError(f"{asked} were asked for; there are {there}")
     return numbers
