@@ -33,7 +33,6 @@ from millrace.errors import ConfigError, TextError
 from millrace.option_class import identity_of
 
 Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 _NFC = {"type": "NFC"}  # changes no text that is in this form already
 
@@ -297,8 +296,8 @@ class _Masks:
             self.problems[number] = TextError(f"{what} {token}, which holds other text, too")
 
 
-def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[Bools, Bools]:
-    """Which tokens are in one of the spans, [spans, 2] in order, and which are across a border.
+def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Which tokens are in one of the spans, [spans, 2] in order, and across a border: bool [n].
 
     >>> masks = trained_tokens(np.array([0, 2, 4]), np.array([2, 4, 6]), np.array([[1, 4]]))
     >>> [mask.tolist() for mask in masks]

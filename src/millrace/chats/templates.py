@@ -300,7 +300,13 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file} is not UTF-8 ({error}): convert it") from None
     elif given is None:
-        source, place = _template_of(settings, folder), folder
+        source, place = settings.get("chat_template"), folder
+        if isinstance(source, list):  # several by name
+            with contextlib.suppress(KeyError, TypeError):  # without a default, it is refused below
+                source = {one["name"]: one["template"] for one in source}["default"]
+        if not isinstance(source, str | None):
+            what = f"the chat_template of {folder} is {shown(source)}, without a default"
+            raise ConfigError(f"{what}. Write one of them to a file, and give template=")
     elif file != "chatml":
         what = f"template is {file!r}, and there is no such file"
         raise ConfigError(f"{what}; give a file, Jinja, or chatml")
@@ -317,14 +323,3 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     # As transformers does; a None would be printed.
     arguments = {name: text for name, text in tokens.items() if name[-6:] == "_token" and text}
     return JinjaTemplate(source, arguments | options.template_arguments, options.date, place)
-
-
-def _template_of(settings: dict[str, Any], folder: str) -> str | None:
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several by name
-        with contextlib.suppress(KeyError, TypeError):  # without a default, it is refused below
-            template = {one["name"]: one["template"] for one in template}["default"]
-    if not isinstance(template, str | None):
-        what = f"the chat_template of {folder} is {shown(template)}, without a default"
-        raise ConfigError(f"{what}. Write one of them to a file, and give template=")
-    return template

@@ -108,8 +108,7 @@ class RowDocuments(Renewed):
     alone.
 
     Args:
-        rows: `Rows`, or `StoredDocuments`.
-        encoder: The encoder of the rows.
+        rows: `Rows`, or `StoredDocuments`, which is its own encoder.
         threads: Number of threads that encode.
         capacity: Number of tokens after which a document is cut.
         identity: What decides the documents, as plain values. It is the same with and without

@@ -5,12 +5,11 @@ time: the XXH3-64 of its content, and where its rows are.
 """
 
 import contextlib
-import functools
 import io
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -165,7 +164,7 @@ def _opened(file: InputFile) -> Iterator[Callable[[Numbers, Numbers], Any]]:
         yield gather
 
 
-@functools.cache
+@cache
 def _object(path: str, size: int, mtime_ns: int) -> StoredFile:
     """An object, which a process opens once: what is read later is of this object, or an error."""
     return storage_of(path).open(path, "file")
