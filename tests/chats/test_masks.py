@@ -184,12 +184,9 @@ def test_encoders_that_cannot_be_made(tokenizer: Tokenizer) -> None:
         with pytest.raises(ConfigError, match=r"tokenizer is|tokens end|special_tokens_in_text"):
             ChatEncoder(wrong)  # type: ignore[arg-type]
     for options, message in (
-        ({"turns": "some"}, "turns must be one of all, last, weight"),
-        ({"mask_routes": 3}, "mask_routes must be between 1 and 2"),
         ({"date": "today"}, "give a day"),
         ({"template_arguments": [1]}, "give a dictionary"),
         ({"template_arguments": {"a": object()}}, "template_arguments.a is <obj"),
-        ({"reasoning": 1}, "reasoning must be True or False"),
         ({"stop": "never"}, "cannot be proven.* no stop token"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -288,7 +288,6 @@ def test_bad_rows_stop_at_their_sample(packing: str) -> None:
     ("options", "problem"),
     [
         ({"source": 5}, "source is a int; give"),
-        ({"encoder": BYTES.tokenizer}, "encoder is a Tokenizer"),
         ({"packing": "gpt"}, "packing must be one of"),
         ({"rows_per_sample": 0}, "rows_per_sample"),
         ({"shuffle_buffer": -1}, "shuffle_buffer"),

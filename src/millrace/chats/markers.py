@@ -9,7 +9,7 @@ places. That is two renderings, whatever the number of messages.
 import itertools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from millrace.chats.conversations import REASONING, Message
@@ -71,9 +71,15 @@ class Marker:
         self._with_literals: set[int] = set()  # messages
         self._literals = re.compile(f"({any_of(literals)})")
 
-    def marked(self, messages: Sequence[Message]) -> list[Message]:
-        """Copies of the messages, with markers."""
-        return [self._marked_message(number, one) for number, one in enumerate(messages)]
+    def marked(self, number: int, message: Message) -> Message:
+        """A copy of a message, with markers: of all messages in turn."""
+        marked = {**message, "content": self._wrap_content(number, message["content"])}
+        if "reasoning_content" in message:
+            text = self._wrap(number, THOUGHT, message["reasoning_content"])
+            marked |= {name: text for name in REASONING if name in message}
+        if "tool_calls" in message:
+            marked["tool_calls"] = [self._marked_call(number, one) for one in message["tool_calls"]]
+        return marked
 
     def find(self, marked_text: str) -> tuple[dict[int, MessageSpan], dict[int, set[str]]]:
         """What the text shows of each message at its first place; and the kinds of the pieces that
@@ -124,15 +130,6 @@ class Marker:
             kind = THOUGHT if place < last_thought else CONTENT
             parts[place] = self._wrap(message, kind, parts[place])
         return "".join(parts)
-
-    def _marked_message(self, number: int, message: Message) -> Message:
-        marked = {**message, "content": self._wrap_content(number, message["content"])}
-        if "reasoning_content" in message:
-            text = self._wrap(number, THOUGHT, message["reasoning_content"])
-            marked |= {name: text for name in REASONING if name in message}
-        if "tool_calls" in message:
-            marked["tool_calls"] = [self._marked_call(number, one) for one in message["tool_calls"]]
-        return marked
 
     def _marked_call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
         function, count = {**call.get("function", call)}, len(self._owners)

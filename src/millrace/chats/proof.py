@@ -67,11 +67,8 @@ class _RewrittenError(Exception):
 
 
 def prove(chat: Conversation, rules: Rules) -> list[Document]:
-    """The documents of a conversation: one, or more where a template rewrites its history.
-
-    Raises:
-        TextError: A chat that the template refuses, a mask that is not proven, or no target.
-    """
+    """The documents of a conversation, several if a template rewrites its history. TextError
+    for a chat that the template refuses, a mask that is not proven, or no target."""
     pending, template = _turns_to_train(chat, rules.options.turns), rules.template
 
     @cache
@@ -130,8 +127,8 @@ class _Proof:
         else:
             self.text = template.render(self.messages, chat.tools, tags=self.tags)
         marker = Marker(self.text, template.literals)
-        marked = template.render(marker.marked(self.messages), chat.tools)
-        self.where, self.lost = marker.find(marked)
+        marked = [marker.marked(*numbered) for numbered in enumerate(self.messages)]
+        self.where, self.lost = marker.find(template.render(marked, chat.tools))
         self._opening = re.compile(rf"((?:{rules.special.pattern})\s*)*")
         self.without_prompt: list[int] = []
         self._starts: dict[Any, int] = {}  # of turns that are rendered alike, from their content on

@@ -109,7 +109,6 @@ class RowDocuments(Renewed):
 
     Args:
         rows: `Rows`, or `StoredDocuments`, which is its own encoder.
-        threads: Number of threads that encode.
         capacity: Number of tokens after which a document is cut.
         identity: What decides the documents, as plain values. It is the same with and without
             token files: a run may go on with the one or the other.

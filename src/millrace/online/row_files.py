@@ -42,13 +42,8 @@ _PROBLEM = "\0problem"  # column of a converted file
 
 
 class _RowFile:
-    """A file of rows, and what was learnt of it.
-
-    Attributes:
-        file: The file.
-        unit: What a row is called, "line" or "row".
-        identity: What tells the rows from others, whatever the file's path.
-    """
+    """A file of rows, and what was learnt of it. `unit` is what a row is called, "line" or "row";
+    `identity` tells the rows from others, whatever the file's path."""
 
     def __init__(self, file: InputFile, folder: str, kind: str, make: Any, *tables: str) -> None:
         self.file, self.unit = file, file.format.unit

@@ -199,9 +199,6 @@ def _tokenized(
     the job's report; and where the documents start and stop in them.
 
     Of several processes one makes them, and the others wait; after a kill the next one continues.
-
-    Args:
-        options: `on_error` and `workers` of the job.
     """
     start, stop = rows.start, rows.stop
     # All splits share the files of all rows, where each row is a document: others may skip some.
