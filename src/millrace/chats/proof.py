@@ -323,12 +323,12 @@ def prove_chat(chat: Conversation, rules: Rules) -> list[Document]:
 
 
 def _with_words(
-    words: list[str], document: Document, pieces: list[str], ends: list[int]
+    words: list[str], document: Document, pieces: list[Any], ends: list[int]
 ) -> Document:
     """A stand-in's document with words in place of the numbers, which are every second piece of its
     text, and end at `ends`."""
     pieces = [*pieces]
-    pieces[1::2] = own = [words[int(number)] for number in pieces[1::2]]
+    pieces[1::2] = own = [words[number] for number in pieces[1::2]]
     shifts = [*itertools.accumulate((len(word) - _WIDTH for word in own), initial=0)]
 
     def moved(span: Span) -> Span:
@@ -358,7 +358,7 @@ def _shape_of(chat: Conversation, rules: Rules) -> tuple[_Shape, list[str]]:
 
 
 @lru_cache(1024)
-def _stand_ins(shape: _Shape, rules: Rules) -> list[tuple[Document, list[str], list[int]]] | None:
+def _stand_ins(shape: _Shape, rules: Rules) -> list[tuple[Document, list[Any], list[int]]] | None:
     """The documents of a shape, as `_with_words` takes them; None if its proof tells nothing of
     others. It renders the numbers as sealed texts: what a template writes without reading it, it
     writes for all words."""
@@ -369,8 +369,11 @@ def _stand_ins(shape: _Shape, rules: Rules) -> list[tuple[Document, list[str], l
         documents = prove(Conversation(messages, None, [weight for *_, weight in shape]), rules)
     except TextError:
         return None
-    if any("prompt" not in one.routes for one in documents):
-        return None
-    ends = [[match.end() for match in _NUMBER.finditer(one.text)] for one in documents]
-    pieces = [_NUMBER.split(one.text) for one in documents]
-    return [*zip(documents, pieces, ends, strict=True)]
+    stand_ins = []
+    for one in documents:
+        if "prompt" not in one.routes:
+            return None
+        pieces: list[Any] = _NUMBER.split(one.text)
+        pieces[1::2] = [int(number) for number in pieces[1::2]]
+        stand_ins.append((one, pieces, [match.end() for match in _NUMBER.finditer(one.text)]))
+    return stand_ins
