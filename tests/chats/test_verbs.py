@@ -46,11 +46,11 @@ def test_a_row_is_shown_with_its_mask(path: Path, verb: Any) -> None:
     assert "".join(text for text, is_trained in said if is_trained) == "Bye<|im_end|>"
     problem = "chats.jsonl, line 1: none of the 1 messages is an assistant"
     assert problem in verb(*command, "--row", 0, status=1)
-    assert "row numbers from 2 to 2 were asked for; there are 0 to 1" in verb(
+    assert "row numbers from 2 to 2 were asked for; there are 2, from 0 on" in verb(
         *command, "--row", 2, status=1
     )
     (empty := path.with_name("e.jsonl")).touch()
-    assert "there are none" in verb("inspect", empty, "--tokenizer", "bytes", status=1)
+    assert "there are 0, from 0 on" in verb("inspect", empty, "--tokenizer", "bytes", status=1)
     assert "--tokenizer is missing" in verb("inspect", path, status=1)
     (table := path.with_name("a.tsv")).write_text("prompt\tcompletion\nHi\tBye\n")
     assert "⟦Bye<|im_end|>⟧" in verb("inspect", table, "--tokenizer", "bytes")

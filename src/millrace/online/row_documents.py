@@ -191,7 +191,9 @@ class RowDocuments(Renewed):
                 batches.append(self._alone(numbers))
             else:
                 batches.append(block.result().select(places))
-        return concatenate(batches or [self._alone(sample_numbers)])
+        if len(batches) > 1:
+            return concatenate(batches)
+        return batches[0] if batches else self._alone(sample_numbers)
 
     def _alone(self, sample_numbers: Numbers) -> TokenBatch:
         numbers = self._documents(sample_numbers)

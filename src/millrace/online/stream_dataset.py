@@ -114,7 +114,7 @@ class RowStream(Renewed):
             return self._samples_of(entries, size, own), after
         runs = itertools.groupby(entries, itemgetter(0))
         samples = [batch.select(np.array([place for _, place, _ in run])) for batch, run in runs]
-        return concatenate(samples or [EMPTY]), after
+        return samples[0] if len(samples) == 1 else concatenate(samples or [EMPTY]), after
 
     def _entries(self, state: Any) -> Iterator[_Entry]:
         """The rows from a state on, in the shuffled order."""

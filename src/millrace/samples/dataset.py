@@ -397,7 +397,6 @@ def check_numbers(values: ArrayLike, limit: int, name: str = "sample numbers") -
     # Python finds the ends of a short list in a fifth of NumPy's time.
     ends = numbers.tolist() if numbers.size <= 64 else [numbers.min(), numbers.max()]
     if ends and not 0 <= min(ends) <= max(ends) < limit:
-        there = f"0 to {limit - 1}" if limit > 0 else "none"
         asked = f"{name} from {numbers.min()} to {numbers.max()}"
-        raise IndexError(f"{asked} were asked for; there are {there}")
+        raise IndexError(f"{asked} were asked for; there are {limit}, from 0 on")
     return numbers

@@ -258,8 +258,6 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
     Parts are known, and a field is there, where they are in all batches; a part without a sequence
     has sequence -1.
     """
-    if len(batches) == 1:
-        return batches[0]
     shifts = np.cumsum([0, *(len(batch.tokens) for batch in batches)])[:-1].tolist()
     pairs = list(zip(batches, shifts, strict=True))
     starts = None
