@@ -1,25 +1,21 @@
 """Atomic files, locks that end with their holder, marks of what is unfinished, and checksums."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
+import hashlib
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
 from millrace.checks import check_local
 from millrace.errors import DataError
 from millrace.names import SHARD_NUMBER, UNFINISHED
-
-if TYPE_CHECKING:
-    import hashlib
 
 TMP = ".tmp"  # ends the name of a file that is being written
 _TEMPORARY = re.compile(r"(.*?)(\.[0-9a-f]{12})?" + re.escape(TMP), re.DOTALL)
@@ -290,8 +286,6 @@ def xxh3() -> Any:
 
 def blake2b(data: bytes = b"") -> hashlib.blake2b:
     """A BLAKE2b of `data`, with `update` and `hexdigest`: 32 hex digits, for fingerprints."""
-    import hashlib  # 4 ms that `import millrace` does without
-
     return hashlib.blake2b(data, digest_size=16)
 
 
