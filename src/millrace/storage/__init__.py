@@ -143,10 +143,10 @@ def read_file(storage: Storage, path: str) -> bytes:
 
 
 class FileStream(io.RawIOBase):
-    """A reader as a file object, for libraries that take one."""
+    """A reader as a file object, for libraries that take one; see `SequentialStream`."""
 
-    def __init__(self, reader: BinReader) -> None:
-        self.reader, self._place = reader, 0
+    def __init__(self, reader: BinReader, *, is_read_on: bool = False) -> None:
+        self.reader, self._place, self._is_read_on = reader, 0, is_read_on
 
     def readable(self) -> bool:
         return True
@@ -161,6 +161,12 @@ class FileStream(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Fills the buffer, or takes all that is left: pyarrow takes fewer bytes for the end."""
         view = memoryview(buffer).cast("B")
+        if self._is_read_on:
+            view = view[:_STREAM_BLOCK]
+            if hasattr(self.reader, "prefetch"):
+                starts = self._place + _STREAM_BLOCK * np.arange(_BLOCKS_AHEAD)
+                starts = starts[starts < self.reader.size]
+                self.reader.prefetch(starts, np.minimum(_STREAM_BLOCK, self.reader.size - starts))
         count = max(min(len(view), self.reader.size - self._place), 0)
         # Other bytes than were asked for are a ValueError.
         view[:count] = self.reader.read(self._place, count).data
@@ -172,19 +178,8 @@ class SequentialStream(io.BufferedReader):
     """A file object that is read on from any place, by blocks; the next ones are announced."""
 
     def __init__(self, reader: BinReader) -> None:
-        super().__init__(_Blocks(reader), _STREAM_BLOCK)
+        super().__init__(FileStream(reader, is_read_on=True), _STREAM_BLOCK)
         self.reader = reader
-
-
-class _Blocks(FileStream):
-    def readinto(self, buffer: Any) -> int:
-        """Reads a block at most, for a buffer that is filled by several."""
-        if hasattr(self.reader, "prefetch"):
-            starts = self._place + _STREAM_BLOCK * np.arange(_BLOCKS_AHEAD)
-            starts = starts[starts < self.reader.size]
-            counts = np.minimum(_STREAM_BLOCK, self.reader.size - starts)
-            self.reader.prefetch(starts, counts)
-        return super().readinto(memoryview(buffer).cast("B")[:_STREAM_BLOCK])
 
 
 def bytes_in_memory(reader: BinReader) -> Bytes | None:
@@ -245,7 +240,7 @@ class LocalStorage:
 
     def open(self, path: str, access: Access) -> StoredFile:
         if access == "mmap":
-            return MappedFile(path)
+            return map_file(path)
         if access == "file":
             return PositionedFile(path)
         raise ConfigError(f"access is {access!r}; it is one of mmap, file")
@@ -260,15 +255,12 @@ LOCAL = LocalStorage()
 
 
 class MappedFile:
-    """A file that is mapped from the page cache: reads are views. No descriptor stays open."""
+    """A file in memory, as mapped from the page cache: reads are views."""
 
     is_local = True
 
-    def __init__(self, path: str) -> None:
-        with open(path, "rb", buffering=0) as file:
-            self.identity = identity_of(os.fstat(file.fileno()))
-            self.size = self.identity.size
-            self.bytes: Bytes = _native.map_file(file.fileno(), self.size)
+    def __init__(self, data: Bytes, identity: Identity) -> None:
+        self.bytes, self.identity, self.size = data, identity, identity.size
 
     def read(self, byte_offset: int, num_bytes: int) -> Bytes:
         return self.bytes[byte_offset : byte_offset + num_bytes]
@@ -278,6 +270,13 @@ class MappedFile:
 
     def prefetch(self, byte_offsets: Numbers, byte_counts: Numbers) -> None:
         _native.prefetch_mapped(self.bytes, byte_offsets, byte_counts)
+
+
+def map_file(path: str) -> MappedFile:
+    """Maps a file from the page cache. No descriptor stays open."""
+    with open(path, "rb", buffering=0) as file:
+        identity = identity_of(os.fstat(file.fileno()))
+        return MappedFile(_native.map_file(file.fileno(), identity.size), identity)
 
 
 class PositionedFile:

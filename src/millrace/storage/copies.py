@@ -11,17 +11,10 @@ from typing import Any
 
 from millrace.errors import ConfigError
 from millrace.files import atomic_file, blake2b, checksum, writers_lock, xxh3
-from millrace.storage import Bytes, Identity, MappedFile, StoredFile
+from millrace.storage import MappedFile, StoredFile, map_file
 
 _PAUSE = 0.02  # seconds between two looks for a file that another process makes
 _PIECE = 64 << 20  # bytes that are asked for at once, by requests side by side
-
-
-class CopiedFile(MappedFile):
-    """The bytes of an object, mapped from a copy or in memory."""
-
-    def __init__(self, data: Bytes, identity: Identity) -> None:
-        self.bytes, self.identity, self.size = data, identity, identity.size
 
 
 def own_folder(folder: str | None) -> str:
@@ -50,18 +43,18 @@ def fetch_index(folder: str | None, path: str, file: StoredFile, *, waits: bool 
     return copy
 
 
-def copied_file(folder: str | None, path: str, file: StoredFile) -> CopiedFile:
+def copied_file(folder: str | None, path: str, file: StoredFile) -> MappedFile:
     """A whole object, in memory where the folder cannot be written or has no room for it."""
     with contextlib.suppress(OSError):
         for _ in range(2):
             copy = fetch_index(folder, path, file)
-            content = MappedFile(copy).bytes
+            content = map_file(copy).bytes
             data, expected = content[: file.size], content[file.size :]
             if checksum([data]) == expected.tobytes().hex():
-                return CopiedFile(data, file.identity)
+                return MappedFile(data, file.identity)
             os.unlink(copy)  # the disk has damaged it
     # A copy: the bytes of a reply begin anywhere, and those of a file at a multiple of 8.
-    return CopiedFile(file.read(0, file.size).copy(), file.identity)
+    return MappedFile(file.read(0, file.size).copy(), file.identity)
 
 
 def shared_value(folder: str | None, name: str, seconds: float, make: Callable[[], Any]) -> Any:
