@@ -73,8 +73,11 @@ def run_ray(
             f"Ray cannot be loaded: {error}. Install it on every machine, "
             "`pip install 'millrace[ray]'`, or use the local engine"
         ) from None
-    with _connected(ray, note):
-        limit = workers or 2 * int(ray.cluster_resources().get("CPU", 0))
+    with _connected(ray) as where:
+        num_cpus = int(ray.cluster_resources().get("CPU", 0))
+        address = ray.get_runtime_context().gcs_address
+        note(f"the tasks run on {where}, {address}, with {num_cpus} CPUs")
+        limit = workers or 2 * num_cpus
         if limit == 0:
             raise ConfigError(
                 "the Ray cluster has no CPUs for tasks: add machines to it, or give the number of "
@@ -95,32 +98,20 @@ def run_ray(
 
 
 @contextlib.contextmanager
-def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
-    """A block with a Ray runtime, which ends with the block if the process had none before."""
-
-    def say(where: str) -> None:
-        note(f"the tasks run on {where}, {ray.get_runtime_context().gcs_address}")
-
+def _connected(ray: Any) -> Iterator[str]:
+    """A block with a Ray runtime, which ends with the block if the process had none; its name."""
     if ray.is_initialized():
-        say("the Ray cluster of this process")
-        yield
+        yield "the Ray cluster of this process"
         return
     previous = signal.getsignal(signal.SIGTERM)  # Ray sets its own
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    address, options, name = os.environ.get("RAY_ADDRESS"), {}, "the Ray cluster of RAY_ADDRESS"
+    if not address:  # Ray itself would join any cluster that it finds
+        address, options = "local", {"num_cpus": available_cores(), "include_dashboard": False}
+        name = "a Ray cluster of this job, because RAY_ADDRESS names none"
     try:
         with interruptible():
-            # Ray itself would join any cluster that it finds.
-            if address := os.environ.get("RAY_ADDRESS"):
-                _check_address(address)
-                ray.init(address, **options)
-                say("the Ray cluster of RAY_ADDRESS")
-            else:
-                num_cpus = available_cores()
-                ray.init("local", num_cpus=num_cpus, include_dashboard=False, **options)
-                note(
-                    f"the tasks run on a Ray cluster of this job with {num_cpus} CPUs, because "
-                    "RAY_ADDRESS names none"
-                )
+            _check_address(address)
+            ray.init(address, log_to_driver=False, logging_level="ERROR", **options)
     except (OSError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(
@@ -128,7 +119,7 @@ def _connected(ray: Any, note: Callable[[str], None]) -> Iterator[None]:
             "its address in the environment variable RAY_ADDRESS; or use the local engine"
         ) from None
     try:
-        yield
+        yield name
     finally:
         ray.shutdown()
         if previous is not None and threading.current_thread() is threading.main_thread():
