@@ -23,7 +23,7 @@ import numpy as np
 
 from millrace import _native
 from millrace.errors import ConfigError
-from millrace.files import blake2b, checksum, closed_in_children, file_lock
+from millrace.files import blake2b, closed_in_children, file_lock
 from millrace.storage import Bytes, Identity, Numbers
 from millrace.storage.copies import own_folder
 
@@ -152,15 +152,11 @@ class Copy:
             yield place, min(place + BLOCK, self._size)
 
     def fill(
-        self,
-        start: int,
-        stop: int,
-        load_sums: Callable[[], list[str]],
-        fetch: Callable[[int, int, Callable[[Any], bool]], Any],
+        self, start: int, stop: int, load_sums: Callable[[], list[str]], fetch: Callable[..., Any]
     ) -> bool:
         """Fetches the missing blocks of bytes [start, stop); False if there is no room for them.
 
-        `fetch(start, stop, check)` gives bytes of the object for which `check` is true, and
+        `fetch(start, stop, checksum)` gives bytes of the object, of a checksum if there is one, and
         `load_sums` the checksums of its blocks, if they are known.
         """
         if self._mirror.num_first > 0:
@@ -190,8 +186,7 @@ class Copy:
                 return False
             self._write(_ROOM, self._size + block)
             with _fetches:
-                is_right = lambda body: not sums or checksum([body]) == sums[0]  # noqa: E731
-                body = fetch(start, start + size, is_right)
+                body = fetch(start, start + size, *sums)
             self._write(body, start)
             os.fdatasync(self._file)  # before the mark, also after a power cut
             self._write(_THERE, self._size + block)

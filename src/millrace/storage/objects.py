@@ -144,8 +144,7 @@ class ObjectStorage(Renewed):
         """The objects of a folder; processes of a node that start together share a listing."""
         access = self.ask(folder, lambda store, _: repr(getattr(store, "config", "")))
         name = "list-" + blake2b(repr((folder, access)).encode()).hexdigest()
-        make = lambda: dict(self.objects(folder))  # noqa: E731
-        return dict(shared_value(self._folder, name, _FRESH, make))
+        return dict(shared_value(self._folder, name, _FRESH, lambda: dict(self.objects(folder))))
 
     def list(self, prefix: str) -> Iterator[str]:
         return (path for path, _ in self.objects(prefix))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from millrace.errors import StorageError
+from millrace.files import checksum
 from millrace.forks import Renewed
 from millrace.names import BIN, INFO
 from millrace.storage import Bytes, Identity, Numbers, gather_range
@@ -183,10 +184,11 @@ class ObjectFile(Renewed):
                     return list(sums["bin"]["blocks"])
         return []
 
-    def _fetch(
-        self, begin: float, start: int, stop: int, is_right: Callable[[Any], bool] | None = None
-    ) -> Any:
-        """Bytes [start, stop) of the object, and of no other; asked for at `begin`."""
+    def _fetch(self, begin: float, start: int, stop: int, expected: str = "") -> Any:
+        """Bytes [start, stop) of the object, and of no other; asked for at `begin`.
+
+        Bytes of another checksum than the expected one are asked for again.
+        """
         options: Any = {"range": (start, stop)}
         if self.identity.version is not None:
             options["if_match"] = self.identity.version
@@ -201,7 +203,7 @@ class ObjectFile(Renewed):
             if reply.range != (start, stop) or len(body) != stop - start:
                 problem = f"{len(body)} bytes came for bytes {start} to {stop}"
                 raise EOFError(f"wrong length: {problem}")
-            if is_right is not None and not is_right(body):
+            if expected and checksum([body]) != expected:
                 raise EOFError(f"bytes {start} to {stop} do not have the checksum of the sidecar")
             return body
 
