@@ -160,7 +160,7 @@ def test_a_folder_of_the_common_script(tmp_path: Path, sequences: NDArray[Any]) 
         ({"options": SampleOptions(sequence_length=7), "eod_token": 3}, "one of the two"),
         ({"options": {"sequence_length": 8}}, "must be SampleOptions"),
         ({"reset_position_ids": True}, "give eod_token"),
-        ({"access": "ram"}, "access is 'ram'"),
+        ({"access": "ram"}, "access must be one of mmap, file"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(folder: Path, options: Any, message: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from millrace import _native
-from millrace.checks import SCHEME, absolute_path, shown
+from millrace.checks import SCHEME, absolute_path, check_choice, shown
 from millrace.errors import ConfigError, DataError
 
 Bytes = NDArray[np.uint8]
@@ -239,11 +239,8 @@ class LocalStorage:
         return identity_of(os.stat(path))
 
     def open(self, path: str, access: Access) -> StoredFile:
-        if access == "mmap":
-            return map_file(path)
-        if access == "file":
-            return PositionedFile(path)
-        raise ConfigError(f"access is {access!r}; it is one of mmap, file")
+        check_choice("access", access, ("mmap", "file"))
+        return map_file(path) if access == "mmap" else PositionedFile(path)
 
     def list(self, prefix: str) -> Iterator[str]:
         folder, start = os.path.split(prefix)
