@@ -409,7 +409,7 @@ def test_a_file_or_a_foreign_folder_at_the_place_is_left_alone(tmp_path: Path) -
     refuse("nowhere is not a folder", tmp_path / "nowhere")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "out.journal").symlink_to(tmp_path)
-    refuse("out.journal is a link", tmp_path / "linked")
+    refuse("out.journal is a file, a link", tmp_path / "linked")
     # Root may write to every folder of a disk, so this is one of the kernel.
     refuse(r"'/proc/sys/out\.journal", Path("/proc/sys"), error=OSError)
 

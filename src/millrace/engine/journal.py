@@ -112,15 +112,12 @@ class Journal:
 
     def store(self, name: str, value: Any) -> Any:
         """Stores a value, plain JSON, and flushes it to the disk; returns it as `value` does."""
-        value = plain_json(value)
-        self._append("name", {"name": name, "value": value})
-        return value
+        return self._append("name", {"name": name, "value": value})["value"]
 
     def add(self, task: str, attempt: str, record: Any, sums: Mapping[str, Any]) -> Any:
         """Adds a finished task, with size and XXH3-64 of its files; returns the plain record."""
-        record = plain_json(record)
-        self._append("task", {"task": task, "attempt": attempt, "files": sums, "record": record})
-        return record
+        entry = {"task": task, "attempt": attempt, "files": sums, "record": record}
+        return self._append("task", entry)["record"]
 
     def record(self, task: str) -> tuple[Any, str] | None:
         """The record of a finished task and the folder of its files, which are checked; or None."""
@@ -134,23 +131,21 @@ class Journal:
     def folder_of(self, attempt: str) -> str:
         return os.path.join(self.folder, _FILES, attempt)
 
-    def _append(self, kind: str, entry: Any) -> None:
+    def _append(self, kind: str, entry: Any) -> Any:
+        entry = plain_json(entry)
         line = json.dumps({"xxh3": _sum_of_json(entry), "entry": entry}).encode() + b"\n"
         with files.naming(self._file.name):
             self._file.write(line)
-            self._file.flush()
-            if kind == "name":
-                files.flush_to_disk(self._file)
+            files.flush_to_disk(self._file, durable=kind == "name")
         self._lines[kind][entry[kind]] = line
+        return entry
 
     def _read_lines(self) -> None:
         """Opens the file of lines, cuts off a torn one at its end, and reads the others."""
         path = os.path.join(self.folder, _DONE)
-        is_new = not os.path.exists(path)
         file = self._file = self._stack.enter_context(open(path, "a+b"))  # noqa: SIM115
-        if is_new:
-            files.flush_to_disk(file)
-            files.fsync_folder(path)
+        files.flush_to_disk(file)
+        files.fsync_folder(path)
         place = file.seek(0)
         for line in file:
             if not line.endswith(b"\n"):
@@ -205,11 +200,9 @@ def _check_folder(path: str) -> None:
         raise ConfigError(f"{parent} is not a folder; create it, or give another output")
     problem = ""
     with contextlib.suppress(FileNotFoundError):  # or another process has just finished the job
-        if os.path.islink(path) or os.path.ismount(path):
-            # Files are renamed between the journal and the folder of the output.
-            problem = "is a link or a mounted file system"
-        elif os.path.exists(path) and not os.path.isdir(path):
-            problem = "is a file"
+        # Files are renamed between the journal and the folder of the output.
+        if os.path.islink(path) or os.path.ismount(path) or os.path.isfile(path):
+            problem = "is a file, a link or a mounted file system"
         elif foreign := [name for name in os.listdir(path) if not _ENTRY.fullmatch(name)]:
             problem = f"holds {shown(min(foreign))}, which is not part of a journal"
     if problem:
