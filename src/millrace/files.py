@@ -95,6 +95,12 @@ def atomic_file(path: str, *, durable: bool = True) -> Iterator[BinaryIO]:
             fsync_folder(path)
 
 
+def write_file(path: str, data: bytes, *, durable: bool = True) -> None:
+    """Writes an `atomic_file`."""
+    with atomic_file(path, durable=durable) as file:
+        file.write(data)
+
+
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
     """Adds the file's name to an OSError without one, as of a write to a full disk."""

@@ -337,7 +337,7 @@ def test_a_result_does_not_speak_of_later_output(jobs: Jobs) -> None:
     expected = run_until("millrace.engine.journal.Journal.remove")
     path.rename(kept)
     jobs.write("a.jsonl", make_texts(30, seed=1))
-    assert run_until("millrace.engine.run.atomic_file") != expected
+    assert run_until("millrace.engine.run.write_file") != expected
     kept.rename(path)
     jobs.run(path)
     assert jobs.contents() == expected

@@ -233,8 +233,8 @@ def _publish(folder: str, name: str, key: Any, layout: Layout, build: Build) -> 
             whole = files.sum_of(out[array].name)[1]
             records[array] = ArrayRecord(np.dtype(dtype).str, shape, whole, ends)
     entries = {array: vars(record) for array, record in records.items()}
-    with files.atomic_file(os.path.join(folder, name + JSON)) as file:
-        file.write(seal({"logic": RULES_VERSION, "key": key, "arrays": entries}))
+    text = seal({"logic": RULES_VERSION, "key": key, "arrays": entries})
+    files.write_file(os.path.join(folder, name + JSON), text)
     return ArraySet(folder, name, key, records)
 
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import absolute_path, check_local
 from millrace.errors import DataError
-from millrace.files import atomic_file, fsync_folder, writers_lock
+from millrace.files import atomic_file, fsync_folder, write_file, writers_lock
 from millrace.order import BlendIndices, GPTIndices, GPTPlan
 from millrace.order.gpt import sample_index_dtype, shuffle_index_dtype
 from millrace.store.opened import read_npy_header
@@ -129,8 +129,7 @@ def save(files: CacheSet, arrays: Mapping[str, NDArray[Any]]) -> None:
     for name in files.arrays:
         with atomic_file(files.path(name)) as file:
             np.save(file, arrays[name], allow_pickle=False)
-    with atomic_file(description) as file:
-        file.write(files.description.encode())
+    write_file(description, files.description.encode())
 
 
 def load_or_build(

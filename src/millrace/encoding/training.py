@@ -13,7 +13,7 @@ from millrace import checks, text
 from millrace.checks import package
 from millrace.encoding.tokenizer import Tokenizer
 from millrace.errors import ConfigError, TextError
-from millrace.files import atomic_file
+from millrace.files import write_file
 from millrace.option_class import Options, StrPath, option, parse_escapes, parse_size
 from millrace.text.json_values import texts_of
 
@@ -107,8 +107,7 @@ def train_tokenizer(inputs: Sequence[StrPath], output: StrPath, **options: Any) 
     model.train_from_iterator(texts, trainer)
     if texts.num_bytes == 0:
         raise TextError("the inputs have no text to train on; give files with documents")
-    with atomic_file(os.fspath(own.output)) as file:
-        file.write(model.to_str(pretty=True).encode())
+    write_file(os.fspath(own.output), model.to_str(pretty=True).encode())
     return TrainingResult(
         tokenizer=Tokenizer(own.output),
         num_texts=texts.num_texts,

@@ -76,8 +76,7 @@ class Journal:
             _remove_tree(self._job_path)  # from here on the earlier job is gone
             os.mkdir(os.path.join(self.path, run))
             content = {"format": _FORMAT, "run": run, "job": job}
-            with files.atomic_file(self._job_path) as file:
-                file.write(json.dumps(content).encode())
+            files.write_file(self._job_path, json.dumps(content).encode())
         self._read_lines()
         self.run = run
         self._remove_leftovers()

@@ -19,8 +19,7 @@ This job counts the lines of files, a task for each:
             total = sum(done.record["lines"] for done in results)
 
             def write():
-                with atomic_file(output) as file:
-                    file.write(str(total).encode())
+                write_file(output, str(total).encode())
 
             return run.publish(write, {"lines": total})
 
@@ -43,7 +42,7 @@ from millrace.engine.journal import Journal, differences
 from millrace.engine.progress import Progress
 from millrace.engine.tasks import Executor, Function, Task, run_attempt, run_local
 from millrace.errors import ConfigError, MillraceError
-from millrace.files import atomic_file, fsync_folder, temporaries_of
+from millrace.files import fsync_folder, temporaries_of, write_file
 from millrace.interrupts import interruptible, interrupts_held
 from millrace.names import JOURNAL, RESULT
 from millrace.storage import storage_of
@@ -317,8 +316,7 @@ class Run:
             "outputs": self._stats(),
             "result": result,
         }
-        with atomic_file(path) as file:
-            file.write(json.dumps(content).encode())
+        write_file(path, json.dumps(content).encode())
         self._journal.remove()
         return result
 

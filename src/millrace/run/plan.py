@@ -20,7 +20,7 @@ from typing import Any, Literal
 from millrace.cache import arrays
 from millrace.checks import absolute_path
 from millrace.errors import ConfigError
-from millrace.files import atomic_file, check_split, writers_lock
+from millrace.files import check_split, write_file, writers_lock
 from millrace.order import RULES_VERSION, SPLITS, OrderInputs, OrderPlan
 from millrace.order.blends import normalize, samples_per_dataset
 from millrace.order.order_plans import check_token_dtype, entries_of, plan_order
@@ -234,8 +234,7 @@ class Manifest:
                     with contextlib.suppress(PermissionError):  # another user's: its age stays
                         os.utime(path)
                     return
-            with atomic_file(path) as out:
-                out.write(text)
+            write_file(path, text)
 
 
 def manifests_lock(folder: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from millrace import names
 from millrace.checks import MAX_INT32, MAX_INT64, check_choice, check_path, shown
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file, checksum
+from millrace.files import checksum, write_file
 from millrace.records import Count, record_from
 from millrace.storage import LOCAL, Storage, exists, read_file, storage_of
 from millrace.store.layout import DTYPES
@@ -182,9 +182,8 @@ def write_metadata(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> 
         for one in fields(metadata)
         if one.name != unused
     ]
-    with atomic_file(metadata_path(folder)) as file:
-        text = ("{\n" + ",\n".join(lines) + ",\n").encode()
-        file.write(text + _last_lines(text))
+    text = ("{\n" + ",\n".join(lines) + ",\n").encode()
+    write_file(metadata_path(folder), text + _last_lines(text))
 
 
 def metadata_problem(folder: str, metadata: ShardsMetadata) -> str | None:

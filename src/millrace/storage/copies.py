@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.errors import ConfigError
-from millrace.files import atomic_file, blake2b, checksum, writers_lock, xxh3
+from millrace.files import atomic_file, blake2b, checksum, write_file, writers_lock, xxh3
 from millrace.storage import MappedFile, StoredFile, map_file
 
 _PAUSE = 0.02  # seconds between two looks for a file that another process makes
@@ -61,8 +61,7 @@ def shared_value(folder: str | None, name: str, seconds: float, make: Callable[[
     """A plain value that processes of the node share, if one made it in the last seconds."""
 
     def write() -> None:
-        with atomic_file(path, durable=False) as out:
-            out.write(json.dumps(make()).encode())
+        write_file(path, json.dumps(make()).encode(), durable=False)
 
     with contextlib.suppress(OSError, json.JSONDecodeError):
         path = os.path.join(own_folder(folder), name + ".json")

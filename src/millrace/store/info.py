@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from millrace.errors import DataError
-from millrace.files import atomic_file, xxh3
+from millrace.files import write_file, xxh3
 from millrace.names import INFO, LOSS
 from millrace.records import Count, record_from
 from millrace.storage import Storage, exists, read_file, storage_of
@@ -95,8 +95,7 @@ def has_mask(prefix: str, storage: Storage | None = None) -> bool:
 
 
 def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
-    with atomic_file(prefix + INFO, durable=durable) as file:
-        file.write(info.to_json().encode())
+    write_file(prefix + INFO, info.to_json().encode(), durable=durable)
 
 
 class BlockHasher:

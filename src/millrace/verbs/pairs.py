@@ -16,7 +16,7 @@ from millrace.checks import printable_lines
 from millrace.encoding import Tokenizer
 from millrace.engine.progress import Progress
 from millrace.errors import ConfigError, DataError, TextError
-from millrace.files import atomic_file
+from millrace.files import write_file
 from millrace.jobs.converting import ConvertOptions, convert
 from millrace.jobs.reshape import MergeOptions, SplitOptions, merge, split
 from millrace.names import BIN, IDX
@@ -103,8 +103,7 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
             config, ranks=options.ranks, micro_batches=options.micro_batches
         )
         if options.svg is not None:
-            with atomic_file(options.svg) as file:
-                file.write(inspect.packs_svg(packs, folder).encode())
+            write_file(options.svg, inspect.packs_svg(packs, folder).encode())
         return json_text(packs) if as_json else inspect.format_packs(packs)
     if is_shards_folder(folder):
         shards = inspect.describe_shards(
@@ -112,8 +111,7 @@ def _inspect(as_json: bool = False, **values: Any) -> str:
         )
         if options.svg is not None:
             metadata = read_metadata(folder, dtype=options.dtype)
-            with atomic_file(options.svg) as file:
-                file.write(inspect.shares_svg(metadata, folder=folder).encode())
+            write_file(options.svg, inspect.shares_svg(metadata, folder=folder).encode())
         return json_text(shards) if as_json else inspect.format_shards(shards)
     if (options.svg, options.dtype) != (None, None):
         raise ConfigError(

@@ -14,7 +14,7 @@ from millrace import inspect
 from millrace.checks import SCHEME, check_int, printable
 from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
-from millrace.files import atomic_file
+from millrace.files import write_file
 from millrace.jobs import benchmark_report, indexing
 from millrace.jobs.benchmarking import BenchOptions, RunOptions, bench, prefixes_of, run_of
 from millrace.jobs.bucket_budget import BucketOptions, budget_lines, budget_of
@@ -183,8 +183,7 @@ def _plan(as_json: bool = False, **values: Any) -> str:
         image = inspect.forecast_svg(one, own.config)
         if own.picture.endswith(".html"):
             image = f"<!doctype html>\n<meta charset=utf-8>\n{image}<pre>{escape(text)}</pre>\n"
-        with atomic_file(own.picture) as file:
-            file.write(image.encode())
+        write_file(own.picture, image.encode())
     if not as_json:
         return text
     report = {**vars(one), "buckets": budget}
