@@ -7,7 +7,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from millrace import checks
 from millrace.errors import TextError
@@ -125,6 +125,10 @@ class Part:
     first_line: int | None
 
 
+Span = tuple[bytes, int, bool]
+"""Some bytes of a stream, how many lines or rows end in them, and whether a piece may end there."""
+
+
 @dataclass
 class Piece:
     """Decompressed documents of a file that cannot be cut, to be written to a file.
@@ -171,9 +175,9 @@ def pieces_of(
             yield header
             num_bytes, is_end = 0, False
             while span is not None and not (is_end and num_bytes >= size):
-                yield span.data
-                line += span.num_lines
-                num_bytes, is_end = num_bytes + len(span.data), span.is_end
+                data, num_lines, is_end = span
+                yield data
+                line, num_bytes = line + num_lines, num_bytes + len(data)
                 span = next(spans, None)
             byte_offset += 0 if header else num_bytes
             piece.part = replace(piece.part, size=stream.position - position)
@@ -246,19 +250,11 @@ def unchanged(part: Part, file: Any = None) -> Iterator[int | None]:
         check(status.st_size, status.st_mtime_ns)
 
 
-class Span(NamedTuple):
-    """Some bytes of a stream."""
-
-    data: bytes
-    num_lines: int  # number of lines or rows that end in the bytes
-    is_end: bool  # whether a piece may end after the bytes
-
-
 def _spans(stream: streams.ByteStream, separator: bytes, block_size: int) -> Iterator[Span]:
     """The bytes of a stream up to the last separator of each block, and after it."""
     tail = b""  # may be the start of a separator
     if not separator:
-        yield Span(b"", 0, False)  # a file that is one record may be empty
+        yield b"", 0, False  # a file that is one record may be empty
     while data := stream.read(block_size):
         window = tail + data
         # From left to right: separators such as "\n\n" may overlap themselves.
@@ -266,5 +262,5 @@ def _spans(stream: streams.ByteStream, separator: bytes, block_size: int) -> Ite
         end = len(data) - len(rest) if len(rest) < len(window) else 0
         for chunk, is_end in ((data[:end], True), (data[end:], False)):
             if chunk:
-                yield Span(chunk, chunk.count(b"\n"), is_end)
+                yield chunk, chunk.count(b"\n"), is_end
         tail = rest[max(len(rest) - len(separator) + 1, 0) :]

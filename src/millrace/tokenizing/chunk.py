@@ -1,5 +1,6 @@
 """A task of a tokenise job: documents of some parts become a small indexed dataset."""
 
+import base64
 import contextlib
 import functools
 import itertools
@@ -36,7 +37,7 @@ UNTRAINED = "untrained"
 
 REJECTS = "rejects"
 """A task's file of what it rejects, in order: for each a line of JSON (part, line within the part,
-byte offset, reason, size of the data) and its bytes."""
+byte offset, reason, and its bytes in base64)."""
 
 ORIGINS = "origins"
 """A task's file of where its documents come from: for each batch an array of `ORIGIN`, as `np.save`
@@ -308,8 +309,8 @@ class _Writer:
                     "bytes"
                 )
             data = reject.data if self._on_error == "quarantine" else b""
-            header = {**reject._asdict(), "part": part, "data": len(data)}
-            self._rejects.write(json.dumps(header).encode() + b"\n" + data)
+            row = {**reject._asdict(), "data": base64.b64encode(data).decode(), "part": part}
+            self._rejects.write(json.dumps(row).encode() + b"\n")
         self.record["rejects"] += len(rejects)
 
     def add_mask(self, trained: NDArray[np.bool_], lengths: NDArray[np.int64]) -> None:

@@ -1,6 +1,5 @@
 """The output of a tokenise job: finished tasks become the final files."""
 
-import base64
 import contextlib
 import io
 import itertools
@@ -76,6 +75,7 @@ class Output:
         self.num_bytes += record["bytes"]
         self.num_bytes_done += record["bytes"] * (not done.is_kept)
         self.num_tokens = list(map(operator.add, self.num_tokens, record["tokens"]))
+        self.num_rejects += record["rejects"]
         self._append_rejects(task)
         self.report.update(record["report"])
         if self._options.num_partitions == 1:
@@ -130,21 +130,14 @@ class Output:
 
     def _append_rejects(self, task: _Task) -> None:
         with task.open(REJECTS) as file:
-            while header := file.readline():
-                row = json.loads(header)
-                data = file.read(row["data"])
-                self.num_rejects += 1
-                place = {
-                    "file": task.sources[row["part"]],
-                    "line": task.first_lines[row["part"]] + row["line"],
-                    "byte_offset": row["byte_offset"],
-                    "reason": row["reason"],
-                }
+            for row in map(json.loads, file):
+                part, data = row.pop("part"), row.pop("data")
+                row["line"] += task.first_lines[part]
+                place = {"file": task.sources[part], **row}
                 if len(self.rejects) < _SHOWN_REJECTS:
                     self.rejects.append(place)
                 if self._quarantine is not None:
-                    text = base64.b64encode(data).decode()
-                    self._quarantine.write(json.dumps({**place, "bytes": text}).encode() + b"\n")
+                    self._quarantine.write(json.dumps({**place, "bytes": data}).encode() + b"\n")
 
 
 def quarantine_path(options: TokenizeOptions) -> str:

@@ -153,7 +153,7 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
     tokenizer, splitter = options.tokenizer, options.splitter
     first_token, last_token = options.edge_tokens
     entries: dict[str, Any] = {
-        "job": "tokenize 3",
+        "job": "tokenize 4",
         **identity_of(options),
         "tokenizer": tokenizer.fingerprint,
         "encoder": tokenizer.encoder_name,

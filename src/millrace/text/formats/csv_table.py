@@ -81,7 +81,7 @@ class Csv(Format):
         rows = self._rows(stream, file.part(), max_size, block_size)
         _, number, header = _read_header(rows, file.path)
         # Of two byte order marks, the second is a part of the header.
-        return (Span(data, 1, True) for _, data, _ in rows), number, UTF8_BOM + header
+        return ((data, 1, True) for _, data, _ in rows), number, UTF8_BOM + header
 
     def _rows(
         self, stream: ByteStream, part: Part, max_size: int, block_size: int

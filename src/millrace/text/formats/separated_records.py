@@ -74,13 +74,11 @@ class _Records(Format):
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         with open_part(part) as stream:
-            yield from self._read(stream, part, query, Batch(query, part.size))
+            yield from self._read(stream, part, query)
 
-    def _read(
-        self, stream: ByteStream, part: Part, query: Query, batch: Batch
-    ) -> Iterator[Documents]:
+    def _read(self, stream: ByteStream, part: Part, query: Query) -> Iterator[Documents]:
         separator, is_inside, is_last = self._separator, False, False
-        breaks = separator.count(b"\n")
+        batch, breaks = Batch(query, part.size), separator.count(b"\n")
         data, line, start = b"", 0, part.byte_offset + stream.first_byte
         offset = start
         if start == 0:
@@ -155,8 +153,7 @@ class JsonLines(_Records):
     def has_pieces(self, file: InputFile) -> bool:
         return file.is_pipe or bool(file.compression)
 
-    def _check_start(self, source: str, start: bytes) -> None:
-        check_lines(source, start)
+    _check_start = staticmethod(check_lines)
 
     def _add(self, record: bytes, line: int, offset: int, query: Query, batch: Batch) -> None:
         try:
