@@ -227,14 +227,9 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
     def varint() -> int:
         nonlocal place
-        value = shift = 0
-        while True:
-            byte = message[place]
-            place += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
+        byte = message[place]
+        place += 1
+        return byte if byte < 0x80 else byte - 0x80 + 0x80 * varint()
 
     while place < len(message):
         key = varint()

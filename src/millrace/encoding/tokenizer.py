@@ -190,10 +190,8 @@ class Tokenizer:
             TextError: No `eod_token`, and a vocabulary with none or several of `EOD_TOKENS`.
         """
         if self.eod_token is None:
-            what = (
-                f"several ({', '.join(self._usual_tokens())})" if self._usual_tokens() else "none"
-            )
-            raise TextError(f"{self.path} has {what} of {EOD_TOKENS}: give --eod-token one")
+            names = " and ".join(self._usual_tokens()) or "none"
+            raise TextError(f"{self.path} has {names} of {EOD_TOKENS}: give --eod-token one")
         return self._id_of(self.eod_token, "eod_token")
 
     @property

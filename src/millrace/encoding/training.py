@@ -5,6 +5,7 @@ import itertools
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ def train_tokenizer(inputs: Sequence[StrPath], output: StrPath, **options: Any) 
     files = text.find_inputs(own.inputs, separator=own.separator)
     part_size = max(_PART_SIZE, sum(file.size or 0 for file in files) // _MOST_PARTS)
     parts = [part for file in files for part in text.parts_of(file, part_size)]
-    texts = _Texts(parts, tuple(own.json_keys), own.max_bytes)
+    counts = Counter[str]()
 
     tokenizers = package("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -104,48 +105,41 @@ def train_tokenizer(inputs: Sequence[StrPath], output: StrPath, **options: Any) 
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=own.show_progress,
     )
-    model.train_from_iterator(texts, trainer)
-    if texts.num_bytes == 0:
+    model.train_from_iterator(_texts(parts, own, counts), trainer)
+    if counts["bytes"] == 0:
         raise TextError("the inputs have no text to train on; give files with documents")
     write_file(os.fspath(own.output), model.to_str(pretty=True).encode())
     return TrainingResult(
         tokenizer=Tokenizer(own.output),
-        num_texts=texts.num_texts,
-        num_bytes=texts.num_bytes,
+        num_texts=counts["texts"],
+        num_bytes=counts["bytes"],
         seconds=time.monotonic() - start,
     )
 
 
-@dataclass
-class _Texts:
-    """Batches of texts, of each part in proportion to its size, and their counts."""
-
-    parts: list[text.Part]
-    keys: tuple[str, ...]
-    max_bytes: int | None
-    num_texts: int = 0
-    num_bytes: int = 0
-
-    def __iter__(self) -> Iterator[list[str]]:
-        weight, most = sum(part.size for part in self.parts), sys.maxsize
-        for number, part in enumerate(self.parts):
-            if self.max_bytes is not None:
-                # A part without a known size, such as a pipe, gets an equal share of the rest.
-                share = part.size / weight if weight else 1 / (len(self.parts) - number)
-                most = int((self.max_bytes - self.num_bytes) * share)
-            weight -= part.size
-            query = text.Query(keys=self.keys, reject=functools.partial(_refuse, part))
-            for documents in text.read_documents(part, query) if most > 0 else ():
-                texts = list(texts_of(itertools.chain(*documents.texts)))
-                size = sum(len(one.encode()) for one in texts)
-                if size >= most:
-                    texts, size = list(_first_bytes(texts, most)), most
-                self.num_bytes += size
-                self.num_texts += len(texts)
-                yield texts
-                most -= size
-                if most == 0:
-                    break
+def _texts(
+    parts: Sequence[text.Part], options: TrainOptions, counts: Counter[str]
+) -> Iterator[list[str]]:
+    """Batches of texts, of each part in proportion to its size; counts "texts" and "bytes"."""
+    weight, most = sum(part.size for part in parts), sys.maxsize
+    for number, part in enumerate(parts):
+        if options.max_bytes is not None:
+            # A part without a known size, such as a pipe, gets an equal share of the rest.
+            share = part.size / weight if weight else 1 / (len(parts) - number)
+            most = int((options.max_bytes - counts["bytes"]) * share)
+        weight -= part.size
+        keys, reject = tuple(options.json_keys), functools.partial(_refuse, part)
+        query = text.Query(keys=keys, reject=reject)
+        for documents in text.read_documents(part, query) if most > 0 else ():
+            texts = list(texts_of(itertools.chain(*documents.texts)))
+            size = sum(len(one.encode()) for one in texts)
+            if size >= most:
+                texts, size = list(_first_bytes(texts, most)), most
+            counts.update(texts=len(texts), bytes=size)
+            yield texts
+            most -= size
+            if most == 0:
+                break
 
 
 def _refuse(part: text.Part, line: int, byte_offset: int, reason: str, data: bytes) -> None:

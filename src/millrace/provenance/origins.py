@@ -16,6 +16,7 @@ import functools
 import io
 import itertools
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -35,7 +36,6 @@ from millrace.store.reader import IndexedDataset
 VERSION = b"1"
 VERSION_KEY, PAIR_KEY = b"millrace.origins", b"millrace.pair"
 _GROUP_ROWS = 1 << 16  # rows of a row group: 1 to 3 ms to read
-_COPY_SIZE = 1 << 20
 _REMEDY = "The tokens are not affected: restore the file, remove it, or write the pair again"
 
 
@@ -326,17 +326,13 @@ class OriginsWriter:
             keys = {VERSION_KEY: VERSION, PAIR_KEY: dataset.fingerprint}
             self._writer.add_key_value_metadata(keys)
             self._writer.close()
-            hasher = BlockHasher()
             self._sink.file.seek(0)
             with atomic_file(self._prefix + ORIGINS, durable=self._durable) as file:
-                while data := self._sink.file.read(_COPY_SIZE):
-                    hasher.update(data)
-                    file.write(data)
+                shutil.copyfileobj(self._sink.file, file)
             info = read_info(self._prefix)
             if info is not None and info.checksums is not None:
-                sums = replace(info.checksums, origins=hasher.finish())
-                info = replace(info, checksums=sums)
-                write_info(self._prefix, info, durable=self._durable)
+                sums = replace(info.checksums, origins=self._sink.hasher.finish())
+                write_info(self._prefix, replace(info, checksums=sums), durable=self._durable)
         self.close()
 
     def close(self) -> None:
@@ -371,7 +367,7 @@ class _Sink(io.RawIOBase):
         import tempfile  # 3 ms that `import millrace` does without
 
         self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-        self._owner = os.getpid()
+        self.hasher, self._owner = BlockHasher(), os.getpid()
 
     def __del__(self) -> None:
         if hasattr(self, "file"):  # else the folder is not there
@@ -382,6 +378,7 @@ class _Sink(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         if os.getpid() == self._owner and not self.file.closed:
+            self.hasher.update(data)
             view = memoryview(data)
             while len(view):
                 view = view[self.file.write(view) :]

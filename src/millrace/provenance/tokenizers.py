@@ -6,6 +6,7 @@ compared where pairs come together. So is the library that split texts into sent
 version and language. A pair without that information fits any other.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -63,16 +64,13 @@ def read_tokenizer(prefix: str, storage: Storage | None = None) -> TokenizerReco
 def tokenizer_conflict(records: Iterable[TokenizerRecord | None]) -> str | None:
     """A sentence about the first two pairs of different tokenizers, or splitters."""
     known = [record for record in records if record is not None]
-    for record in known[1:]:
-        first = known[0]
+    for first, record in itertools.pairwise(known):
         if not record.is_same(first.fingerprints):
             return (
                 f"{first.prefix} was tokenized with {first}, and {record.prefix} with {record}: "
                 "the same ids mean different texts"
             )
-    split = [record for record in known if record.sentences]
-    for record in split[1:]:
-        first = split[0]
+    for first, record in itertools.pairwise(record for record in known if record.sentences):
         if record.splitter != first.splitter:
             return (
                 f"the sentences of {first.prefix} were split by {first.sentences}, and those of "

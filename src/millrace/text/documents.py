@@ -167,11 +167,10 @@ class Batch:
 def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """The JSON keys as a tuple; ConfigError unless they are a list of strings, each once."""
     names = tuple(keys) if isinstance(keys, Iterable) and not isinstance(keys, str) else ()
-    if not names or not all(isinstance(key, str) for key in names) or len({*names}) < len(names):
-        raise ConfigError(f"json_keys are {shown(keys)}; give a list of one key or more, each once")
-    for name in names:
-        if "\0" in name or not is_unicode(name):
-            raise ConfigError(f"the key {name!r} cannot be part of a file name; rename it")
+    are_names = all(isinstance(key, str) and "\0" not in key and is_unicode(key) for key in names)
+    if not names or not are_names or len({*names}) < len(names):
+        problem = f"json_keys are {shown(keys)}; give a list of one key or more, each once"
+        raise ConfigError(f"{problem}, which can be part of a file name")
     return names
 
 

@@ -14,7 +14,9 @@ from millrace.files import files_below
 from millrace.names import is_beside_documents
 from millrace.storage import exists, storage_of
 from millrace.text import streams
-from millrace.text.formats import PlainText, known_formats
+from millrace.text.formats.arrow_tables import Arrow, Parquet
+from millrace.text.formats.csv_table import Csv
+from millrace.text.formats.separated_records import JsonLines, PlainText
 from millrace.text.parts import Format, InputFile
 
 _COMPRESSED_ENDINGS = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".xz")
@@ -58,7 +60,14 @@ def find_inputs(
     entries = checks.check_list("inputs", inputs, "paths", _check_input)
     if not entries:
         raise ConfigError("there are no inputs; give at least one file, folder or pattern")
-    formats = known_formats(separator)
+    formats: list[Format] = [
+        JsonLines(),  # of files whose format nothing tells
+        Parquet(),
+        Arrow(),
+        Csv("csv", ",", (".csv",)),
+        Csv("tsv", "\t", (".tsv", ".tab")),
+        PlainText(separator),
+    ]
     if format is not None:
         if separator is not None:
             raise ConfigError("separator cannot be combined with format: give it to the format")

@@ -90,14 +90,6 @@ def texts_of(values: Iterable[Text]) -> Iterator[str]:
         yield from [value] if isinstance(value, str) else value
 
 
-def check_unicode(values: Iterable[Text]) -> None:
-    """BadDocumentError if a text has half of a surrogate pair."""
-    for text in texts_of(values):
-        if not is_unicode(text):
-            shown = checks.shown(text, 60)
-            raise BadDocumentError(f"not Unicode: the text has half of a surrogate pair: {shown}")
-
-
 def is_unicode(text: str) -> bool:
     """Whether UTF-8 can encode a text: it has no half of a surrogate pair."""
     try:

@@ -163,15 +163,13 @@ class TokenizeOptions(Options):
     @property
     def prefixes(self) -> dict[str, str]:
         """Path prefix of the indexed dataset of each key, where it is made."""
-        return {key: f"{self.output_prefix}{name}" for key, name in self._names.items()}
+        return self._prefixes_from(self.output_prefix)
 
     @property
     def final_prefixes(self) -> dict[str, str]:
         """The same when the job has ended."""
-        first = self.upload_to or self.output_prefix
-        return {key: f"{first}{name}" for key, name in self._names.items()}
+        return self._prefixes_from(self.upload_to or self.output_prefix)
 
-    @property
-    def _names(self) -> dict[str, str]:
+    def _prefixes_from(self, first: StrPath) -> dict[str, str]:
         level = "document" if self.splitter is None else "sentence"
-        return {key: f"_{key}_{level}" for key in self.json_keys}
+        return {key: f"{first}_{key}_{level}" for key in self.json_keys}

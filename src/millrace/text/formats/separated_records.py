@@ -15,12 +15,12 @@ from millrace.text.documents import UTF8_BOM, Batch, Documents, Query, read_size
 from millrace.text.json_values import (
     BadDocumentError,
     check_object,
-    check_unicode,
     decode_text,
     id_of,
     is_unicode,
     parse_json,
     text_at,
+    texts_of,
 )
 from millrace.text.parts import Format, InputFile, Part, open_part
 from millrace.text.streams import ByteStream
@@ -166,7 +166,9 @@ class JsonLines(_Records):
             texts: list[Any] = [check_object(value)]
         else:
             texts = [text_at(value, key) for key in query.keys]
-            check_unicode(texts)
+            for text in itertools.filterfalse(is_unicode, texts_of(texts)):
+                start = shown(text, 60)
+                raise BadDocumentError(f"not Unicode: half of a surrogate pair is in {start}")
         batch.add(texts, line, offset, id_of(value, query.id_key, record))
 
     def _add_all(
