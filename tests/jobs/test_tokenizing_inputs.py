@@ -65,7 +65,7 @@ def test_ids_beyond_the_vocabularys_size_widen_the_dtype(tmp_path: Path) -> None
         (["<eos>", "</s>"], "</s>", "</s>"),
         (["<pad>"], "<pad>", "<pad>"),
         (["<pad>"], None, "has none of "),
-        (["<eos>", "</s>"], None, r"has several \(</s>, <eos>\)"),
+        (["<eos>", "</s>"], None, "has </s> and <eos> of"),
         (["<eos>"], "<end>", "no token '<end>'"),
     ],
 )

@@ -4,7 +4,6 @@ import fnmatch
 import glob
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -118,8 +117,8 @@ class _Finder:
     def _file(self, path: str) -> InputFile:
         first_bytes = b""
         with streams.readable(path):
-            status = os.fstat(0) if path == streams.STDIN else streams.status_of(path)
-            is_pipe = not stat.S_ISREG(status.st_mode) or streams.is_of_a_process(path)
+            status = streams.status_of(path)
+            is_pipe = not streams.is_regular(path, status)
             if not is_pipe:
                 with streams.open_path(path) as file:
                     first_bytes = file.read(streams.NUM_MAGIC_BYTES)

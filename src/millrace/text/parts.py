@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -244,7 +243,7 @@ def unchanged(part: Part, file: Any = None) -> Iterator[int | None]:
         )
 
     status = check(part.file.size, part.file.mtime_ns)
-    is_regular = stat.S_ISREG(status.st_mode) and not streams.is_of_a_process(part.file.path)
+    is_regular = streams.is_regular(part.file.path, status)
     yield status.st_size if is_regular else None
     if is_regular:
         check(status.st_size, status.st_mtime_ns)

@@ -19,6 +19,8 @@ MAX_CHARACTERS = 1_000_000
 LIBRARIES = {"punkt": "NLTK's name, such as 'german'", "sentencex": "an ISO code, such as 'de'"}
 """The libraries, and what a language is to each."""
 
+# Later versions of NLTK stop long searches; the others are of sentencex.
+_FAILURES = ("TimeoutError", "PanicException", "UnicodeEncodeError")
 _UNSAFE = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]\\.")
 
 
@@ -72,31 +74,24 @@ class SentenceSplitter:
         return [sentence for piece in pieces for sentence in self._split(piece)]
 
     def _split(self, text: str) -> list[str]:
-        if self.library == "punkt":
-            try:
-                return list(_punkt_tokenizer(self._punkt, self.keep_newlines).tokenize(text))
-            except TimeoutError as error:  # later versions of NLTK stop long searches
-                raise _failure("Punkt", text, error, "sentencex") from None
-        # sentencex 1.0 panics at a wide space before a period, but not at a plain space.
-        safe = text if text.isascii() else _UNSAFE.sub(" .", text)
         try:
+            if self.library == "punkt":
+                return list(_punkt_tokenizer(self._punkt, self.keep_newlines).tokenize(text))
+            # sentencex 1.0 panics at a wide space before a period, but not at a plain space.
+            safe = text if text.isascii() else _UNSAFE.sub(" .", text)
             pieces = package("sentencex").segment(self._language, safe)
         except BaseException as error:  # a panic in Rust is not an Exception
-            if type(error).__name__ not in ("PanicException", "UnicodeEncodeError"):
+            if type(error).__name__ not in _FAILURES:
                 raise
-            raise _failure("sentencex", text, error, "Punkt") from None
+            raise TextError(
+                f"{self.library} cannot split a text of {len(text)} characters ({error}). Remove "
+                "the text, or split with the other library (punkt or sentencex)"
+            ) from None
         ends = itertools.accumulate(map(len, pieces), initial=0)
         pieces = [text[start:stop] for start, stop in itertools.pairwise(ends)]
         if self.keep_newlines:
             return _with_whitespace(pieces)
         return [*filter(None, map(str.strip, pieces))]
-
-
-def _failure(library: str, text: str, error: BaseException, other: str) -> TextError:
-    return TextError(
-        f"{library} cannot split a text of {len(text)} characters ({error}). Remove the text, or "
-        f"split with {other}"
-    )
 
 
 def _with_whitespace(pieces: list[str]) -> list[str]:

@@ -74,9 +74,9 @@ def readable(source: str) -> Iterator[None]:
         ) from None
 
 
-def is_of_a_process(path: str) -> bool:
-    """Whether a name means another file in another process, even if that is regular here."""
-    return _OF_A_PROCESS.match(path) is not None
+def is_regular(path: str, status: Any) -> bool:
+    """Whether a path with this status is a file, for which its name stands in any process."""
+    return stat.S_ISREG(status.st_mode) and not _OF_A_PROCESS.match(path)
 
 
 def open_path(path: str) -> Any:
@@ -97,7 +97,7 @@ def status_of(path: str, file: Any = None) -> Any:
         identity = storage_of(path).stat(path) if file is None else file.reader.identity
         size, time = identity.size, identity.time
         return SimpleNamespace(st_mode=stat.S_IFREG, st_size=size, st_mtime_ns=time)
-    return os.stat(path) if file is None else os.fstat(file.fileno())
+    return os.stat(0 if path == STDIN else path) if file is None else os.fstat(file.fileno())
 
 
 class RawFile(ByteStream):

@@ -150,30 +150,25 @@ def _identity(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str,
 
     Inputs may change: what a task has read is compared with what it would read now.
     """
-    tokenizer, splitter = options.tokenizer, options.splitter
-    first_token, last_token = options.edge_tokens
-    entries: dict[str, Any] = {
+    tokenizer, splitter, encoder = options.tokenizer, options.splitter, options.row_encoder
+    name = None if options.format is None else options.format.name
+    return {
         "job": "tokenize 4",
         **identity_of(options),
         "tokenizer": tokenizer.fingerprint,
         "encoder": tokenizer.encoder_name,
         "versions": tokenizer.versions,
         **tokenizer.options,
-        "sentences": None if splitter is None else splitter.name,
-        "keep_newlines": splitter is not None and splitter.keep_newlines,
-        "first_token": first_token,
-        "last_token": last_token,
+        "sentences": splitter and [splitter.name, splitter.keep_newlines],
+        "edge_tokens": list(options.edge_tokens),
         "partitions": options.num_partitions,
         "max_document_size": options.max_document_size,
         "inputs": [input_tasks.absolute(file.path) for file in files],
+        "row_encoder": None if encoder is None else encoder.fingerprint(),
+        "format": name and f"{type(options.format).__module__} {name}",
+        # Sizes decide where the other shards begin.
+        "bytes and times": options.shard and input_tasks.identities_of(files),
     }
-    if options.row_encoder is not None:
-        entries["row_encoder"] = options.row_encoder.fingerprint()
-    if options.format is not None:
-        entries["format"] = f"{type(options.format).__module__} {options.format.name}"
-    if options.shard is not None:  # sizes decide where the other shards begin
-        entries["bytes and times"] = input_tasks.identities_of(files)
-    return entries
 
 
 def _details(options: TokenizeOptions, files: Sequence[InputFile]) -> dict[str, Any]:
@@ -194,8 +189,7 @@ def _write(
     run: Run, options: TokenizeOptions, files: Sequence[InputFile], workers: int
 ) -> TokenizeResult:
     if options.upload_to is not None:
-        names = [prefix + IDX for prefix in options.final_prefixes.values()]
-        last = [name.removeprefix(options.upload_to) for name in names]
+        last = [name + IDX for name in options.prefixes_from("").values()]
         upload = Upload(run, options.upload_to, last, options.restart)
     if options.restart:  # the job before may have had other keys
         prefix = glob.escape(os.fspath(options.output_prefix))

@@ -163,13 +163,14 @@ class TokenizeOptions(Options):
     @property
     def prefixes(self) -> dict[str, str]:
         """Path prefix of the indexed dataset of each key, where it is made."""
-        return self._prefixes_from(self.output_prefix)
+        return self.prefixes_from(self.output_prefix)
 
     @property
     def final_prefixes(self) -> dict[str, str]:
         """The same when the job has ended."""
-        return self._prefixes_from(self.upload_to or self.output_prefix)
+        return self.prefixes_from(self.upload_to or self.output_prefix)
 
-    def _prefixes_from(self, first: StrPath) -> dict[str, str]:
+    def prefixes_from(self, first: StrPath) -> dict[str, str]:
+        """The same with another first part of the paths."""
         level = "document" if self.splitter is None else "sentence"
         return {key: f"{first}_{key}_{level}" for key in self.json_keys}
