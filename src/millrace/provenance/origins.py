@@ -94,9 +94,16 @@ class OriginsFile:
         with self._as_data_error():
             parquet = self._parquet()
             self._metadata = parquet.metadata
-            pair = _check_format(parquet, self.path)
+            keys, columns = parquet.metadata.metadata or {}, parquet.schema_arrow.remove_metadata()
+            version = keys.get(VERSION_KEY)
+            if version != VERSION or PAIR_KEY not in keys or not columns.equals(schema()):
+                raise DataError(
+                    f"{self.path} is not a sidecar of version {VERSION.decode()}: it has the "
+                    f"version {version and version.decode(errors='replace')} and the columns "
+                    f"{', '.join(columns.names)}. Give it another name, or use a later version"
+                )
         num_rows = self._metadata.num_rows
-        if pair != dataset.fingerprint.encode() or num_rows != dataset.num_documents:
+        if keys[PAIR_KEY] != dataset.fingerprint.encode() or num_rows != dataset.num_documents:
             raise DataError(
                 f"{self.path} has {num_rows} rows and is not the sidecar of these "
                 f"{dataset.num_documents} documents: other token files were put in their place. "
@@ -166,19 +173,6 @@ class OriginsFile:
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise DataError(f"{self.path} is damaged ({reason}). {_REMEDY}") from None
-
-
-def _check_format(parquet: Any, path: str) -> bytes:
-    """The fingerprint of the pair; DataError if the file is not a sidecar."""
-    metadata, columns = parquet.metadata.metadata or {}, parquet.schema_arrow.remove_metadata()
-    version = metadata.get(VERSION_KEY)
-    if version != VERSION or PAIR_KEY not in metadata or not columns.equals(schema()):
-        raise DataError(
-            f"{path} is not a sidecar of version {VERSION.decode()}: it has the version "
-            f"{version and version.decode(errors='replace')} and the columns "
-            f"{', '.join(columns.names)}. Give it another name, or use a later version of millrace"
-        )
-    return bytes(metadata[PAIR_KEY])
 
 
 def import_pyarrow() -> Any:
