@@ -117,10 +117,7 @@ def _cuts_of(
         total = sum(file.size or 0 for file in files)
         part_size = min(max(total // (_PARTS_PER_SHARD * shard[1]), 1), _DEFAULT_TASK)
     for place, file in enumerate(files):
-        if place in unpacked:
-            cuts.append(_Cut(place, size=file.size or 0))
-            continue
-        for part in parts_of(file, part_size):
+        for part in [file.part()] if place in unpacked else parts_of(file, part_size):
             cuts.append(_Cut(place, part.start, part.stop, part.size, part.first_line))
     if shard is None:
         return cuts
@@ -247,12 +244,8 @@ class InputTasks:
 
     def _pieces(self, number: int) -> Iterator[Task]:
         """The tasks of a file that cannot be cut; each piece is written to a file."""
-        file = self._files[number]
-        pieces = pieces_of(
-            replace(file, path=absolute(file.path)),
-            self._piece_size,
-            max_document_size=self._options.max_document_size,
-        )
+        whole, limit = self._part(_Cut(number)), self._options.max_document_size
+        pieces = pieces_of(whole.file, self._piece_size, max_document_size=limit)
         for count, piece in enumerate(pieces):
             path = os.path.join(self._run.scratch, f"{number}-{count}.piece")
             digest = xxh3()
@@ -262,7 +255,7 @@ class InputTasks:
                     target.write(data)
             digest.update(str(piece.part.byte_offset).encode())
             unpacked = replace(piece.part.file, path=path)
-            part = replace(piece.part, file=unpacked, source=file.path)
+            part = replace(piece.part, file=unpacked, source=whole.source)
             yield _task((number, count), [part], digest.hexdigest())
 
 

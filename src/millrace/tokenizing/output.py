@@ -52,9 +52,8 @@ class Output:
             stack.enter_context(IndexedDatasetBuilder(prefix, dtype, checksums=options.checksums))
             for prefix in options.prefixes.values()
         ]
-        self._origins: list[OriginsWriter] = []
-        if options.provenance != "none":
-            self._origins = [OriginsWriter(builder.prefix) for builder in self.builders]
+        with_origins = self.builders if options.provenance != "none" else []
+        self._origins = [OriginsWriter(builder.prefix) for builder in with_origins]
         self._quarantine: Any = None
         if options.on_error == "quarantine":
             path = os.path.join(scratch, "quarantine.jsonl")

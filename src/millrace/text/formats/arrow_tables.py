@@ -75,32 +75,19 @@ class _Table(Format):
 
     def read(self, part: Part, query: Query) -> Iterator[Documents]:
         batch, row = Batch(query, part.size), 0
-        with unchanged(part):
-            for columns, ids, share in self._rows(part, query):
-                if not query.skip_empty and _are_short_texts(columns, query.max_size):
-                    batch.add_all(columns, row, [-1] * len(ids), list(map(id_text, ids)))
-                    row += len(ids)
-                else:
-                    for *values, id_ in zip(*columns, ids, strict=True):
-                        _add_row(values, id_, row, query, batch)
-                        row += 1
-                yield batch.take(row, int(share * (1 << 32)), 1 << 32)
-
-    def _rows(self, part: Part, query: Query) -> Iterator[tuple[list[list[Any]], list[Any], float]]:
-        """Values of each key, ids, and the share of the part that has been read."""
-        with _table_errors(part.source):
+        with unchanged(part), _table_errors(part.source):
             for group, share in self._groups(part, query):
                 step = _num_rows(group.num_rows, group.nbytes)
                 for start in range(0, group.num_rows, step):
-                    rows = group.slice(start, step)
-                    if query.whole:
-                        columns = [records_of(rows, part.source)]
+                    columns, ids = _columns(group.slice(start, step), query, part.source)
+                    if not query.skip_empty and _are_short_texts(columns, query.max_size):
+                        batch.add_all(columns, row, [-1] * len(ids), list(map(id_text, ids)))
+                        row += len(ids)
                     else:
-                        columns = [_values(_column(rows, key)) for key in query.keys]
-                    ids = [None] * rows.num_rows
-                    if _type_of(rows.schema, query.id_key) is not None:
-                        ids = _id_values(_column(rows, query.id_key))
-                    yield columns, ids, share
+                        for *values, id_ in zip(*columns, ids, strict=True):
+                            _add_row(values, id_, row, query, batch)
+                            row += 1
+                    yield batch.take(row, int(share * (1 << 32)), 1 << 32)
 
 
 class Parquet(_Table):
@@ -218,6 +205,15 @@ def _arrow_reader(path: str, fields: list[int] | None = None) -> Iterator[tuple[
 
 
 # ---- documents of rows ----
+
+
+def _columns(rows: Any, query: Query, source: str) -> tuple[list[list[Any]], list[Any]]:
+    """Values of each key, or whole rows, and the ids."""
+    has_ids = _type_of(rows.schema, query.id_key) is not None
+    ids = _id_values(_column(rows, query.id_key)) if has_ids else [None] * rows.num_rows
+    if query.whole:
+        return [records_of(rows, source)], ids
+    return [_values(_column(rows, key)) for key in query.keys], ids
 
 
 def _are_short_texts(columns: list[list[Any]], max_size: int) -> bool:
