@@ -83,9 +83,10 @@ class SentenceSplitter:
         except BaseException as error:  # a panic in Rust is not an Exception
             if type(error).__name__ not in _FAILURES:
                 raise
+            [other] = LIBRARIES.keys() - {self.library}
             raise TextError(
                 f"{self.library} cannot split a text of {len(text)} characters ({error}). Remove "
-                "the text, or split with the other library (punkt or sentencex)"
+                f"the text, or split with {other}"
             ) from None
         ends = itertools.accumulate(map(len, pieces), initial=0)
         pieces = [text[start:stop] for start, stop in itertools.pairwise(ends)]
