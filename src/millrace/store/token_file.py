@@ -1,5 +1,6 @@
 """Token files by their records."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +15,6 @@ from millrace.names import BIN, IDX
 from millrace.storage import LOCAL, Access, Identity, Storage, storage_of
 from millrace.store.info import has_mask
 from millrace.store.reader import IndexedDataset
-
-_MISSING = Identity(0, 0, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,19 +46,18 @@ class TokenFileRecord:
         data, index = zip(self.sizes, self.times, self.versions or (None, None), strict=True)
         return Identity(*data), Identity(*index)
 
-    def has_same_files(self, storage: Storage | None = None) -> bool:
-        """Whether the files have the sizes, times and versions of the record."""
-        return _identities(self.prefix, storage_of(self.prefix, storage)) == self.identities
-
     def change(self, storage: Storage | None = None) -> str | None:
         """What is not as the record says, by sizes, times and versions, else content."""
-        if self.has_same_files(storage):
-            return None
+        place = storage_of(self.prefix, storage)
+        with contextlib.suppress(FileNotFoundError):  # missing, or published halfway
+            present = place.stat(self.prefix + BIN), place.stat(self.prefix + IDX)
+            if _without_inodes(present, place) == self.identities:
+                return None
         try:
-            present = TokenFile.open(self.prefix, storage=storage).record
+            record = TokenFile.open(self.prefix, storage=storage).record
         except DataError as error:
             return f"{self.prefix} is gone or damaged: {error}"
-        if replace(present, times=self.times) == self:  # a new version of an object is a change
+        if replace(record, times=self.times) == self:  # a new version of an object is a change
             return None
         return f"{self.prefix} is not what it was: other tokens or documents are there now"
 
@@ -86,15 +84,13 @@ class TokenFile:
     def open(
         cls, prefix: str, access: Access = "mmap", storage: Storage | None = None
     ) -> "TokenFile":
-        # First: if the file is replaced before it is opened, the next comparison notices.
-        data, index = _identities(prefix, storage_of(prefix, storage))
         dataset = IndexedDataset(prefix, access=access, storage=storage)
-        versions = (data.version, index.version)
+        data, index = _without_inodes(dataset.files, dataset.storage)
         record = TokenFileRecord(
             prefix=prefix,
-            sizes=(dataset.reader.size, dataset.num_bytes - dataset.reader.size),
+            sizes=(data.size, index.size),
             times=(data.time, index.time),
-            versions=versions if None not in versions else None,
+            versions=None if data.version is None else (data.version, index.version),
             content=dataset.fingerprint,
             lengths=dataset.lengths_checksum,
             num_sequences=len(dataset),
@@ -133,15 +129,14 @@ class TokenFile:
 def _open_unchanged(
     record: TokenFileRecord, access: Access, storage: Storage | None
 ) -> IndexedDataset:
-    if record.versions is None:
-        is_same = record.has_same_files(storage)  # first: see `TokenFile.open`
-    else:  # each request names the version
+    if record.versions is not None:  # each request names the version
         place: Any = storage_of(record.prefix, storage)
         paths = record.prefix + BIN, record.prefix + IDX
-        storage, is_same = place.pinned(dict(zip(paths, record.identities, strict=True))), True
+        storage = place.pinned(dict(zip(paths, record.identities, strict=True)))
     dataset = IndexedDataset(record.prefix, access=access, storage=storage)
     now = (len(dataset), dataset.num_documents, dataset.num_tokens)
     then = (record.num_sequences, record.num_documents, record.num_tokens)
+    is_same = _without_inodes(dataset.files, dataset.storage) == record.identities
     has_content = is_same or dataset.fingerprint == record.content
     has_lengths = record.versions is not None or dataset.lengths_checksum == record.lengths
     if now != then or not has_content or not has_lengths:
@@ -161,12 +156,8 @@ def listed_storages(prefixes: Sequence[str], storage: Storage | None) -> list[St
     return [listed if hasattr(places[prefix], "listed") else storage for prefix in prefixes]
 
 
-def _identities(prefix: str, storage: Storage) -> tuple[Identity, Identity]:
-    """Those of the `.bin` and the `.idx`; the versions of files, which copies lose, are None."""
-    try:
-        data, index = storage.stat(prefix + BIN), storage.stat(prefix + IDX)
-    except FileNotFoundError:
-        return _MISSING, _MISSING  # missing, or published halfway: opening it tells
+def _without_inodes(files: Sequence[Identity], storage: Storage) -> Sequence[Identity]:
+    """Identities of a pair's files, but for the versions of local ones, which copies lose."""
     if getattr(storage, "has_renames", True):
-        return data._replace(version=None), index._replace(version=None)
-    return data, index
+        return tuple(one._replace(version=None) for one in files)
+    return tuple(files)
