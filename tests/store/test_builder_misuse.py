@@ -84,7 +84,7 @@ def test_written_files_are_compared_before_they_are_published(tmp_path: Path) ->
     (temporary,) = tmp_path.glob("data.bin.*.tmp")
     with open(temporary, "ab") as file:
         file.write(b"not ours")
-    with pytest.raises(DataError, match=r"the file has 8.*nothing is published"):
+    with pytest.raises(DataError, match=r"the \.bin has 8.*nothing is published"):
         builder.finalize()
     assert names(tmp_path) == ["data.bin", "data.idx"]
     assert IndexedDataset(tmp_path / "data")[0].tolist() == [1, 2]

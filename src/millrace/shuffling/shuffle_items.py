@@ -13,7 +13,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.names import IDX
 from millrace.ragged import Numbers, even_sizes, spread, starts_of
 from millrace.shuffling.domains import Input, read_files
-from millrace.store.writer import Entries, write_index
+from millrace.store.writer import write_index
 
 ItemsAt = Callable[[int, int], Numbers]
 """The item at each place [start, stop) of the output; see `Permutation.sources`."""
@@ -258,7 +258,7 @@ class SequenceItems(Items):
         dtype = np.int32 if self.dtype == np.uint32 else self.dtype
         counts = even_sizes(stop - start, -(-(stop - start) // _ENTRIES)).tolist()
         ones = (np.ones(count, np.int64) for count in counts)
-        write_index(prefix, dtype, (Entries(one * self.item_size, one) for one in ones))
+        write_index(prefix, dtype, ((one * self.item_size, one, None) for one in ones))
         return [prefix + IDX]
 
 

@@ -155,7 +155,7 @@ class DocumentItems(Items):
             steps = np.diff(self._starts.ranges(first, counts + 1))
             lengths = np.delete(steps, np.cumsum(counts + 1)[:-1] - 1)  # not those between ranges
             modes = self._modes.ranges(first, counts) if self._has_modes else None
-            yield Entries(lengths, counts, modes)
+            yield lengths, counts, modes
 
     def _sequence_ranges(self, documents: Numbers) -> Numbers:
         """The first sequence of each document, and the end of its sequences: int64 [2, n]."""

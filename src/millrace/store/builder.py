@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from millrace import _native
 from millrace.checks import MAX_INT32, check_bool, check_ints, check_path, plain_json, shown
-from millrace.errors import ConfigError, DataError
+from millrace.errors import ConfigError
 from millrace.files import flush_to_disk, naming
 from millrace.forks import watch_forks
 from millrace.interrupts import interrupts_held
@@ -83,7 +83,6 @@ class IndexedDatasetBuilder:
         self._durable = check_bool("durable", durable)
         self._provenance: dict[str, Any] | None = _plain_json(provenance)
         self._hasher = BlockHasher() if check_bool("checksums", checksums) else None
-        self._num_bytes = 0  # bytes of tokens that left the buffer
         # The working directory may change.
         folder = os.path.realpath(os.path.dirname(self.prefix) or ".")
         place = os.path.join(folder, os.path.basename(self.prefix))
@@ -299,7 +298,6 @@ class IndexedDatasetBuilder:
         self._columns.append(*self._buffer.take_entries())
         if self._hasher is not None:
             self._hasher.update(self._buffer.view())
-        self._num_bytes += self._buffer.num_bytes
         self._buffer.flush()
 
     def _copy(self, other: IndexedDataset, source: BinaryIO, start: int, stop: int) -> None:
@@ -309,21 +307,25 @@ class IndexedDatasetBuilder:
             if self._hasher is not None:
                 for data in blocks(other, start, stop):
                     self._hasher.update(data)
+            place = self._file.tell()
             copy_file(source, self._file, start, stop)
         if self._durable:  # the flush at the end then has less to wait for
-            _native.start_writeback(self._file.fileno(), self._num_bytes, stop - start)
-        self._num_bytes += stop - start
+            _native.start_writeback(self._file.fileno(), place, stop - start)
 
     def _write_files(self) -> None:
         """Brings all files to the disk; a DataError if they are not what was added."""
-        files, written, hasher = self._pair[1], self._finish_bin(), BlockHasher()
+        files, hasher = self._pair[1], BlockHasher()
+        self._flush()
+        self._buffer.wait()
+        flush_to_disk(self._file, durable=self._durable)
+        self._columns.check_bin(files.bin)
         with open(files.idx, "wb", buffering=1 << 20) as index:
             for chunk in self._columns.chunks():
                 index.write(chunk)
                 hasher.update(chunk)
             index.flush()
             # On NFS a file's time is that of its flush, and clocks step back: see `publish`.
-            written = max(written, os.fstat(index.fileno()).st_mtime_ns)
+            written = max(os.fstat(file.fileno()).st_mtime_ns for file in (self._file, index))
             os.utime(index.fileno(), ns=(written, written))
             flush_to_disk(index, durable=self._durable)
         sums = None
@@ -334,22 +336,6 @@ class IndexedDatasetBuilder:
             with open(files.info, "wb") as sidecar:
                 sidecar.write(info.to_json().encode())
                 flush_to_disk(sidecar, durable=self._durable)
-
-    def _finish_bin(self) -> int:
-        """Ends the `.bin`; returns the time of its last change."""
-        self._flush()
-        self._buffer.wait()
-        flush_to_disk(self._file, durable=self._durable)
-        status, width = os.fstat(self._file.fileno()), self.dtype.itemsize
-        expected, counted = self._columns.num_tokens() * width, self.num_tokens * width
-        if not expected == counted == self._num_bytes == status.st_size:
-            raise DataError(
-                f"{self._file.name}: the lengths of the sequences make {expected} bytes of tokens, "
-                f"{counted} were added, {self._num_bytes} were written, and the file has "
-                f"{status.st_size}. Another program writes to it, or an addition was cut off: "
-                "nothing is published"
-            )
-        return status.st_mtime_ns
 
 
 def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -167,8 +167,17 @@ class IndexColumns:
         yield from self._documents.chunks()
         yield from self._modes.chunks()
 
-    def num_tokens(self) -> int:
-        return sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths.chunks())
+    def check_bin(self, path: str) -> None:
+        """Raises DataError if a `.bin` has more or fewer bytes than all sequences take."""
+        num_tokens = sum(int(lengths.sum(dtype=np.int64)) for lengths in self._lengths.chunks())
+        num_bytes, size = num_tokens * self.dtype.itemsize, os.path.getsize(path)
+        if num_bytes != size:
+            raise DataError(
+                f"{path}: its index has {self._lengths.count} sequences, "
+                f"{self._documents.count - 1} documents and {num_bytes} bytes; the .bin has "
+                f"{size}. Another program writes to it, or an addition was cut off: nothing is "
+                "published"
+            )
 
     def close(self) -> None:
         for column in self._all:
@@ -209,20 +218,11 @@ class _Entries:
 
 # ---- the index of an existing `.bin` ----
 
-
-class Entries(NamedTuple):
-    """The entries of some sequences, and of the documents that end with one of them.
-
-    Attributes:
-        lengths: Length of each sequence in tokens: integers [sequences].
-        counts: Number of these sequences in each document: integers [documents]. Sequences of a
-            document that ends later are the last of `lengths`, and not counted.
-        modes: Mode of each sequence, int8 [sequences]; None in a file without modes.
-    """
-
-    lengths: NDArray[Any]
-    counts: NDArray[Any]
-    modes: NDArray[np.int8] | None = None
+Entries = tuple[NDArray[Any], NDArray[Any], NDArray[np.int8] | None]
+"""Some sequences, and the documents that end with one of them: the length of each sequence in
+tokens, integers [sequences]; the number of these sequences in each document, integers [documents];
+the mode of each sequence, int8 [sequences], or None in a file without modes. Sequences of a
+document that ends later are the last ones, and not counted."""
 
 
 def write_index(
@@ -237,12 +237,5 @@ def write_index(
     with contextlib.closing(columns), atomic_file(prefix + IDX, durable=False) as file:
         for lengths, counts, modes in documents:
             columns.append(lengths, modes, columns.header.num_sequences + np.cumsum(counts))
-        header, size = columns.header, os.path.getsize(prefix + BIN)
-        num_bytes = columns.num_tokens() * header.dtype.itemsize
-        if num_bytes != size:
-            raise DataError(
-                f"{prefix}: the entries are of {header.num_sequences} sequences, "
-                f"{header.num_document_entries - 1} documents and {num_bytes} bytes; the .bin has "
-                f"{size}. No index is written"
-            )
+        columns.check_bin(prefix + BIN)
         file.writelines(columns.chunks())
