@@ -83,8 +83,6 @@ def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
         needed, is_valid = "an object", isinstance(value, dict)
     if not is_valid:
         raise ValueError(f"{place_of(place)} must be {needed}, not {shown(value, 80)}")
-    if kind in _PLAIN:
-        return value
     if origin in (list, tuple):
         entries = enumerate(zip(itertools.cycle(kinds), value, strict=False))
         return origin([_read(one, entry, (*place, i)) for i, (one, entry) in entries])

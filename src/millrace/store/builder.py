@@ -273,8 +273,7 @@ class IndexedDatasetBuilder:
 
     def after_fork(self) -> None:
         """In a forked process: files and lock are its parent's."""
-        if self._turns.closed_because is None:
-            self._file.close()
+        self._file.close()
         self._turns.leave_to_parent()
 
     def _append(self, values: NDArray[Any]) -> None:

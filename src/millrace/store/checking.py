@@ -159,7 +159,10 @@ def _verify(prefix: str, pool: ThreadPoolExecutor, on_bytes: Any) -> Report:
             checks.blocks(path, origins, sums.get("origins"))
         if not checks.report.problems:  # the fingerprint of a damaged pair may have changed
             with contextlib.suppress(ConfigError):  # pyarrow is not installed
-                _check_origins(dataset, has_sums=sums.get("origins") is not None)
+                rows = dataset.origins_file
+                if rows is not None and sums.get("origins") is None:
+                    for _ in rows.tables(0, dataset.num_documents):  # reading tells
+                        pass
     return checks.report
 
 
@@ -169,10 +172,3 @@ def _sequences_in(prefix: str, start: int, stop: int) -> str:
     numbers = _native.find_documents(dataset.sequence_pointers, np.array([start, stop - 1]))
     documents = dataset.documents_of(numbers)
     return f"sequences {numbers[0]} to {numbers[1]}, documents {documents[0]} to {documents[1]}"
-
-
-def _check_origins(dataset: IndexedDataset, has_sums: bool) -> None:
-    """Compares the sidecar of origins with the pair; without checksums, reads every row."""
-    if dataset.origins_file is not None and not has_sums:
-        for _ in dataset.origins_file.tables(0, dataset.num_documents):
-            pass

@@ -57,10 +57,8 @@ class Info:
     checksums: PairChecksums | None = None
 
     def to_json(self) -> str:
-        def without_none(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-            return {name: value for name, value in fields if value is not None}
-
-        return json.dumps(asdict(self, dict_factory=without_none), indent=1) + "\n"
+        fields = asdict(self, dict_factory=lambda pairs: dict(p for p in pairs if p[1] is not None))
+        return json.dumps(fields, indent=1) + "\n"
 
 
 def read_info(prefix: str, storage: Storage | None = None) -> Info | None:
@@ -86,12 +84,13 @@ def read_info(prefix: str, storage: Storage | None = None) -> Info | None:
 
 def has_mask(prefix: str, storage: Storage | None = None) -> bool:
     """Whether the sidecar of a pair names ranges of tokens that are not trained on."""
-    storage = storage_of(prefix, storage)
     try:
         info = read_info(prefix, storage)
         return info is not None and "loss_ranges" in info.provenance
     except (OSError, DataError):
-        return exists(storage, prefix + LOSS)  # better than to train on all tokens
+        return exists(
+            storage_of(prefix, storage), prefix + LOSS
+        )  # better than to train on all tokens
 
 
 def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
@@ -102,26 +101,20 @@ class BlockHasher:
     """Makes the checksums of a file from its pieces."""
 
     def __init__(self) -> None:
-        self._state = xxh3()
-        self._size = 0
-        self._blocks: list[str] = []
+        self._state, self._size, self._blocks = xxh3(), 0, list[str]()
 
     def update(self, data: Any) -> None:
         """Adds the next bytes, any contiguous buffer."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         while len(view) > 0:
-            part = view[: BLOCK_SIZE - self._size % BLOCK_SIZE]
+            block, place = divmod(self._size, BLOCK_SIZE)
+            if place == 0:
+                self._state.reset()
+            part = view[: BLOCK_SIZE - place]
             self._state.update(part)
+            self._blocks[block:] = [self._state.hexdigest()]
             self._size += len(part)
             view = view[len(part) :]
-            if self._size % BLOCK_SIZE == 0:
-                self._end_block()
 
     def finish(self) -> Checksums:
-        if self._size % BLOCK_SIZE > 0:
-            self._end_block()
         return Checksums(size=self._size, blocks=self._blocks)
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._state.hexdigest())
-        self._state.reset()

@@ -71,11 +71,10 @@ def open_pair(
         try:
             index = storage.open(paths.idx, index_access)
             data = None if access is None else storage.open(paths.bin, access)
-            if not getattr(storage, "has_renames", True):
-                return data, index
-            if paths[:2] == paths_to_read(prefix, storage)[:2] and all(
-                file is None or storage.stat(path).version == file.identity.version
-                for path, file in ((paths.idx, index), (paths.bin, data))
+            if not getattr(storage, "has_renames", True) or (
+                paths[:2] == paths_to_read(prefix, storage)[:2]
+                and storage.stat(paths.idx).version == index.identity.version
+                and (data is None or storage.stat(paths.bin).version == data.identity.version)
             ):
                 return data, index
         except FileNotFoundError:  # perhaps a publication has just renamed it
@@ -84,10 +83,8 @@ def open_pair(
     missing = [path for path in needed if not exists(storage, path)]
     if not missing:
         raise DataError(f"{prefix}.bin/.idx were replaced at every attempt to open them; try again")
-    hint = "Both files of a pair are needed: write them again, or give another prefix"
-    if prefix.endswith((".bin", ".idx")):
-        hint = "A prefix is given without .bin or .idx"
-    elif prefix.replace(".", "", 1).isdigit():
+    hint = "Write both again, or give another prefix, without .bin or .idx"
+    if prefix.replace(".", "", 1).isdigit():
         hint = "Is it a weight? A list of odd length has prefixes alone: one entry is missing"
     elif others := sorted(glob.glob(f"{glob.escape(prefix)}_*{IDX}")):
         hint = f"There is {others[0].removesuffix(IDX)}"
@@ -154,10 +151,8 @@ def prefix_lock(prefix: str) -> Iterator[None]:
         try:
             stack.enter_context(writers_lock(lock, *_paths(prefix), limit=0))
         except BlockingIOError as error:
-            raise MillraceError(
-                f"{prefix} is being built by another process ({lock} is {error.strerror}). "
-                "Wait for it, or give another prefix"
-            ) from None
+            problem = f"is being built by another process ({lock} is {error.strerror})"
+            raise MillraceError(f"{prefix} {problem}. Wait, or give another prefix") from None
         yield
 
 
@@ -175,12 +170,6 @@ def building(prefix: str) -> Iterator[Temporaries]:
         finally:
             if os.getpid() == builder:  # the files are not a forked child's
                 remove(*temporaries)
-
-
-def remove_leftovers(prefix: str) -> None:
-    """Removes a dead builder's temporaries, unless another one is at work."""
-    with contextlib.suppress(OSError, MillraceError), prefix_lock(prefix):
-        pass
 
 
 def publish(pairs: Sequence[tuple[str, Temporaries]], *, durable: bool = True) -> None:

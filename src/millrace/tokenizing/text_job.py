@@ -14,11 +14,11 @@ from typing import Any
 from millrace.encoding import UNSEEN, Tokenizer, checked_tokenizer
 from millrace.engine import ALREADY, Done, Run
 from millrace.engine.uploading import Upload
-from millrace.errors import ConfigError, TextError
+from millrace.errors import ConfigError, MillraceError, TextError
 from millrace.files import checksum
 from millrace.names import IDX, LOSS
 from millrace.option_class import StrPath, identity_of
-from millrace.store.publish import LOCK, files_of, remove_leftovers
+from millrace.store.publish import LOCK, files_of, prefix_lock
 from millrace.text import InputFile, Query, find_inputs, parts_of
 from millrace.text.json_values import texts_of
 from millrace.tokenizing import input_tasks
@@ -195,7 +195,8 @@ def _write(
     if options.restart:  # the job before may have had other keys
         prefix = glob.escape(os.fspath(options.output_prefix))
         for lock in glob.glob(f"{prefix}_*_*{LOCK}"):
-            remove_leftovers(lock.removesuffix(LOCK))
+            with contextlib.suppress(OSError, MillraceError), prefix_lock(lock.removesuffix(LOCK)):
+                pass  # a dead builder's temporaries are gone now
     with contextlib.ExitStack() as stack:
         output = Output(options, stack, run.scratch)
         tasks = input_tasks.InputTasks(run, options, files, workers)
