@@ -61,7 +61,7 @@ def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
     """A value of a type, or a ValueError with its place."""
     if kind in _PLAIN and type(value) is kind:
         return value
-    origin, arguments = _parts_of(kind)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         (kind,) = (one for one in arguments if one is not type(None))
         return None if value is None else _read(kind, value, place)
@@ -96,11 +96,6 @@ def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
         }
         return kind(**entries_of)  # type: ignore[operator]
     return value
-
-
-@functools.cache
-def _parts_of(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    return typing.get_origin(kind), typing.get_args(kind)
 
 
 @functools.cache

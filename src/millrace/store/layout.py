@@ -88,18 +88,15 @@ class Header:
 def read_header(file: BinReader, path: str) -> Header:
     """The header of an index file; a DataError if it does not fit the file."""
     size = file.size
-    if size < HEADER.size:
+    head = gather_range(file, 0, min(size, HEADER.size)).tobytes()
+    whole = head.ljust(HEADER.size, b"\0")
+    magic, version, code, num_sequences, num_entries = HEADER.unpack(whole)
+    if size < HEADER.size or (magic, version) != (MAGIC, VERSION) or code not in DTYPES:
         raise DataError(
-            f"{path} has {size} bytes; an index file has at least {HEADER.size}. It is truncated, "
-            "empty or not an index: write it again from its source"
-        )
-    head = gather_range(file, 0, HEADER.size).tobytes()
-    magic, version, code, num_sequences, num_entries = HEADER.unpack(head)
-    if (magic, version) != (MAGIC, VERSION) or code not in DTYPES:
-        raise DataError(
-            f"{path} starts with {magic!r}, version {version} and dtype code {code}; a Megatron-LM "
-            f"index has {MAGIC!r}, {VERSION} and a code from {min(DTYPES)} to {max(DTYPES)}. Give "
-            "the path prefix of a .bin/.idx pair, or write it again from its source"
+            f"{path} has {size} bytes and starts with {magic!r}, version {version} and dtype code "
+            f"{code}; a Megatron-LM index has at least {HEADER.size}, {MAGIC!r}, {VERSION} and a "
+            f"code from {min(DTYPES)} to {max(DTYPES)}. It is truncated, or not an index: give the "
+            "path prefix of a .bin/.idx pair, or write it again from its source"
         )
     headers = [Header(DTYPES[code], num_sequences, num_entries, modes) for modes in (False, True)]
     for header in headers if num_entries > 0 else []:

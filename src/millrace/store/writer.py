@@ -93,8 +93,7 @@ class Turns:
         The lock stays taken: later daemon threads wait for the end of the process.
         """
         if self._lock.acquire(timeout=_LAST_WAIT):
-            with interrupts_held():
-                self._free()
+            self.end("it was dropped")
 
 
 def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[Bytes]:
