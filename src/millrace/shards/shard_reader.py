@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import zip_longest
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,13 +128,9 @@ class Shards(OpenTokens):
         """The lengths in tokens: int32 [sequences], one number in memory."""
         return np.broadcast_to(np.int32(self.sequence_length), len(self))
 
-    def __getitem__(self, number: int) -> NDArray[Any]:
+    def __getitem__(self, index: SupportsIndex) -> NDArray[Any]:
         """A sequence's tokens, [sequence_length] of `dtype`."""
-        if not 0 <= number < len(self):
-            raise IndexError(
-                f"there is no sequence {number}; {self.prefix} has 0 to {len(self) - 1}"
-            )
-        size = self.metadata.sequence_bytes
+        number, size = self._number("sequence", index, len(self)), self.metadata.sequence_bytes
         return self._gather(np.array([number * size]), np.array([size])).view(self.dtype)
 
     def _gather(self, byte_offsets: Numbers, byte_counts: Numbers) -> Bytes:

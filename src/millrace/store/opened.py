@@ -5,10 +5,11 @@ Also token files without an index: raw tokens, or a one-dimensional `.npy` array
 
 import contextlib
 import io
+import operator
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -50,22 +51,19 @@ class OpenTokens:
         dtype: Dtype of the tokens as they are read.
         reader: The bytes of the tokens, a `BinReader`.
         files: Plain values that are equal if the same files are read in the same way.
+        fingerprint: A hash of the content (32 hex digits).
     """
 
     prefix: str
     dtype: np.dtype[Any]
     reader: BinReader
     files: tuple[Any, ...]
+    fingerprint: Any  # str, computed once
     _options: dict[str, Any]  # the other arguments of the class
 
     @property
     def num_tokens(self) -> int:
         return self.reader.size // self.dtype.itemsize
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of the content (32 hex digits)."""
-        raise NotImplementedError
 
     def identity(self) -> tuple[Any, ...]:
         """Plain values that tell these data from others."""
@@ -82,16 +80,20 @@ class OpenTokens:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.prefix!r}: {self.num_tokens:,} tokens, {self.dtype})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open_same, (type(self), self.prefix, self._options, self.identity())
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.prefix, self._options, self.identity()
 
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        prefix, options, pickled = state
+        self.__init__(prefix, **options)  # type: ignore[misc]  # each class has its options
+        self.check_identity(pickled)
 
-def _open_same(
-    kind: Any, prefix: str, options: dict[str, Any], pickled: tuple[Any, ...]
-) -> OpenTokens:
-    tokens: OpenTokens = kind(prefix, **options)
-    tokens.check_identity(pickled)
-    return tokens
+    def _number(self, kind: str, index: SupportsIndex, count: int) -> int:
+        """A number below `count`, from one that may count from the end; or an IndexError."""
+        number = operator.index(index)
+        if not -count <= number < count:
+            raise IndexError(f"there is no {kind} {number}; {self.prefix} has 0 to {count - 1}")
+        return number % count
 
 
 class JoinedFiles:

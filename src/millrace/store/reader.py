@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import operator
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, SupportsIndex, overload
@@ -313,12 +312,6 @@ class IndexedDataset(OpenTokens):
         place = self._number("document", number, self.num_documents)
         first, last = self.check_documents(place, place + 1)
         return self.read(np.arange(first, last))[0] if last != first + 1 else self[first]
-
-    def _number(self, kind: str, index: SupportsIndex, count: int) -> int:
-        number = operator.index(index)
-        if not -count <= number < count:
-            raise IndexError(f"there is no {kind} {number}; {self.prefix} has 0 to {count - 1}")
-        return number % count
 
     def _read(self, number: int, start: int, count: int) -> NDArray[Any]:
         byte_offset = self.sequence_pointers.item(number) + start * self.dtype.itemsize
