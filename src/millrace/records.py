@@ -67,8 +67,7 @@ def _read(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
         return None if value is None else _read(kind, value, place)
     if kind in _PLAIN:
         needed = _PLAIN[kind]
-        is_valid = type(value) is kind or (kind is float and type(value) is int)
-        is_valid = is_valid or (kind is Any and value is not NOTHING)
+        is_valid = (kind is float and type(value) is int) or (kind is Any and value is not NOTHING)
     elif origin is Annotated:
         _, least, most = arguments
         needed = f"a whole number between {least} and {'2**63 - 1' if most == MAX_INT64 else most}"

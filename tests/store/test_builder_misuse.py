@@ -244,7 +244,7 @@ def test_an_end_in_another_thread_ends_every_call(tmp_path: Path, end: str) -> N
 def test_a_call_from_within_a_call_is_refused(tmp_path: Path) -> None:
     builder = IndexedDatasetBuilder(tmp_path / "data")
     refusal = pytest.raises(ConfigError, match="from within one of its own calls")
-    with builder._turn(), refusal:
+    with builder._turns.take(), refusal:
         builder.add_document((1, 2))
     builder.add_document([3])
     builder.finalize()

@@ -18,6 +18,7 @@ from millrace.jobs.reshape import PairOptions, bounds_by_size, pair_builder
 from millrace.names import BIN, IDX, LOSS
 from millrace.option_class import StrPath, option
 from millrace.store import IndexedDataset, IndexedDatasetBuilder
+from millrace.store.layout import count_tokens
 
 _CHUNK = 4 << 20  # tokens converted at a time
 _MAX_LENGTH = 2**31 - 1  # tokens in a sequence
@@ -158,14 +159,9 @@ def _open_array(source: str, dtype: np.dtype[Any] | None) -> NDArray[Any] | None
     elif source.endswith(BIN) and not os.path.exists(source.removesuffix(BIN) + IDX):
         if dtype is None:
             raise ConfigError(f"{source} holds raw tokens: give their dtype with --source-dtype")
-        size = os.path.getsize(source)
-        if size % dtype.itemsize:
-            raise DataError(
-                f"{source} has {size} bytes, which is not a multiple of {dtype.itemsize}: it is "
-                "truncated, or the dtype is wrong"
-            )
+        num_tokens = count_tokens(source, os.path.getsize(source), dtype)
         # An empty file cannot be mapped.
-        array = np.memmap(source, dtype, "r") if size else np.empty(0, dtype)
+        array = np.memmap(source, dtype, "r") if num_tokens else np.empty(0, dtype)
     else:
         return None
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):

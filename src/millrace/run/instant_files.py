@@ -21,7 +21,7 @@ from millrace.run.instant_config import InstantConfig
 from millrace.storage import LOCAL, storage_of
 from millrace.store import IndexedDataset
 from millrace.store.info import read_info
-from millrace.store.layout import read_header
+from millrace.store.layout import count_tokens, read_header
 
 
 class SourceFile:
@@ -65,12 +65,7 @@ class SourceFile:
                 ".idx, in full or from the working directory"
             ) from None
         self.dtype: np.dtype[Any] = dtype
-        self.num_tokens, rest = divmod(size, dtype.itemsize)
-        if rest:
-            raise DataError(
-                f"source {name}: {path} has {size} bytes, which is not a multiple of "
-                f"{dtype.itemsize}, the bytes of a token: it is truncated, or the dtype is wrong"
-            )
+        self.num_tokens = count_tokens(f"source {name}: {path}", size, self.dtype)
         self.part = part_range(self.num_tokens, source.part)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from millrace.provenance import check_tokenizers, common_tokenizer, read_tokeniz
 from millrace.ragged import Numbers, equal_runs, starts_of
 from millrace.store import IndexedDataset
 from millrace.store.info import has_mask
+from millrace.store.layout import count_tokens
 from millrace.store.publish import paths_to_read
 from millrace.text import read_input_list as read_lines
 
@@ -293,13 +294,7 @@ def read_errors_of(path: str) -> Iterator[None]:
 def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
     """Place and dtype of the tokens in a raw or NumPy file."""
     if not path.endswith(".npy"):
-        if size % raw_dtype.itemsize == 0:
-            return {"dtype": raw_dtype, "num_tokens": size // raw_dtype.itemsize}
-        raise DataError(
-            f"{path} has {size} bytes, which is not a multiple of {raw_dtype.itemsize}, the size "
-            f"of {raw_dtype}: it is truncated, or has another dtype. Write it again, or correct "
-            "--dtype"
-        )
+        return {"dtype": raw_dtype, "num_tokens": count_tokens(path, size, raw_dtype)}
     try:
         array: Any = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, TypeError, OverflowError, SyntaxError, tokenize.TokenError) as error:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -96,7 +96,7 @@ class IndexedDatasetBuilder:
                 self.dtype.name, _BUFFER_SIZE, file.fileno(), self.multimodal
             )
             stack.callback(self._buffer.close)
-            self._turns = Turns(f"the builder of {self.prefix}", stack.pop_all().close)
+            self._turns = Turns(self.prefix, stack.pop_all().close)
             weakref.finalize(self, self._turns.end_at_exit)
         watch_forks(self)
 
@@ -123,7 +123,7 @@ class IndexedDatasetBuilder:
 
     def end_document(self) -> None:
         """Ends the current document, which may have no sequences."""
-        with self._turn():
+        with self._turns.take():
             self._buffer.end_document()
             if self._buffer.is_full:
                 self._flush()
@@ -150,7 +150,7 @@ class IndexedDatasetBuilder:
         """
         values = _as_tokens(tokens, self.dtype)
         counts = _as_lengths(lengths, len(values))
-        with self._turn():
+        with self._turns.take():
             self._append(values)
             for start in range(0, len(counts), _ENTRIES):
                 self._buffer.add_documents(counts[start : start + _ENTRIES])
@@ -164,7 +164,7 @@ class IndexedDatasetBuilder:
             entries: Plain JSON values; an entry of the same name is replaced.
         """
         plain = _plain_json(entries) or {}
-        with self._turn():
+        with self._turns.take():
             self._provenance = (self._provenance or {}) | plain
 
     def add_index(
@@ -201,13 +201,11 @@ class IndexedDatasetBuilder:
             )
         has_modes = other.sequence_modes is not None
         if len(other) > 0 and has_modes != self.multimodal:
-            raise ConfigError(
-                f"{other.prefix} has {'' if has_modes else 'no '}modes, the new file has "
-                f"{'' if self.multimodal else 'no '}modes: both must have them, or neither"
-            )
+            one = other.prefix if has_modes else "the new file"
+            raise ConfigError(f"only {one} has modes: both pairs must have them, or neither")
         sequences = other.check_documents(start, stop)
         byte_span = other.check_sequences(*sequences)
-        with self._turn():
+        with self._turns.take():
             if self._buffer.has_open_document:
                 raise ConfigError(
                     "a document is still open; call end_document() before add_index()"
@@ -259,17 +257,11 @@ class IndexedDatasetBuilder:
         values = _as_tokens(tokens, self.dtype)  # outside a turn: a token may be any object
         counts = _as_lengths([len(values)] if lengths is None else lengths, len(values))
         mode_array = None if modes is None or not self.multimodal else _as_modes(modes, len(counts))
-        with self._turn():
+        with self._turns.take():
             self._append(values)
             self._buffer.add_sequences(counts, mode_array, ends_document)
             if self._buffer.is_full:
                 self._flush()
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One thread's turn to change the files and the data on their way to them."""
-        with self._turns.take(), naming(self.prefix + BIN):
-            yield
 
     def after_fork(self) -> None:
         """In a forked process: files and lock are its parent's."""
@@ -344,7 +336,7 @@ def finalize_together(builders: Sequence[IndexedDatasetBuilder]) -> None:
     """
     with contextlib.ExitStack() as stack:
         for one in builders:
-            stack.enter_context(one._turn())
+            stack.enter_context(one._turns.take())
             if one._buffer.has_open_document:
                 raise ConfigError(
                     f"the last sequences of {one.prefix} do not belong to a document yet; "

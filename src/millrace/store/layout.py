@@ -53,6 +53,18 @@ def optimal_dtype(vocabulary_size: int | None) -> np.dtype[Any]:
     return np.dtype(np.int32)
 
 
+def count_tokens(path: str, num_bytes: int, dtype: np.dtype[Any]) -> int:
+    """The number of tokens in the bytes of a file; a DataError if they end within one."""
+    count, rest = divmod(num_bytes, dtype.itemsize)
+    if rest:
+        raise DataError(
+            f"{path} has {num_bytes} bytes, which is not a multiple of {dtype.itemsize}, the size "
+            f"of {dtype}: it is truncated, or has another dtype. Write it again, or correct the "
+            "dtype"
+        )
+    return count
+
+
 @dataclass(frozen=True)
 class Header:
     """The first 34 bytes of an index file, and whether it holds modes."""

@@ -31,9 +31,9 @@ from millrace.storage import (
     sample_of,
     storage_of,
 )
+from millrace.store.layout import count_tokens
 
 TOKEN_DTYPES = "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64"
-_NPY_MAGIC = b"\x93NUMPY"
 _HEADER_SIZE = 1 << 16  # bytes that hold the header of any array of one dimension
 # NumPy reads a header by ast.literal_eval, which Python 3.11 cannot do in two threads at once ("AST
 # constructor recursion depth mismatch").
@@ -194,11 +194,7 @@ class RawTokens(OpenTokens):
         self.reader: JoinedFiles = JoinedFiles([file], start)
         self.files = (file.identity,)
         self.is_mapped = self.reader.is_mapped
-        if self.reader.size % self.dtype.itemsize:
-            raise DataError(
-                f"{self.prefix} has {self.reader.size} bytes of tokens, which is not a multiple of "
-                f"{self.dtype.itemsize} ({self.dtype}): it is truncated, or the dtype is wrong"
-            )
+        count_tokens(self.prefix, self.reader.size, self.dtype)
 
     def _start_and_dtype(
         self, file: StoredFile, dtype: DTypeLike | None
@@ -206,7 +202,7 @@ class RawTokens(OpenTokens):
         """The first byte of the tokens and their dtype, by the header if there is one."""
         given = None if dtype is None else token_dtype(dtype)
         head = gather_range(file, 0, min(file.size, _HEADER_SIZE)).tobytes()
-        if not head.startswith(_NPY_MAGIC):
+        if not head.startswith(np.lib.format.MAGIC_PREFIX):
             if given is None:
                 raise ConfigError(f"{self.prefix} has no header: give the dtype of its tokens")
             return 0, given

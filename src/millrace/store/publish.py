@@ -83,7 +83,7 @@ def open_pair(
     missing = [path for path in needed if not exists(storage, path)]
     if not missing:
         raise DataError(f"{prefix}.bin/.idx were replaced at every attempt to open them; try again")
-    hint = "Write both again, or give another prefix, without .bin or .idx"
+    hint = "Write both again, or give another prefix; it is given without .bin or .idx"
     if prefix.replace(".", "", 1).isdigit():
         hint = "Is it a weight? A list of odd length has prefixes alone: one entry is missing"
     elif others := sorted(glob.glob(f"{glob.escape(prefix)}_*{IDX}")):

@@ -32,7 +32,7 @@ from millrace.store.opened import OpenTokens
 from millrace.store.publish import open_pair
 
 _CHUNK = 1024  # sequences that iteration reads at a time
-_PIECE = 1 << 19  # lengths that are copied at a time: they stay in a core's cache
+_PIECE = 1 << 19  # entries that are copied at a time: they stay in a core's cache
 
 
 class IndexedDataset(OpenTokens):
@@ -341,8 +341,7 @@ class IndexedDataset(OpenTokens):
     @cached_property
     def lengths_checksum(self) -> str:
         """A checksum (XXH3-64, 16 hex digits) of all sequence lengths, which decide the order."""
-        lengths = self.sequence_lengths
-        return checksum(copied(lengths[at : at + _PIECE]) for at in range(0, len(self), _PIECE))
+        return checksum(copied_pieces(self.sequence_lengths, 0, len(self)))
 
     def info(self) -> Info | None:
         """The sidecar's checksums and provenance; None without a sidecar."""
@@ -404,6 +403,12 @@ class IndexedDataset(OpenTokens):
 
 def _cut(flat: NDArray[Any], starts: Numbers, ends: Numbers) -> list[NDArray[Any]]:
     return [flat[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+
+def copied_pieces(column: NDArray[Any], start: int, stop: int) -> Iterator[NDArray[Any]]:
+    """Entries [start, stop) of a mapped column, copied in pieces."""
+    for first in range(start, stop, _PIECE):
+        yield copied(column[first : min(first + _PIECE, stop)])
 
 
 def _entry(column: NDArray[Any], place: int) -> int:

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from millrace.errors import ConfigError, DataError
-from millrace.files import atomic_file
+from millrace.files import atomic_file, naming
 from millrace.interrupts import interrupts_held
 from millrace.names import BIN, IDX
-from millrace.storage import Bytes, copied, gather_range
+from millrace.storage import Bytes, gather_range
 from millrace.store.layout import Header
-from millrace.store.reader import IndexedDataset
+from millrace.store.reader import IndexedDataset, copied_pieces
 
 LIMIT = 1 << 20  # entries of a column that stay in memory
 _PIECE = 1 << 17  # entries that are read back at a time: they stay in a core's cache
@@ -25,13 +25,13 @@ _LAST_WAIT = 5.0  # seconds that a process waits at its end for a thread's turn
 
 
 class Turns:
-    """Gives one thread at a time the right to change something of several parts.
+    """Gives one thread at a time the right to change the files of a pair, and data on their way.
 
-    `free` discards it. It is called at least once after the last turn, with Ctrl-C held back.
+    `free` discards them. It is called at least once after the last turn, with Ctrl-C held back.
     """
 
-    def __init__(self, name: str, free: Callable[[], None]) -> None:
-        self._name, self._free = name, free
+    def __init__(self, prefix: str, free: Callable[[], None]) -> None:
+        self._prefix, self._free = prefix, free
         self.closed_because: str | None = None  # None: there are more turns
         self._lock = threading.Lock()
         self._holder: int | None = None
@@ -45,14 +45,15 @@ class Turns:
         """
         if self._holder == threading.get_ident():
             raise ConfigError(
-                f"{self._name} was called from within one of its own calls, perhaps by a signal "
-                "handler: let the call end first"
+                f"the builder of {self._prefix} was called from within one of its own calls, "
+                "perhaps by a signal handler: let the call end first"
             )
         with self._lock:
             try:
                 self._holder = threading.get_ident()
                 self.check_open()
-                yield
+                with naming(self._prefix + BIN):
+                    yield
             except BaseException as error:
                 if not isinstance(error, ConfigError):
                     self.end(f"an addition failed: {error!r}")
@@ -64,7 +65,8 @@ class Turns:
 
     def check_open(self) -> None:
         if self.closed_because is not None:
-            raise ConfigError(f"{self._name} is closed ({self.closed_because}); make another one")
+            why = self.closed_because
+            raise ConfigError(f"the builder of {self._prefix} is closed ({why}); make another one")
 
     def close(self, reason: str) -> None:
         """Closes after the turn of another thread."""
@@ -141,12 +143,12 @@ class IndexColumns:
     ) -> None:
         """Appends sequences and documents [start, stop) of another index."""
         shift = self._lengths.count - sequences[0]
-        for lengths in _pieces(other.sequence_lengths, *sequences):
+        for lengths in copied_pieces(other.sequence_lengths, *sequences):
             self._lengths.extend(lengths)
-        for ends in _pieces(other.document_indices, documents[0] + 1, documents[1] + 1):
+        for ends in copied_pieces(other.document_indices, documents[0] + 1, documents[1] + 1):
             self._documents.extend(ends + shift)
         if other.sequence_modes is not None:
-            for modes in _pieces(other.sequence_modes, *sequences):
+            for modes in copied_pieces(other.sequence_modes, *sequences):
                 self._modes.extend(modes)
 
     @property
@@ -181,12 +183,6 @@ class IndexColumns:
     def close(self) -> None:
         for column in self._all:
             column.close()
-
-
-def _pieces(column: NDArray[Any], start: int, stop: int) -> Iterator[NDArray[Any]]:
-    """Entries [start, stop) of a mapped column, copied in pieces."""
-    for first in range(start, stop, LIMIT):
-        yield copied(column[first : min(first + LIMIT, stop)])
 
 
 class _Entries:
