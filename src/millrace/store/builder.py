@@ -90,10 +90,9 @@ class IndexedDatasetBuilder:
             self._columns = IndexColumns(folder, self.dtype, has_modes=self.multimodal)
             stack.callback(self._columns.close)
             self._pair = place, stack.enter_context(building(place))
-            file = stack.enter_context(open(self._pair[1].bin, "wb", buffering=0))
-            self._file: Any = file
+            self._file: Any = stack.enter_context(open(self._pair[1].bin, "wb", buffering=0))
             self._buffer = _native.TokenBuffer(
-                self.dtype.name, _BUFFER_SIZE, file.fileno(), self.multimodal
+                self.dtype.name, _BUFFER_SIZE, self._file.fileno(), self.multimodal
             )
             stack.callback(self._buffer.close)
             self._turns = Turns(self.prefix, stack.pop_all().close)

@@ -80,8 +80,7 @@ class Checks:
         if sums is None:
             return
         if file.size != sums.size:
-            sizes = f"{file.size} bytes; when its checksums were made it had {sums.size}"
-            self.add(f"{path} has {sizes}")
+            self.add(f"{path} has {file.size} bytes; its checksums are of a file of {sums.size}")
             return
 
         def is_ok(block: int) -> bool:

@@ -182,7 +182,8 @@ class IndexColumns:
 
     def close(self) -> None:
         for column in self._all:
-            column.close()
+            with contextlib.suppress(OSError):  # of a full disk
+                column.file.close()
 
 
 class _Entries:
@@ -193,22 +194,18 @@ class _Entries:
 
         self.dtype, self.count = np.dtype(dtype), 0
         size = LIMIT * self.dtype.itemsize
-        self._file = tempfile.SpooledTemporaryFile(size, dir=folder)  # noqa: SIM115
+        self.file = tempfile.SpooledTemporaryFile(size, dir=folder)  # noqa: SIM115
 
     def extend(self, values: NDArray[Any]) -> None:
-        self._file.seek(0, os.SEEK_END)
-        self._file.write(np.ascontiguousarray(values, self.dtype).data)
-        self._file.flush()  # else a forked child would also write what is buffered
+        self.file.seek(0, os.SEEK_END)
+        self.file.write(np.ascontiguousarray(values, self.dtype).data)
+        self.file.flush()  # else a forked child would also write what is buffered
         self.count += len(values)
 
     def chunks(self) -> Iterator[NDArray[Any]]:
-        self._file.seek(0)
-        while data := self._file.read(_PIECE * self.dtype.itemsize):
+        self.file.seek(0)
+        while data := self.file.read(_PIECE * self.dtype.itemsize):
             yield np.frombuffer(data, self.dtype)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # of a full disk
-            self._file.close()
 
 
 # ---- the index of an existing `.bin` ----
