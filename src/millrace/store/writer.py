@@ -95,7 +95,8 @@ class Turns:
         The lock stays taken: later daemon threads wait for the end of the process.
         """
         if self._lock.acquire(timeout=_LAST_WAIT):
-            self.end("it was dropped")
+            with interrupts_held():
+                self._free()
 
 
 def blocks(dataset: IndexedDataset, start: int, stop: int) -> Iterator[Bytes]:
