@@ -175,9 +175,16 @@ class BatchForm:
 
     def __post_init__(self) -> None:
         check_choice("token_dtype", self.token_dtype, TOKEN_DTYPES)
-        size = self.vocab_size
+        fields, size = self.fields, self.vocab_size
+        is_list = isinstance(fields, Sequence) and not isinstance(fields, str)
+        names: tuple[Any, ...] = tuple(fields) if is_list else ()
+        is_text = all(isinstance(name, str) for name in names)
+        if not names or not is_text or len(set(names)) < len(names):
+            raise ConfigError(f"fields is {shown(fields)}; give different names, such as {FIELDS}")
+        if "document_numbers" in names and "document_bounds" not in names:
+            names += ("document_bounds",)
         vars(self).update(
-            fields=_check_fields(self.fields),
+            fields=names,
             share_labels=check_bool("share_labels", self.share_labels),
             vocab_size=None if size is None else check_int("vocab_size", size, 1, MAX_INT64),
         )
@@ -187,17 +194,6 @@ def form_of(fields: tuple[str, ...] | None, **options: Any) -> BatchForm | None:
     """The form of some fields and options; None if none is given."""
     form = BatchForm(fields=FIELDS if fields is None else fields, **options)
     return None if fields is None and form == BatchForm() else form
-
-
-def _check_fields(fields: Any) -> tuple[str, ...]:
-    is_list = isinstance(fields, Sequence) and not isinstance(fields, str)
-    names: tuple[Any, ...] = tuple(fields) if is_list else ()
-    is_text = all(isinstance(name, str) for name in names)
-    if not names or not is_text or len(set(names)) < len(names):
-        raise ConfigError(f"fields is {shown(fields)}; give different names, such as {FIELDS}")
-    if "document_numbers" in names and "document_bounds" not in names:
-        names += ("document_bounds",)
-    return names
 
 
 @lru_cache(maxsize=256)
