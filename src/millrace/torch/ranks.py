@@ -160,21 +160,20 @@ def check_consistency(
     rank = distributed_rank(group)
     if rank == -1:
         raise ConfigError("this process is not in the group: call check_consistency on its ranks")
-    error: BaseException | None = None
-    seconds, report = _TIMEOUT, Report()
+    seconds = _TIMEOUT
     try:
         seconds = check_float("timeout", timeout, 0, 10**6)
         checksum_batches = check_int("checksum_batches", checksum_batches, 0)
         number = (rank or 0) if data_parallel_rank is None else data_parallel_rank
         number = check_int("data_parallel_rank", number, 0)
-        if rank is not None:
-            report = {"data_parallel_rank": number, **_report(loader, checksum_batches)}
-    except BaseException as caught:  # raised below: the other ranks wait for a report
-        error, report = caught, {"error": f"{type(caught).__name__}: {caught}"}
-    message = "" if rank is None else _compare(report, group, seconds)
-    if error is not None:
-        raise error
-    if message:
+        if rank is None:
+            return
+        report = {"data_parallel_rank": number, **_report(loader, checksum_batches)}
+    except BaseException as error:
+        if rank is not None:  # the other ranks wait for a report
+            _compare({"error": f"{type(error).__name__}: {error}"}, group, seconds)
+        raise
+    if message := _compare(report, group, seconds):
         raise MillraceError(message)
 
 
