@@ -198,7 +198,7 @@ def test_the_last_step_of_a_stream_is_dropped_or_short(prefetch: int) -> None:
         assert loader.consumed_samples == sum(sizes)
         assert next(loader, None) is None
     share: Any = {"micro_batch_size": 6, "data_parallel_rank": 3, "data_parallel_size": 4}
-    with pytest.raises(ConfigError, match="the stream has 20 samples, so that no step"):
+    with pytest.raises(ConfigError, match="the dataset has 20 samples, so that no step"):
         next(Loader(dataset, **share))
     with pytest.raises(ConfigError, match="dataset 1 is a StreamDataset"):
         BlendedDataset([Numbers(), dataset])

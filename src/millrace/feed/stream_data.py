@@ -96,11 +96,7 @@ class StreamDataset:
         size = len(tokens)
         if size == 0 or (sampler.drop_last and size < sampler.block_size):
             if start == 0:
-                raise ConfigError(
-                    f"micro_batch_size * data_parallel_size is {sampler.block_size}; the stream "
-                    f"has {size} samples, so that no step is complete. Lower one, pass "
-                    "drop_last=False, or give more samples"
-                )
+                sampler.check_block(", pass drop_last=False, or give more samples", size)
             raise EndOfBatches
         numbers = numbers[numbers < start + size]
         own = tokens.select(numbers - start).with_field("sample_numbers", "sample", numbers)

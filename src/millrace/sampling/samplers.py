@@ -72,12 +72,13 @@ class RankSampler:
         self.data_parallel_rank = check_int("data_parallel_rank", self.data_parallel_rank, 0, last)
         self.block_size = self.micro_batch_size * self.data_parallel_size
 
-    def check_block(self, remedy: str = "") -> None:
+    def check_block(self, remedy: str = "", num_samples: int | None = None) -> None:
         """Raises ConfigError unless the dataset fills a step of all ranks."""
-        if self.block_size > self.num_samples:
+        size = self.num_samples if num_samples is None else num_samples
+        if self.block_size > size:
             raise ConfigError(
                 f"micro_batch_size * data_parallel_size is {self.block_size}; the dataset has "
-                f"{self.num_samples} samples, so that no step is complete. Lower one{remedy}"
+                f"{size} samples, so that no step is complete. Lower one{remedy}"
             )
 
 
