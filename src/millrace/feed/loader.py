@@ -23,7 +23,7 @@ from millrace.feed.stream_data import IN_TURN, StreamDataset, check_dataset, sam
 from millrace.forks import Renewed
 from millrace.samples.dataset import Dataset
 from millrace.samples.fields import Batch, form_of
-from millrace.sampling.samplers import Sampler, checked_position, num_steps
+from millrace.sampling.samplers import Sampler, checked_position, num_steps, steps_on
 
 _MAX_PREFETCH = 1 << 20
 _MAX_THREADS = 1024
@@ -211,12 +211,10 @@ class Loader(Renewed):
         Raises:
             IndexError: No such step.
         """
-        step, start = check_int("step", step, 0), Position(0)
-        if (consumed_at := getattr(self.sampler, "consumed_at", None)) is not None:
+        step = check_int("step", step, 0)
+        if consumed_at := getattr(self.sampler, "consumed_at", None):
             return self.batch_at(consumed_at(step))
-        for _ in range(step):
-            start = _found(self._maker.outline(start), shown(step)).after or start
-        return self.batch_at(start.consumed_samples)
+        return self.batch_at(steps_on(self.sampler, 0, step)[0])
 
     def batch_at(self, consumed_samples: int) -> Any:
         """The batch of the step that starts after so many samples; the position stays.
@@ -225,7 +223,11 @@ class Loader(Renewed):
             IndexError: No such step.
         """
         start = Position(check_int("consumed_samples", consumed_samples, 0))
-        step = _found(self._maker.step(start), f"after {shown(consumed_samples)} samples")
+        step = self._maker.step(start)
+        if step.is_end:
+            raise IndexError(f"there is no step after {shown(consumed_samples)} samples")
+        if step.error is not None:
+            raise step.error
         return step.batch if self.transform is None else self.transform(step.batch)
 
     def wait_stats(self) -> WaitStats:
@@ -365,12 +367,3 @@ class Loader(Renewed):
         self._stats = WaitStats()
         self._next = self._position
         self._is_taking = False  # a step, in this thread
-
-
-def _found(step: Step, name: str) -> Step:
-    """A step that could be made; else its own error, or IndexError at the end."""
-    if step.is_end:
-        raise IndexError(f"there is no step {name}")
-    if step.error is not None:
-        raise step.error
-    return step

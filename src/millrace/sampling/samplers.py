@@ -48,6 +48,15 @@ def num_steps(sampler: Any, consumed_samples: int = 0) -> int:
     return check_int("num_steps", sampler.num_steps(consumed_samples), 0)
 
 
+def steps_on(sampler: Sampler, position: int, num_steps: int) -> tuple[int, int]:
+    """The position so many steps on, or at the end, and the steps to it."""
+    for step in range(num_steps):
+        if not sampler.has_step(position):
+            return position, step
+        position = sampler.consumed_after(position)
+    return position, num_steps
+
+
 def checked_position(sampler: Any, consumed_samples: Any) -> int:
     """A position as a whole number; ConfigError where no step can start."""
     position = check_int("consumed_samples", consumed_samples, 0)

@@ -25,7 +25,7 @@ from millrace.feed.stream_data import IN_TURN
 from millrace.samples.dataset import batch_of_form
 from millrace.samples.fields import form_of
 from millrace.samples.tokens import fingerprint_of
-from millrace.sampling.samplers import checked_position, num_steps
+from millrace.sampling.samplers import checked_position, num_steps, steps_on
 from millrace.torch.tensors import to_tensors
 
 Tensors = dict[str, torch.Tensor]
@@ -294,13 +294,13 @@ class _WorkerSteps(Iterator[Any]):
     def __init__(self, loader: Loader, worker: int, num_workers: int) -> None:
         self._loader = copy.copy(loader)  # persistent workers start again from the original
         self._num_workers = num_workers
-        self._position = _steps_on(loader.sampler, loader.consumed_samples, worker)[0]
+        self._position = steps_on(loader.sampler, loader.consumed_samples, worker)[0]
 
     def __next__(self) -> Any:
         if not self._loader.sampler.has_step(self._position):
             raise StopIteration
         batch = self._loader.batch_at(self._position)
-        self._position = _steps_on(self._loader.sampler, self._position, self._num_workers)[0]
+        self._position = steps_on(self._loader.sampler, self._position, self._num_workers)[0]
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -362,18 +362,9 @@ def _check_kind(name: str, value: Any, method: str, kind: str) -> None:
         raise ConfigError(f"{name} is a {type(value).__name__}; {kind} is needed")
 
 
-def _steps_on(sampler: Sampler, position: int, num_steps: int) -> tuple[int, int]:
-    """The position so many steps on, or at the end, and the steps to it."""
-    for step in range(num_steps):
-        if not sampler.has_step(position):
-            return position, step
-        position = sampler.consumed_after(position)
-    return position, num_steps
-
-
 def _position_after(sampler: Sampler, position: int, num_batches: int) -> int:
     count = check_int("num_batches", num_batches, 0)
-    position, left = _steps_on(sampler, position, count)
+    position, left = steps_on(sampler, position, count)
     if left < count:
         raise ConfigError(f"num_batches is {count}; only {left} batches are left")
     return position
