@@ -80,6 +80,7 @@ class TokenDataset:
     """
 
     takes_form = True
+    _has_options_of_source = False  # whose fingerprint has them
 
     def __init__(
         self, source: TokenSource, options: SampleOptions | None, transforms: Iterable[Any] = ()
@@ -283,20 +284,16 @@ class TokenDataset:
         All transforms belong to the view, as do the options that the source does not name; those
         that change tokens belong to the order, too.
         """
-        fingerprint = self._source_fingerprint(consumed_samples)
+        fingerprint = fingerprint_of(self.source, consumed_samples)
+        if self.options is not None and not self._has_options_of_source:
+            values = self.options.identity().items()
+            view = {name: value for name, value in values if name not in fingerprint}
+            fingerprint["view"] = view
         if order := [one.fingerprint() for one in self.transforms if one.changes_tokens]:
             fingerprint["transforms"] = order
         if entries := [one.fingerprint() for one in self.transforms]:
             fingerprint["view"] = {**fingerprint.get("view", {}), "transforms": entries}
         return fingerprint
-
-    def _source_fingerprint(self, consumed_samples: int | None) -> dict[str, Any]:
-        fingerprint = fingerprint_of(self.source, consumed_samples)
-        if self.options is None:
-            return fingerprint
-        values = self.options.identity()
-        view = {name: value for name, value in values.items() if name not in fingerprint}
-        return {**fingerprint, "view": view}
 
 
 class TransformedDataset(TokenDataset):
@@ -315,6 +312,8 @@ class TransformedDataset(TokenDataset):
         ConfigError: A dataset or transform that lacks what is needed, or transforms in an order
             that cannot work.
     """
+
+    _has_options_of_source = True
 
     def __init__(self, dataset: Any, transforms: Iterable[Any]) -> None:
         if isinstance(dataset, TransformedDataset):
@@ -340,9 +339,6 @@ class TransformedDataset(TokenDataset):
             return batch
         # The dataset may keep the dict that it returned.
         return {**batch, "loss_mask": mask_losses(batch["loss_mask"], self._tokens(numbers))}
-
-    def _source_fingerprint(self, consumed_samples: int | None) -> dict[str, Any]:
-        return fingerprint_of(self.dataset, consumed_samples)
 
 
 def is_ours(dataset: Any) -> bool:
