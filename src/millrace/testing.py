@@ -115,9 +115,8 @@ class _Runs:
         for step, (state, snapshot) in enumerate(states):
             what = f"the state after {step} steps"
             _assert_equal(snapshot, state, "state", f"{what} has changed while its loader went on")
-            pickled, copied = pickle.loads(pickle.dumps(state)), copy.deepcopy(state)
+            pickled = pickle.loads(pickle.dumps(state))
             _assert_equal(state, pickled, "state", f"{what} is changed by pickle")
-            _assert_equal(state, copied, "state", f"{what} is changed by deepcopy")
         as_saved = [self._copy(state, step) for step, (state, _) in enumerate(states)]
         return [snapshot for _, snapshot in batches], as_saved
 
