@@ -159,7 +159,9 @@ class CachedIndices(ABC):
         return tuple(arrays[name] for name in self._INDICES)
 
     def _open_deferred(self) -> None:
-        self.__dict__.update(self._load_trusted())
+        """Opens the indices, if that was left to the first sample."""
+        if vars(self)[self._INDICES[0]] is None:
+            vars(self).update(self._load_trusted())
 
     def _load_trusted(self) -> cache.Arrays:
         """The cached indices, whatever the description says."""

@@ -91,5 +91,3 @@ class _FileBinReader(_BinReader):
         reader: store.BinReader | None = None,
     ) -> None:
         super().__init__(bin_path, reader)
-        self.num_max_retries = num_max_retries
-        self.sleep_duration_start = sleep_duration_start

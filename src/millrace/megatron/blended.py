@@ -89,8 +89,7 @@ class BlendedDataset(CachedIndices, torch.utils.data.Dataset):  # type: ignore[m
 
     def __getitem__(self, idx: Any) -> dict[str, Any]:
         """A sample of one of the datasets, and the dataset's number as `dataset_id` (int16)."""
-        if self.dataset_sample_index is None:
-            self._open_deferred()
+        self._open_deferred()
         dataset_id = self.dataset_index[idx]
         sample = self.datasets[dataset_id][self.dataset_sample_index[idx]]
         return {"dataset_id": dataset_id, **sample}
@@ -333,11 +332,9 @@ class BlendedMegatronDatasetBuilder:
             BuildError: If `cls` raises an OSError on rank 0 of torch.distributed.
         """
         rank = distributed_rank()
-        if rank is None:
-            return cls(*args)
 
         def build() -> Any:
-            if not is_built_on_rank():
+            if rank is not None and not is_built_on_rank():
                 return None
             try:
                 return cls(*args)

@@ -130,8 +130,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
             DataAssertionError: If an index points outside the token file.
         """
         config, number = self.config, 0 if idx is None else idx
-        if self.shuffle_index is None:
-            self._open_deferred()
+        self._open_deferred()
         if self._is_plain():
             tokens, labels, loss_mask, position_ids = self._gather(number)
             lengths = [self._span(number)[2]] if config.inter_document_masking else []
@@ -159,8 +158,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
         tokens of each sequence, without padding. A hook for subclasses that make their own tokens;
         else the core gathers the sample.
         """
-        if self.shuffle_index is None:
-            self._open_deferred()
+        self._open_deferred()
         sequences, start, lengths = self._span(idx)
         parts = [
             self.dataset.get(sequence, offset=0 if place else start, length=length)
