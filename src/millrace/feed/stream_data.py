@@ -52,23 +52,6 @@ class StreamDataset:
 
     Raises:
         ConfigError: What is not a stream, or not options.
-
-    Example:
-        >>> import numpy as np
-        >>> from millrace import Loader
-        >>> from millrace.feed import SampleOptions, TokenBatch
-        >>> class Counting:
-        ...     def read(self, state, count):
-        ...         first = 0 if state is None else state["next"]
-        ...         tokens = np.arange(first, first + 4 * count)
-        ...         batch = TokenBatch(tokens, 4 * np.arange(1, count + 1))
-        ...         return batch, {"next": first + 4 * count}
-        ...     def fingerprint(self, consumed_samples=None):
-        ...         return {"kind": "counting"}
-        >>> stream = StreamDataset(Counting(), SampleOptions(sequence_length=3))
-        >>> loader = Loader(stream, micro_batch_size=2)
-        >>> next(loader)["labels"].tolist(), loader.state_dict()["stream"]
-        ([[1, 2, 3], [5, 6, 7]], {'consumed_samples': 2, 'state': {'next': 8}})
     """
 
     def __init__(self, stream: TokenStream, options: SampleOptions) -> None:

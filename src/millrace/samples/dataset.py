@@ -64,19 +64,6 @@ class TokenDataset:
 
     Raises:
         ConfigError: A source without tokens, or transforms that cannot work.
-
-    Example:
-        >>> class Counting:
-        ...     def __len__(self):
-        ...         return 9
-        ...     def tokens(self, sample_numbers):
-        ...         rows = 10 * sample_numbers[:, None] + np.arange(4)
-        ...         return TokenBatch(rows.reshape(-1), 4 * np.arange(1, len(rows) + 1))
-        ...     def fingerprint(self, consumed_samples=None):
-        ...         return {"kind": "counting"}
-        >>> dataset = TokenDataset(Counting(), SampleOptions(sequence_length=3))
-        >>> dataset[2]["labels"].tolist()
-        [21, 22, 23]
     """
 
     takes_form = True
