@@ -146,8 +146,7 @@ class IndexedDataset(torch.utils.data.Dataset):  # type: ignore[misc]
         self.object_storage_config = object_storage_config
         self.fast_cache_load, self.dtype_code = fast_cache_load, dtype_code
         self.sequences_per_dataset = sequences_per_dataset
-        folder = object_storage_config.path_to_idx_cache if is_remote else None
-        storage = None if folder is None else storage_in(folder)
+        storage = storage_in(object_storage_config.path_to_idx_cache) if is_remote else None
         self.token_file = _open(self.path_prefix, mmap, storage)
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         self.index = _IndexReader(
