@@ -36,7 +36,14 @@ def rows(tokens: TokenBatch, options: SampleOptions, form: BatchForm | None = No
         ConfigError: A field that the token batch does not give.
         DataError: A sample that is longer than its row, or a token id that does not fit.
     """
-    arrays = _core_fields(tokens, options, form)
+    is_by_documents = options.boundaries == "documents"
+    # A label behind a document's end is 0, the token is not: labels cannot be a view of tokens.
+    core_form = row_form(replace(form, share_labels=False) if form and is_by_documents else form)
+    starts = _with_parts(tokens, options).part_starts if is_by_documents else None
+    with core_errors():
+        arrays = list(_native.fill_rows(tokens.tokens, tokens.ends, options, core_form, starts))
+    if form is None or "loss_mask" in form.fields:
+        arrays[2] = mask_losses(arrays[2], tokens)
     if form is None:
         return dict(zip(FIELDS, arrays, strict=True))
     length, parts, fields = options.sequence_length, None, dict(tokens.fields)
@@ -60,19 +67,6 @@ def _with_parts(tokens: TokenBatch, options: SampleOptions) -> TokenBatch:
             "document_ids, cu_seqlens, max_seqlen and attention_mask"
         )
     return split_at_eod(tokens, options.eod_token)
-
-
-def _core_fields(tokens: TokenBatch, options: SampleOptions, form: BatchForm | None) -> list[Any]:
-    """FIELDS; None where an array is not asked for."""
-    is_by_documents = options.boundaries == "documents"
-    # A label behind a document's end is 0, the token is not: labels cannot be a view of tokens.
-    core_form = row_form(replace(form, share_labels=False) if form and is_by_documents else form)
-    starts = _with_parts(tokens, options).part_starts if is_by_documents else None
-    with core_errors():
-        arrays = list(_native.fill_rows(tokens.tokens, tokens.ends, options, core_form, starts))
-    if form is None or "loss_mask" in form.fields:
-        arrays[2] = mask_losses(arrays[2], tokens)
-    return arrays
 
 
 @contextmanager
@@ -148,7 +142,10 @@ def finish(
         if name in fields:
             kind, array = fields[name]
             if kind == "part" and parts is not None:
-                array = _of_parts(array, parts.places)
+                # For padding alone -1, or 0 if that does not fit.
+                padding = -1 if array.dtype.kind == "i" else 0
+                last = np.full((1, *array.shape[1:]), padding, array.dtype)
+                array = np.concatenate((array, last))[parts.places]
             batch[name] = array
         elif name == "document_numbers":
             raise ConfigError(
@@ -168,12 +165,6 @@ def _rows_of(tokens: TokenBatch, array: NDArray[Any], length: int) -> NDArray[An
     is_in_row = places < length
     out[rows[is_in_row], places[is_in_row]] = array[is_in_row]
     return out
-
-
-def _of_parts(array: NDArray[Any], places: Numbers) -> NDArray[Any]:
-    """An array by part; for padding alone -1, or 0 if that does not fit."""
-    padding = np.full((1, *array.shape[1:]), -1 if array.dtype.kind == "i" else 0)
-    return np.concatenate((array, padding.astype(array.dtype)))[places]
 
 
 def _part_fields(form: BatchForm, parts: Parts, num_rows: int, sequence_length: int) -> Batch:
