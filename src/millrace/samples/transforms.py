@@ -150,22 +150,21 @@ class FillInMiddle:
     changes_tokens = True
 
     def __post_init__(self) -> None:
-        plain: dict[str, Any] = {}
         inserted = ("prefix_token", "middle_token", "suffix_token")
         for name in ("seed", *inserted):
-            plain[name] = check_int(name, getattr(self, name), 0, MAX_INT64)
+            vars(self)[name] = check_int(name, getattr(self, name), 0, MAX_INT64)
         for name in ("rate", "spm_rate"):
-            plain[name] = check_float(name, getattr(self, name), 0, 1)
+            vars(self)[name] = check_float(name, getattr(self, name), 0, 1)
         for name in ("eod_token", "pad_token"):
-            plain[name] = check_token(name, getattr(self, name))
+            vars(self)[name] = check_token(name, getattr(self, name))
         names: dict[int, str] = {}
         for name in (*inserted, "eod_token", "pad_token"):
-            other = names.setdefault(plain[name], name)
+            token = getattr(self, name)
+            other = names.setdefault(token, name)
             if other in inserted and other != name:
                 raise ConfigError(
-                    f"{other} and {name} are both {plain[name]}: give each a token id of its own"
+                    f"{other} and {name} are both {token}: give each a token id of its own"
                 )
-        vars(self).update(plain)
 
     def __call__(self, batch: TokenBatch, sample_numbers: Numbers) -> tuple[Numbers, TokenBatch]:
         tokens, take = _native.fill_in_middle(
