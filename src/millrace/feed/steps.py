@@ -378,25 +378,21 @@ class LookAhead:
             self._announce(position)
 
     def _announce(self, position: int) -> None:
-        # The read itself will say what is wrong.
-        with suppress(BaseException), self._lock:
-            if steps := self._coming(position):
-                self._prefetch(np.concatenate(steps))
-
-    def _coming(self, position: int) -> list[NDArray[np.int64]]:
-        """The sample numbers that the storage is not told of yet, by step; none for most steps."""
+        """Tells of samples that the storage does not know of yet; of none at most steps."""
         steps: list[NDArray[np.int64]] = []
-        while self._told and self._told[0][0] < position:
-            self._num_told -= self._told.popleft()[1]
-        self._end = max(self._end, position)
-        limit = self._limit if self._num_told < self._distance else 0
-        while self._num_told < limit and self._sampler.has_step(self._end):
-            steps.append(self._sampler.sample_numbers(self._end))
-            size = max(len(steps[-1]), 1)  # a rank's last step may be empty
-            self._told.append((self._end, size))
-            self._num_told += size
-            self._end = max(self._sampler.consumed_after(self._end), self._end + 1)
-        return steps
+        with suppress(BaseException), self._lock:  # the read itself will say what is wrong
+            while self._told and self._told[0][0] < position:
+                self._num_told -= self._told.popleft()[1]
+            self._end = max(self._end, position)
+            limit = self._limit if self._num_told < self._distance else 0
+            while self._num_told < limit and self._sampler.has_step(self._end):
+                steps.append(self._sampler.sample_numbers(self._end))
+                size = max(len(steps[-1]), 1)  # a rank's last step may be empty
+                self._told.append((self._end, size))
+                self._num_told += size
+                self._end = max(self._sampler.consumed_after(self._end), self._end + 1)
+            if steps:
+                self._prefetch(np.concatenate(steps))
 
 
 def _print_stacks(seconds: float) -> None:
