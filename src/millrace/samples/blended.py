@@ -54,6 +54,8 @@ class BlendedDataset(TokenDataset):
             samples differ in shape.
     """
 
+    prefix = property(lambda self: type(self).__name__)
+
     def __init__(
         self,
         datasets: Sequence[Dataset],
@@ -88,10 +90,6 @@ class BlendedDataset(TokenDataset):
         stores = [getattr(one, "stores", (None,)) for one in self.datasets]
         self.stores = list(itertools.chain(*stores))
         self._first_stores = np.cumsum([0, *map(len, stores)], dtype=np.int32)
-
-    @property
-    def prefix(self) -> str:
-        return type(self).__name__
 
     def __len__(self) -> int:
         return len(self.order)
