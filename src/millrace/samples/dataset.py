@@ -307,15 +307,11 @@ class TransformedDataset(TokenDataset):
             raise ConfigError("the dataset is transformed already: give all transforms in one list")
         super().__init__(dataset, getattr(dataset, "options", None), transforms)
         self.dataset = dataset
+        self.check_steps: Any = getattr(dataset, "check_steps", None)  # see `PhasedDataset`
         self._moves_tokens = any(one.changes_tokens for one in self.transforms)
         if self._moves_tokens and self.options is None:
             why = "a transform that changes tokens needs options, the same for all samples"
             raise ConfigError(f"{why}: transform each dataset of the blend alone")
-
-    @property
-    def check_steps(self) -> Any:
-        """The dataset's method, if it has one: see `PhasedDataset`."""
-        return getattr(self.dataset, "check_steps", None)
 
     def _batch(self, numbers: Numbers, form: BatchForm | None) -> Batch:
         has_mask = form is None or "loss_mask" in form.fields
