@@ -22,19 +22,6 @@ class EndOfBatches(Exception):  # noqa: N818 - not an error
     """Raised by a dataset that learns by reading that no step is left."""
 
 
-class StreamSampler(SequentialSampler):
-    """A slice of each step of a stream, whose number of samples may be unknown."""
-
-    num_steps: Any
-
-    def __init__(self, num_samples: int | None, **share: Any) -> None:
-        super().__init__(MAX_INT64, **share)
-        if num_samples is None:
-            self.num_steps = None  # as `Sampler` has it
-        else:
-            self.num_samples = num_samples
-
-
 class StreamDataset:
     """Rows of the tokens of a `TokenStream`, as a dataset of a `Loader`.
 
@@ -114,7 +101,7 @@ class StreamDataset:
         return {**fingerprint_of(self.stream, consumed_samples), "view": self.options.identity()}
 
 
-class ExternalBatches(Renewed, StreamSampler):
+class ExternalBatches(Renewed, SequentialSampler):
     """Any iterable of one rank's batches as a dataset of a `Loader` (Megatron-LM's `external`).
 
     It is its own sampler: `Loader(ExternalBatches(batches, samples_per_step=32))`. The loader reads
@@ -143,6 +130,7 @@ class ExternalBatches(Renewed, StreamSampler):
         ([4, 8], 12)
     """
 
+    num_steps: Any  # None: not known, as `Sampler` has it
     _iterator: Iterator[Any]
     _position: int  # of the iterator, or -1
     _renewed = ("_lock", "_iterator", "_position")
@@ -162,9 +150,11 @@ class ExternalBatches(Renewed, StreamSampler):
         self._batches = batches
         self._fingerprint = dict(fingerprint or {})
         size = check_int("samples_per_step", samples_per_step, 1, MAX_INT64)
-        if num_steps is not None:
-            num_steps = check_int("num_steps", num_steps, 0, MAX_INT64 // size)
-        super().__init__(None if num_steps is None else num_steps * size, micro_batch_size=size)
+        super().__init__(MAX_INT64, micro_batch_size=size)
+        if num_steps is None:
+            self.num_steps = None
+        else:
+            self.num_samples = check_int("num_steps", num_steps, 0, MAX_INT64 // size) * size
         self._has_begun = False  # also in copies, which share the place of an iterator
         self.renew()
 
@@ -246,7 +236,9 @@ def sampler_of(dataset: Any, sampler: Any, share: tuple[Any, ...]) -> Any:
     options = dict(zip(names, share, strict=True))
     if isinstance(dataset, StreamDataset):
         if sampler is None:
-            return StreamSampler(None, **options)
+            sampler = SequentialSampler(MAX_INT64, **options)
+            sampler.num_steps = None  # not known, as `Sampler` has it
+            return sampler
         raise ConfigError("a stream has no sample numbers: give micro_batch_size, and no sampler")
     if sampler is None and not isinstance(dataset, ExternalBatches):
         sampler = SequentialSampler(len(dataset), **options)
