@@ -15,15 +15,13 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from millrace import _native
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
 from millrace.files import check_split, files_below, is_of_the_process
 from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
 from millrace.provenance import check_tokenizers, common_tokenizer, read_tokenizer
-from millrace.ragged import Numbers, equal_runs, starts_of
+from millrace.ragged import starts_of
 from millrace.store import IndexedDataset
 from millrace.store.info import has_mask
 from millrace.store.layout import count_tokens
@@ -53,6 +51,25 @@ class TokenFile:
     size: int  # in bytes
     mtime_ns: int
     sidecars: dict[str, list[int]] = field(default_factory=dict)  # size and time by kind
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[int]:
+        """A descriptor of the file; a DataError if it is gone, has changed, or cannot be read."""
+
+        def opener(path: str, flags: int) -> int:
+            return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would wait for a writer
+
+        with read_errors_of(self.path), open(self.path, "rb", 0, opener=opener) as file:
+            try:
+                yield file.fileno()
+            finally:
+                status = os.fstat(file.fileno())
+                if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
+                    raise DataError(
+                        f"{self.path} changed while the job ran: it has {status.st_size} bytes of "
+                        f"time {status.st_mtime_ns} ns, not {self.size} of {self.mtime_ns}. Leave "
+                        "the input as it is until the job has ended; begin anew with --restart"
+                    )
 
 
 class Domain(NamedTuple):
@@ -348,42 +365,4 @@ def _check_dtype(path: str, dtype: np.dtype[Any]) -> None:
         raise DataError(
             f"{path} holds {dtype}; a shuffle takes uint16, uint32 and int32. Convert it, if its "
             f"ids fit: millrace convert {path} NEW{ending} --dtype int32"
-        )
-
-
-def read_files(
-    files: Sequence[TokenFile],
-    file_numbers: Numbers,
-    byte_offsets: Numbers,
-    sizes: Numbers,
-    buffer: NDArray[np.uint8],
-    targets: Numbers,
-    *,
-    or_words: bool = False,
-) -> int:
-    """Reads pieces of files, whose numbers ascend, by `_native.read_pieces`.
-
-    A DataError is about a file that is gone, has changed, or cannot be read.
-    """
-    bits = 0
-    for run in equal_runs(file_numbers):
-        file = files[file_numbers[run.start]]
-        with read_errors_of(file.path), contextlib.ExitStack() as stack:
-            # A named pipe in place of the file would wait for a writer.
-            descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK)
-            stack.callback(os.close, descriptor)
-            stack.callback(_check_unchanged, file, descriptor)  # after an error, too
-            bits |= _native.read_pieces(
-                descriptor, byte_offsets[run], sizes[run], buffer, targets[run], or_words=or_words
-            )
-    return bits
-
-
-def _check_unchanged(file: TokenFile, descriptor: int) -> None:
-    status = os.fstat(descriptor)
-    if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns):
-        raise DataError(
-            f"{file.path} changed while the job ran: it has {status.st_size} bytes of time "
-            f"{status.st_mtime_ns} ns, not {file.size} of {file.mtime_ns}. Leave the input as it "
-            "is until the job has ended; begin anew with --restart"
         )

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from millrace import _native
 from millrace.checks import MAX_INT32, MAX_INT64, printable, text_table
 from millrace.errors import ConfigError, DataError
 from millrace.names import IDX
-from millrace.ragged import Numbers, even_sizes, spread, starts_of
-from millrace.shuffling.domains import Input, read_files
+from millrace.ragged import Numbers, equal_runs, even_sizes, spread, starts_of
+from millrace.shuffling.domains import Input
 from millrace.store.writer import write_index
 
 ItemsAt = Callable[[int, int], Numbers]
@@ -186,16 +187,14 @@ class Items(ABC):
         low = np.maximum(starts[rows], self.token_starts[files])
         sizes = np.minimum(stops[rows], self.token_starts[files + 1]) - low
         places, targets = low - self.token_starts[files], targets[rows] + low - starts[rows]
-        width = self.dtype.itemsize
-        bits = read_files(
-            self.files,
-            files,
-            self._byte_offsets[files] + places * width,
-            sizes * width,
-            buffer.view(np.uint8),
-            targets * width,
-            or_words=self.dtype == np.uint32,
-        )
+        width, bits, or_words = self.dtype.itemsize, 0, self.dtype == np.uint32
+        pieces = self._byte_offsets[files] + places * width, sizes * width, targets * width
+        for run in equal_runs(files):
+            offsets, counts, ends = (column[run] for column in pieces)
+            with self.files[files[run.start]].reading() as descriptor:
+                bits |= _native.read_pieces(
+                    descriptor, offsets, counts, buffer.view(np.uint8), ends, or_words=or_words
+                )
         if bits > MAX_INT32:
             self._refuse_large_ids(buffer, files, places, sizes, targets)
 
