@@ -391,7 +391,7 @@ def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Pat
     assert "notes.txt does not belong to the shuffle" in result.stdout
     assert "1 of 2 datasets are damaged" in result.stderr
     for arguments, message in (
-        (["inspect", tmp_path], "does not hold the result of a shuffle"),
+        (["inspect", tmp_path], "is not the output folder of a shuffle"),
         (["inspect", folder, "--svg", tmp_path / "none/a.svg"], "No such file or directory"),
         (["inspect", folder, "--dtype", "uint16"], ": leave the argument out"),
         (["inspect", tokenized, "--svg", picture], "are for the output folder of a shuffle"),

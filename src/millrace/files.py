@@ -14,7 +14,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 
 from millrace.checks import check_local
-from millrace.errors import DataError
+from millrace.errors import DataError, MillraceError, TextError
 from millrace.names import SHARD_NUMBER, UNFINISHED
 
 TMP = ".tmp"  # ends the name of a file that is being written
@@ -123,6 +123,19 @@ def check_split(*prefixes: str) -> None:
                 f"{prefix} is a shard of a split that did not end, or is at work: others may be "
                 f"missing, or of an earlier split. Run the same split again; it removes {marker}"
             )
+
+
+@contextlib.contextmanager
+def readable(source: str, kind: type[MillraceError] = TextError) -> Iterator[None]:
+    """Turns an OSError about a file into an error that names it."""
+    try:
+        yield
+    except OSError as error:
+        if is_of_the_process(error):
+            raise
+        raise kind(
+            f"{error.filename or source} cannot be read: {error.strerror or error}"
+        ) from None
 
 
 def is_of_the_process(error: OSError) -> bool:

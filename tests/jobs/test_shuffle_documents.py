@@ -69,7 +69,7 @@ def test_bad_inputs_are_refused(tmp_path: Path) -> None:
     build(tmp_path / "in" / "b", some_documents(2), has_modes=True, dtype="uint16")
     with pytest.raises(ConfigError, match=r"a\.bin holds int32, and .*b\.bin holds uint16"):
         document_items(tmp_path / "in", folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"of which the weights take none"):
+    with pytest.raises(ConfigError, match=r"weight 0\.1 takes none\. Give .* or larger weights"):
         document_items([(0.1, tmp_path / "in" / "a")], folder=tmp_path)
 
 

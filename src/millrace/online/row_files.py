@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.cache import arrays
 from millrace.errors import TextError
-from millrace.files import atomic_file, sum_of, writers_lock, xxh3
+from millrace.files import atomic_file, readable, sum_of, writers_lock, xxh3
 from millrace.ragged import equal_runs
 from millrace.samples.tokens import Numbers
 from millrace.storage import FileStream, StoredFile, storage_of
@@ -29,7 +29,7 @@ from millrace.text.formats.arrow_tables import records_of
 from millrace.text.formats.separated_records import check_lines, loads, parse_line
 from millrace.text.json_values import check_object
 from millrace.text.parts import unchanged
-from millrace.text.streams import is_remote, open_path, readable
+from millrace.text.streams import is_remote, open_path
 
 Row = dict[str, Any] | BadDocumentError
 """A row, or why it cannot be used."""

@@ -154,7 +154,10 @@ def parse_metadata(
     try:
         document = json.loads(read_file(storage, path))
     except _MISSING:
-        raise _missing(folder, storage) from None
+        raise DataError(
+            f"{path} is missing: {folder} is not the output folder of a shuffle, or its shuffle "
+            "has not ended. Give such a folder, or run its command again"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise _damage(path, f"it is not JSON ({error})") from None
     if not isinstance(document, dict):
@@ -220,15 +223,6 @@ def check_shard(
             f"{'truncated' if size < expected else 'too long'}, or of another dtype, or belongs "
             f"to another shuffle: {_RESTORE}"
         )
-
-
-def _missing(folder: str, storage: Storage) -> DataError:
-    problem = "the folder does not hold the result of a shuffle, or not all of it"
-    if storage is LOCAL and not os.path.isdir(folder):
-        problem = "the folder does not exist: give the output folder of a shuffle"
-    elif storage is LOCAL and os.path.exists(os.path.join(folder, JOURNAL)):
-        problem = "the shuffle into this folder has not ended: run its command again"
-    return DataError(f"{metadata_path(folder)} is missing; {problem}")
 
 
 def _damage(path: str, problem: str) -> DataError:

@@ -18,7 +18,7 @@ import numpy as np
 
 from millrace.checks import absolute_path, check_float, check_path, shown
 from millrace.errors import ConfigError, DataError
-from millrace.files import check_split, files_below, is_of_the_process
+from millrace.files import check_split, files_below, readable
 from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
 from millrace.provenance import check_tokenizers, common_tokenizer, read_tokenizer
 from millrace.ragged import starts_of
@@ -59,7 +59,7 @@ class TokenFile:
         def opener(path: str, flags: int) -> int:
             return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would wait for a writer
 
-        with read_errors_of(self.path), open(self.path, "rb", 0, opener=opener) as file:
+        with readable(self.path, DataError), open(self.path, "rb", 0, opener=opener) as file:
             try:
                 yield file.fileno()
             finally:
@@ -182,7 +182,7 @@ def _domains_in(folder: str) -> Iterator[tuple[str, Fraction, list[str]]]:
             f"{shown(folder)} is not a folder; give one with a folder for each domain"
         )
     folder = absolute_path(folder)
-    with read_errors_of(folder):
+    with readable(folder, DataError):
         names = sorted(name for name in os.listdir(folder) if not _is_skipped(name))
     files = []
     for name in names:
@@ -246,7 +246,7 @@ def _is_skipped(name: str) -> bool:
 
 
 def _walk(folder: str) -> list[str]:
-    with read_errors_of(folder):
+    with readable(folder, DataError):
         return sorted(file.path for file in files_below(folder, _is_skipped))
 
 
@@ -277,7 +277,7 @@ def _notices_of(files: Sequence[TokenFile], raw_dtype: np.dtype[Any]) -> Iterato
 
 def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) -> TokenFile:
     """Opens and checks a `.bin` or `.npy` file; see `find_domains`."""
-    with read_errors_of(path):
+    with readable(path, DataError):
         status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path} is not a regular file; write it to one, or remove it")
@@ -290,22 +290,9 @@ def open_token_file(path: str, raw_dtype: np.dtype[Any], has_documents: bool) ->
             "needs that: give indexed datasets (.bin and .idx), or leave --documents out"
         )
     # It is opened so that an error comes now, not in the middle of the job.
-    with read_errors_of(path), open(path, "rb"):
+    with readable(path, DataError), open(path, "rb"):
         place = _place(path, status.st_size, raw_dtype)
     return TokenFile(path=path, size=status.st_size, mtime_ns=status.st_mtime_ns, **place)
-
-
-@contextlib.contextmanager
-def read_errors_of(path: str) -> Iterator[None]:
-    """Makes an OSError about a file a DataError that names it."""
-    try:
-        yield
-    except OSError as error:
-        if is_of_the_process(error):
-            raise
-        raise DataError(
-            f"{error.filename or path} cannot be read: {error.strerror or error}"
-        ) from None
 
 
 def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -337,7 +324,7 @@ def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
 
 def _open_indexed(prefix: str) -> TokenFile:
     paths, sidecars = paths_to_read(prefix), {}
-    with read_errors_of(prefix), IndexedDataset(prefix) as dataset:
+    with readable(prefix, DataError), IndexedDataset(prefix) as dataset:
         for name, path in zip(("info", "origins"), paths[2:], strict=True):
             with contextlib.suppress(FileNotFoundError):
                 status = os.stat(path)

@@ -130,12 +130,8 @@ class Items(ABC):
                     f"{float(domain.weight):g} takes none"
                 )
         if self.num_items == 0:
-            raise ConfigError(
-                f"the input gives no {unit}: its {len(num_tokens):,} files have "
-                f"{num_tokens.sum():,} tokens, the longest {num_tokens.max():,}, and "
-                f"{num_units.sum():,} whole ones, of which the weights take none. Give {remedy}, "
-                "or larger weights"
-            )
+            first = self.notices[len(found.notices)]
+            raise ConfigError(f"no domain has items: {first}. Give {remedy}, or larger weights")
 
     @property
     def domain_stats(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from millrace import checks
 from millrace.errors import ConfigError, TextError
-from millrace.files import files_below
+from millrace.files import files_below, readable
 from millrace.names import is_beside_documents
 from millrace.storage import exists, storage_of
 from millrace.text import streams
@@ -92,7 +92,7 @@ def read_input_list(path: str | os.PathLike[str]) -> list[str]:
         TextError: A list that cannot be read, or names nothing.
     """
     path = checks.check_path("path", path)
-    with streams.readable(path), streams.open_path(path) as file:
+    with readable(path), streams.open_path(path) as file:
         data = file.read()
     if streams.compression_of(data[: streams.NUM_MAGIC_BYTES]) or b"\0" in data:
         raise TextError(f"{path} is not a list of files; give a text file with a path a line")
@@ -116,7 +116,7 @@ class _Finder:
 
     def _file(self, path: str) -> InputFile:
         first_bytes = b""
-        with streams.readable(path):
+        with readable(path):
             status = streams.status_of(path)
             is_pipe = not streams.is_regular(path, status)
             if not is_pipe:
@@ -185,7 +185,7 @@ class _Finder:
         return sorted(paths)
 
     def _files_of(self, folder: str) -> list[str]:
-        with streams.readable(folder):
+        with readable(folder):
             found = list(files_below(folder, _is_skipped))
         # Not pipes, sockets and devices; a link to a missing file is an error when it is read.
         paths = [one.path for one in found if one.is_file() or not os.path.exists(one.path)]

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from millrace import checks
 from millrace.errors import TextError
+from millrace.files import readable
 from millrace.text import streams
 from millrace.text.documents import MAX_DOCUMENT_SIZE, Documents, Query
 
@@ -213,7 +214,7 @@ def first_line_of(part: Part) -> int:
 @contextlib.contextmanager
 def open_part(part: Part) -> Iterator[streams.ByteStream]:
     """The decompressed bytes of a part; TextError if the file is damaged or was changed."""
-    with streams.readable(part.source):
+    with readable(part.source):
         file = streams.open_path(part.file.path)
     with file, unchanged(part, file) as size:
         raw, compression = streams.RawFile(file, part.source, size), part.file.compression
@@ -230,7 +231,7 @@ def unchanged(part: Part, file: Any = None) -> Iterator[int | None]:
     a regular file; None of others, whose size and time say nothing."""
 
     def check(size: int | None, mtime_ns: int | None) -> Any:
-        with streams.readable(part.source):
+        with readable(part.source):
             status = streams.status_of(part.file.path, file)
         if size is not None and status.st_size != size:
             change = f"has {status.st_size} bytes, and had {size} before: it was changed"

@@ -7,12 +7,13 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 from millrace.checks import package
 from millrace.errors import TextError
+from millrace.files import readable
 from millrace.storage import LOCAL, SequentialStream, storage_of
 
 BLOCK_SIZE = 1 << 18
@@ -61,17 +62,6 @@ def compression_of(first_bytes: bytes) -> str:
     """
     match = _MAGIC.match(first_bytes)
     return (match.lastgroup or "") if match else ""
-
-
-@contextlib.contextmanager
-def readable(source: str) -> Iterator[None]:
-    """Turns an OSError of the block into a TextError that names the file."""
-    try:
-        yield
-    except OSError as error:
-        raise TextError(
-            f"{error.filename or source} cannot be read: {error.strerror or error}"
-        ) from None
 
 
 def is_regular(path: str, status: Any) -> bool:

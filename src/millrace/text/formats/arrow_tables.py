@@ -11,11 +11,12 @@ from typing import Any
 
 from millrace.checks import package
 from millrace.errors import TextError
+from millrace.files import readable
 from millrace.text.documents import Batch, Documents, Query, no_column
 from millrace.text.formats.separated_records import parse_line
 from millrace.text.json_values import BadDocumentError, Text, check_text, id_text, texts_of
 from millrace.text.parts import Format, InputFile, Part, unchanged
-from millrace.text.streams import is_remote, open_path, readable, status_of
+from millrace.text.streams import is_remote, open_path, status_of
 
 _BATCH_SIZE = 1 << 20  # bytes of text
 _MOST_ROWS = 1 << 11  # in a batch: texts that are stored once may be repeated in each row
