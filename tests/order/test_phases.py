@@ -13,8 +13,7 @@ import pytest
 
 from millrace import _native
 from millrace.order.instant import InstantOrder, Position
-from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
-from millrace.order.phases import Phase, Phases
+from millrace.order.phases import ONE, MixtureTree, Phase, Phases, whole_shares
 
 Plan = list[tuple[int, int, dict[str, float]]]
 

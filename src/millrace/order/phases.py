@@ -1,25 +1,31 @@
 """A run in phases: which source each sample is drawn from, and where each source is.
 
 Weights, sources and the sequence length may change from a sample on; what was drawn before stays
-what it is. `docs/instant_order.md` defines it (R1 to R4, M3, C1, C2).
+what it is. A binary tree deals the samples to the sources by their shares, without an index.
+`docs/instant_order.md` defines both (R1 to R4, M1 to M5, C1, C2).
 """
 
+import bisect
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from millrace import _native
 from millrace.checks import MAX_INT32, MAX_INT64, check_float, shown
 from millrace.errors import ConfigError
 from millrace.option_class import Options, option
 from millrace.order.instant import UNDRAWN, Position, num_windows
-from millrace.order.mixture_tree import ONE, MixtureTree, whole_shares
 
 Numbers = NDArray[np.int64]
 Places = NDArray[np.intp]
+
+ONE = 1 << 40
+"""The sum of all shares."""
 
 MAX_WEIGHT = 1e300  # so that the sum of a phase's weights is finite
 _KEPT = 64  # one of so many stretches is kept without its tree; those behind it begin again there
@@ -50,6 +56,55 @@ class Phase(Options):
     sequence_length: int | None = option(
         "tokens to train on in a sample, if not as before", None, least=1, most=MAX_INT32
     )
+
+
+def whole_shares(weights: Sequence[float]) -> Numbers:
+    """Whole numbers with the sum `ONE`, in proportion to positive weights, each at least 1 (M1)."""
+    total = math.fsum(weights)
+    shares: Numbers = np.maximum(np.floor(np.asarray(weights) / total * ONE).astype(np.int64), 1)
+    shares[shares.argmax()] += ONE - shares.sum()
+    return shares
+
+
+class MixtureTree:
+    """Which source each sample of a stretch is drawn from, and its number among the source's.
+
+    Args:
+        shares: Share of each source, as `whole_shares` returns them.
+        debts: What each source is owed at the start, in samples times `ONE`. None: nothing.
+
+    Example:
+        >>> tree = MixtureTree(whole_shares([2, 1]))
+        >>> leaves, numbers = tree.draws(np.arange(6))
+        >>> leaves.tolist(), numbers.tolist()
+        ([0, 1, 0, 0, 1, 0], [0, 0, 1, 2, 1, 3])
+        >>> tree.counts(5).tolist(), tree.find(1, 1)
+        ([3, 2], 4)
+    """
+
+    def __init__(self, shares: ArrayLike, debts: ArrayLike | None = None) -> None:
+        self.shares = np.asarray(shares, np.int64)
+        debts = np.zeros_like(self.shares) if debts is None else np.asarray(debts, np.int64)
+        core = _native.MixtureTree(self.shares, debts)
+        self.draws, self.counts = core.draws, core.counts
+
+    def find(self, leaf: int, number: int) -> int:
+        """The sample that is a source's of that number: the reverse of `draws`."""
+        return self.samples_until(np.array([leaf]), np.array([number + 1])) - 1
+
+    def samples_until(self, leaves: Numbers, counts: Numbers, most: int = MAX_INT64 - 1) -> int:
+        """The least number of samples that hold as many of one of some sources as `counts` says;
+        `most` + 1, if that is more than `most`."""
+        # After t samples a source has 4.4 draws more or less than its share of t, at most.
+        per_draw, ends = ONE / self.shares[leaves], counts.astype(np.float64)
+        low = max(((ends - 5) * per_draw).min() * (1 - 1e-12), 0)
+        high = min(((ends + 5) * per_draw).min() * (1 + 1e-12) + 1, most)
+        return bisect.bisect_left(
+            range(int(high) + 1),
+            True,
+            min(int(low), int(high)),
+            key=lambda number: bool((self.counts(number)[leaves] >= counts).any()),
+        )
 
 
 class Stretch(NamedTuple):

@@ -14,8 +14,7 @@ from millrace.deferred import cached_property
 from millrace.errors import ConfigError
 from millrace.order import RULES_VERSION
 from millrace.order.instant import InstantOrder, num_windows
-from millrace.order.mixture_tree import ONE
-from millrace.order.phases import Phases
+from millrace.order.phases import ONE, Phases
 from millrace.order.splits import Range, split_ranges
 from millrace.provenance.tokenizers import TokenizerRecord
 from millrace.run.instant_config import InstantConfig
