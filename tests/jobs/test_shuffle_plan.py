@@ -108,9 +108,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return SimpleNamespace(f_bavail=disk.free, f_frsize=1)
 
     monkeypatch.setattr(plans.os, "statvfs", status)
-    monkeypatch.setattr(
-        plans, "read_rates", lambda items, mean, size: (disk.random, disk.sequential)
-    )
+    monkeypatch.setattr(plans, "read_rates", lambda items, size: (disk.random, disk.sequential))
     return disk
 
 
@@ -205,7 +203,7 @@ def test_rates_of_tiny_sequences_take_little_memory(tmp_path: Path) -> None:
     items = sequence_items([(1, str(tmp_path / "web.bin"))], seq_len=1, dtype="uint16")
     tracemalloc.start()
     try:
-        plans.read_rates(items, mean=2, size=16_000_000)
+        plans.read_rates(items, 16_000_000)
         assert tracemalloc.get_traced_memory()[1] < 30_000_000
     finally:
         tracemalloc.stop()

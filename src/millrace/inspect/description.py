@@ -288,7 +288,8 @@ def describe_shards(
     metadata = shards.read_metadata(folder, dtype=dtype)
     name = os.fspath(folder)
     storage = storage_of(name)
-    num_bytes = sum(storage.stat(path).size for path in shards.bin_paths(name, metadata))
+    prefixes = (shards.shard_prefix(name, number) for number in range(metadata.num_shards))
+    num_bytes = sum(storage.stat(f"{prefix}.bin").size for prefix in prefixes)
     keys = ("head", "shards", "windows") if metadata.distribution else ()
     is_empty = metadata.num_items == 0
     return ShardsDescription(

@@ -102,8 +102,10 @@ def shard_prefix(folder: str | os.PathLike[str], number: int) -> str:
     return os.path.join(check_path("folder", folder), f"shard_{number:04}")
 
 
-def bin_paths(folder: str | os.PathLike[str], metadata: ShardsMetadata) -> list[str]:
-    return [f"{shard_prefix(folder, number)}.bin" for number in range(metadata.num_shards)]
+def output_files(folder: str, num_shards: int) -> list[str]:
+    """The files without which an output is not whole."""
+    prefixes = [shard_prefix(folder, shard) for shard in range(num_shards)]
+    return [metadata_path(folder), *(f"{p}{end}" for p in prefixes for end in (".bin", ".idx"))]
 
 
 def metadata_path(folder: str | os.PathLike[str]) -> str:

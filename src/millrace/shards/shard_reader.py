@@ -26,9 +26,9 @@ from millrace.shards.metadata import (
     JOURNAL,
     METADATA,
     ShardsMetadata,
-    bin_paths,
     check_shard,
     metadata_problem,
+    output_files,
     parse_metadata,
     shard_prefix,
 )
@@ -254,11 +254,10 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
 
 def _check_strays(folder: str, metadata: ShardsMetadata, report: Report) -> None:
     """Names files that do not belong to the folder; another shuffle's shards do harm."""
-    names = {METADATA, SHUFFLE_RESULT, *metadata.checksums}
-    for path in bin_paths("", metadata):
-        names |= {path, f"{path.removesuffix('.bin')}.idx"}
+    own = output_files("", metadata.num_shards)
     paths = storage_of(folder).list(os.path.join(folder, ""))
-    for name in sorted({os.path.basename(path) for path in paths} - names):
+    names = {os.path.basename(path) for path in paths}
+    for name in sorted(names - {SHUFFLE_RESULT, *own, *metadata.checksums}):
         path = os.path.join(folder, name)
         if _SHARD_FILE.fullmatch(name):
             report.problems.append(

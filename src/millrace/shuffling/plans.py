@@ -249,12 +249,10 @@ def _best_plan(items: Items, budget: Budget, fit: Callable[[str], ShufflePlan]) 
     plan = fit("gather")
     if plan.has_one_bucket:
         return replace(plan, reason="the data fit one buffer")
-    sizes = plan.sizes
-    mean = sizes.num_bytes // sizes.num_items
-    random, sequential = read_rates(items, mean=mean, size=min(16 * MB, budget.buffers // 4))
+    random, sequential = read_rates(items, min(16 * MB, budget.buffers // 4))
     if random < min(sequential / _TRANSFERS, _GOOD_WRITE_RATE / plan.workers):
-        if sizes.in_buffer <= budget.buffers:
-            plan = replace(plan, workers=1, buffer_size=sizes.in_buffer)
+        if plan.sizes.in_buffer <= budget.buffers:
+            plan = replace(plan, workers=1, buffer_size=plan.sizes.in_buffer)
         else:
             plan = fit("scatter")
     reason = (
@@ -276,14 +274,11 @@ def check_room(items: Items, num_bytes: int, output_dir: str) -> int:
     return free - index_size
 
 
-def read_rates(items: Items, *, mean: int, size: int) -> tuple[float, float]:
-    """Bytes per second of reading random items, and consecutive ones.
-
-    Reads items of `mean` bytes, about `size` bytes at a time.
-    """
+def read_rates(items: Items, size: int) -> tuple[float, float]:
+    """Bytes per second of reading random and consecutive items, about `size` bytes of each."""
     random = np.random.default_rng()  # other items in each run: the last ones are cached
     scattered = np.unique(random.integers(0, items.num_items, _NUM_ITEMS))
-    count = min(size // max(mean, 1) + 1, items.num_items, _MOST_ITEMS)
+    count = min(items.num_items, _MOST_ITEMS)
     consecutive = random.integers(0, items.num_items - count + 1) + np.arange(count)
     rates = []
     for numbers in (consecutive[:1], scattered, consecutive):  # the first opens files, loads code

@@ -25,13 +25,7 @@ from millrace.errors import ConfigError, DataError
 from millrace.files import fsync_folder, sum_of, temporaries_of
 from millrace.interrupts import interruptible
 from millrace.names import JOURNAL, SHUFFLE_JOURNAL
-from millrace.shards.metadata import (
-    METADATA,
-    ShardsMetadata,
-    metadata_path,
-    shard_prefix,
-    write_metadata,
-)
+from millrace.shards.metadata import METADATA, ShardsMetadata, metadata_path, write_metadata
 
 Report = Callable[[int, int], None]  # of the number of files done, and of all
 LAST = [f"/{METADATA}"]  # of an upload
@@ -70,12 +64,6 @@ def output_folder(folder: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             if is_new:
                 os.rmdir(folder)
-
-
-def output_files(folder: str, num_shards: int) -> list[str]:
-    """The files without which an output is not whole."""
-    prefixes = [shard_prefix(folder, shard) for shard in range(num_shards)]
-    return [metadata_path(folder), *(f"{p}{end}" for p in prefixes for end in (".bin", ".idx"))]
 
 
 def remove_output(folder: str) -> None:

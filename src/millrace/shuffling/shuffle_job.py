@@ -19,7 +19,7 @@ from millrace.engine.uploading import Upload, check_target
 from millrace.errors import ConfigError
 from millrace.option_class import Options, StrPath, identity_of, option, parse_size
 from millrace.ragged import even_sizes, starts_of
-from millrace.shards.metadata import DOCUMENTS, SEQUENCES
+from millrace.shards.metadata import DOCUMENTS, SEQUENCES, output_files
 from millrace.shuffling import shard_publication as publication
 from millrace.shuffling.domains import DTYPES, Input, Inputs, find_domains, read_input_list
 from millrace.shuffling.permutations import (
@@ -208,7 +208,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
     job = Run(
         os.path.join(folder, publication.JOB),
         _identity(checked, found),
-        outputs=publication.output_files(checked.final_folder, checked.num_local_shards),
+        outputs=output_files(checked.final_folder, checked.num_local_shards),
         engine=checked.engine,
         restart=checked.restart,
         on_restart=lambda: publication.remove_output(folder),
