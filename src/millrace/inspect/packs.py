@@ -9,6 +9,7 @@ import numpy as np
 from millrace.checks import check_int, printable, text_table
 from millrace.errors import ConfigError
 from millrace.inspect.shares import picture, polyline, text
+from millrace.option_class import take_options
 from millrace.order.packed import PackedOrder
 from millrace.run.build import build_run
 from millrace.run.config import DatasetConfig
@@ -79,8 +80,7 @@ def _describe(
         )
     plan, size = dataset.order.plan, ranks * share
     num_batches = min(_MOST_BATCHES, min(plan.num_packs, len(dataset)) // size)
-    names = options.keys() & {"quadratic", "linear", "multiple"}
-    costs_of = DocumentCosts.of(dataset, **{name: options[name] for name in names})
+    costs_of = DocumentCosts.of(dataset, **take_options(DocumentCosts, {**options}))
     costs = costs_of(np.arange(num_batches * size)).reshape(num_batches, size)
     lockstep = options.get("lockstep", False)
     dealt = [batch[deal(batch, num_ranks=ranks, lockstep=lockstep)] for batch in costs]

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from millrace import _native
 from millrace.checks import check_bool, check_float, check_int, shown
 from millrace.errors import ConfigError
+from millrace.option_class import take_options
 from millrace.sampling.samplers import GlobalBatchSampler
 
 LINEAR = 61_000.0
@@ -61,17 +62,9 @@ class BalancedSampler(GlobalBatchSampler):
             raise ConfigError(f"costs is {shown(self.costs)}; give a function of sample numbers")
 
     @classmethod
-    def of(
-        cls,
-        dataset: Any,
-        *,
-        quadratic: float = 1.0,
-        linear: float = LINEAR,
-        multiple: int | None = None,
-        **options: Any,
-    ) -> "BalancedSampler":
-        """The sampler of a dataset, by the costs of `DocumentCosts.of`."""
-        costs = DocumentCosts.of(dataset, quadratic=quadratic, linear=linear, multiple=multiple)
+    def of(cls, dataset: Any, **options: Any) -> "BalancedSampler":
+        """The sampler of a dataset, by the costs of `DocumentCosts.of`, whose options it takes."""
+        costs = DocumentCosts.of(dataset, **take_options(DocumentCosts, options))
         return cls(len(dataset), costs=costs, **options)
 
     def sample_numbers(self, consumed_samples: int) -> NDArray[np.int64]:
