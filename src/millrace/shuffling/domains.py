@@ -55,15 +55,14 @@ class TokenFile:
     @contextlib.contextmanager
     def reading(self) -> Iterator[int]:
         """A descriptor of the file; a DataError if it is gone, has changed, or cannot be read."""
-
-        def opener(path: str, flags: int) -> int:
-            return os.open(path, flags | os.O_NONBLOCK)  # a named pipe would wait for a writer
-
-        with readable(self.path, DataError), open(self.path, "rb", 0, opener=opener) as file:
+        with readable(self.path, DataError):
+            # A named pipe in place of the file would wait for a writer.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
             try:
-                yield file.fileno()
+                yield descriptor
             finally:
-                status = os.fstat(file.fileno())
+                status = os.fstat(descriptor)
+                os.close(descriptor)
                 if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
                     raise DataError(
                         f"{self.path} changed while the job ran: it has {status.st_size} bytes of "
