@@ -41,7 +41,6 @@ def test_bench_measures_cold_paced_and_warm_data(config: DatasetConfig) -> None:
         assert one.tokens_per_second == pytest.approx(16 * one.samples_per_second)
         assert 0 <= one.waits.share <= 1
         assert 0 <= one.waits.median <= one.waits.percentile_99 <= one.waits.longest
-        assert sum(one.waits.by_cause.values()) == pytest.approx(1 if one.waits.by_cause else 0)
         assert (one.accelerators is None) == (one.step_time > 0)
         assert one.bound_by in ("step", "disk", "CPU", "other")
     cold = result.measurements[0]

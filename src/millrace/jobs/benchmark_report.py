@@ -14,15 +14,12 @@ class Waits:
     Attributes:
         share: Share of the time that was spent waiting, 0 to 1.
         median, percentile_99, longest: Seconds of a wait, over all steps and ranks.
-        by_cause: Share of the waits by the slowest step of making the batches: "sampler", "dataset"
-            or "prepare" (see `Loader.wait_stats`).
     """
 
     share: float
     median: float
     percentile_99: float
     longest: float
-    by_cause: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +70,6 @@ class BenchResult:
         opening_seconds: Time to open the data, and to load or build their indices, on the slowest
             rank.
         first_batch_seconds: Time to the first batch, opening included, on the slowest rank.
-        accelerator_tokens_per_second: Assumed rate of one accelerator.
         measurements: The measurements, in order.
         buckets: What the run takes from buckets, see `budget_of`; None: its files are not in one.
     """
@@ -88,7 +84,6 @@ class BenchResult:
     page_cache: str
     opening_seconds: float
     first_batch_seconds: float
-    accelerator_tokens_per_second: float
     measurements: list[Measurement]
     buckets: dict[str, float] | None = None
 
@@ -121,7 +116,7 @@ def format_result(result: BenchResult) -> str:
     lines += map("   ".join, zip(text_table(rows), bounds, strict=True))
     feeds = [
         f"{one.name} data feed {one.accelerators:,} accelerators of "
-        f"{result.accelerator_tokens_per_second:,.0f} tokens/s each"
+        f"{options['accelerator_tokens_per_second']:,.0f} tokens/s each"
         for one in result.measurements
         if one.accelerators is not None
     ]

@@ -7,7 +7,6 @@ import mmap
 import os
 import resource
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -86,12 +85,11 @@ class BenchOptions(BucketOptions):
 
 
 class Pass(NamedTuple):
-    """One measurement on one rank: its length, the seconds that each step waited, their sums by
-    cause, and the fields of `Measurement` that are sums over the ranks, by name."""
+    """One measurement on one rank: its length, the seconds that each step waited, and the fields of
+    `Measurement` that are sums over the ranks, by name."""
 
     seconds: float
     waits: NDArray[np.float64]
-    by_cause: Counter[str]
     rates: dict[str, float]
 
 
@@ -136,7 +134,6 @@ def bench(config: AnyConfig, **options: Any) -> BenchResult:
         options=asdict(own) | {"fields": facts.pop("fields")},
         num_cores=available_cores(),
         page_cache=page_cache,
-        accelerator_tokens_per_second=own.accelerator_tokens_per_second,
         measurements=measurements,
         **facts,
     )
@@ -195,7 +192,6 @@ def _merge(name: str, own: BenchOptions, passes: Sequence[Pass]) -> Measurement:
     rates = {rate: sum(each.rates[rate] for each in passes) for rate in passes[0].rates}
     waits = np.concatenate([each.waits for each in passes])
     share = float(waits.sum() / sum(each.seconds for each in passes))
-    causes = sum((each.by_cause for each in passes), Counter())
     cause, reason = bound_by(
         wait_share=share if step_time else None,
         busy_share=rates["cores"] / min(own.ranks * own.threads, available_cores()),
@@ -213,7 +209,6 @@ def _merge(name: str, own: BenchOptions, passes: Sequence[Pass]) -> Measurement:
             median=float(np.median(waits)),
             percentile_99=float(np.quantile(waits, 0.99)),
             longest=float(waits.max()),
-            by_cause={one: part / causes.total() for one, part in causes.most_common()},
         ),
         bound_by=cause,
         reason=reason,
@@ -326,7 +321,6 @@ def _draw(job: tuple[AnyConfig, BenchOptions], loader: Loader, step_time: float 
     return Pass(
         seconds=after - start,
         waits=np.array(waits),
-        by_cause=Counter(loader.wait_stats().by_cause),
         rates={name: amount / (after - start) for name, amount in amounts.items()},
     )
 
