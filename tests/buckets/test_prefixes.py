@@ -233,9 +233,10 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     mirror = f"mirror: {tmp_path}/mirror\nmirror-limit: 1M\n"
     (tmp_path / "run.yaml").write_text(source + counts + mirror)
     half = counts.replace(str(len(dataset)), str(len(dataset) // 2))
-    (tmp_path / "half.yaml").write_text(f"data-path: [{prefix}]\nsplit: 1,0,0\n{half}")
-    bench = f"bench {prefix} --sequence-length=255 --seconds=0.1 --micro-batch-size=8 --mirror=100M"
-    of_half = bench.replace(f"{prefix} --sequence-length=255", f"{tmp_path}/half.yaml")
+    for name, text in (("whole", counts), ("half", half)):
+        (tmp_path / f"{name}.yaml").write_text(f"data-path: [{prefix}]\nsplit: 1,0,0\n{text}")
+    bench = f"bench {tmp_path}/whole.yaml --seconds=0.1 --micro-batch-size=8 --mirror=100M"
+    of_half = bench.replace("whole", "half")
     for command in (bench, of_half, f"plan {tmp_path}/run.yaml"):
         text = verb(*command.split(), "--get-price=1000")
         (requests, price), *_ = re.findall(r"the run +([\d,]+) requests, .* ([\d,]+)\.00", text)

@@ -7,7 +7,7 @@ import mmap
 import os
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from millrace.jobs.benchmark_report import BenchResult, Measurement, Waits
 from millrace.jobs.bucket_budget import BucketOptions, budget_of
 from millrace.names import BIN, IDX
 from millrace.option_class import option
-from millrace.run import DatasetConfig, InstantConfig, arguments, build_datasets
+from millrace.run import DatasetConfig, InstantConfig, build_datasets
 from millrace.run.config import source_of
 from millrace.run.instant_config import AnyConfig
 from millrace.run.plan import Manifest
@@ -36,19 +36,6 @@ _BLOCK_SIZE = 512  # bytes, the unit of `ru_inblock`
 
 _loaded = partial(option, group="loader")
 _measured = partial(option, group="measurement", least=1e-6, most=10**12)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """A run to measure, as in a file or of one token file."""
-
-    source: str = option(
-        "arguments of a run, as for `millrace index` (.yaml, .toml), or a path prefix",
-        flags="source",
-        metavar="RUN",
-    )
-    sequence_length: int | None = option("tokens in a sample, for a prefix", None, least=1)
-    seed: int | None = option("seed of the order, for a prefix", None, default_text="1234")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,32 +123,6 @@ def bench(config: AnyConfig, **options: Any) -> BenchResult:
         page_cache=page_cache,
         measurements=measurements,
         **facts,
-    )
-
-
-def run_of(
-    source: str, sequence_length: int | None = None, seed: int | None = None
-) -> tuple[Mapping[str, Any], AnyConfig]:
-    """What is in a run's file (see `read_run`), or all samples of a token file once."""
-    if source.endswith((".yaml", ".yml", ".toml")):
-        if (sequence_length, seed) != (None, None):
-            raise ConfigError(
-                f"{source} gives the sequence length and the seed: leave out --sequence-length and "
-                "--seed"
-            )
-        return arguments.read_run(source)
-    if sequence_length is None:
-        raise ConfigError(
-            f"{source} is taken as the path prefix of a token file, as it does not end with .yaml, "
-            ".yml or .toml: give --sequence-length too"
-        )
-    return {}, DatasetConfig(
-        sequence_length=sequence_length,
-        seed=arguments.DEFAULT_SEED if seed is None else seed,
-        num_samples=(None, 0, 0),
-        blend=([source], None),
-        split="1,0,0",
-        loss_ranges="ignore",  # nothing is trained
     )
 
 

@@ -25,6 +25,11 @@ class JsonOption:
     as_json: bool = option("print JSON", False, flags="--json")
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOption:
+    config: str = option("YAML or TOML file of the run", flags="config", metavar="RUN")
+
+
 class UsageError(Exception):
     """Options that cannot work together; the command exits with 2."""
 

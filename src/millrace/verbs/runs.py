@@ -16,13 +16,13 @@ from millrace.encoding import Tokenizer
 from millrace.errors import ConfigError
 from millrace.files import write_file
 from millrace.jobs import benchmark_report, indexing
-from millrace.jobs.benchmarking import BenchOptions, RunOptions, bench, prefixes_of, run_of
+from millrace.jobs.benchmarking import BenchOptions, bench, prefixes_of
 from millrace.jobs.bucket_budget import BucketOptions, budget_lines, budget_of
 from millrace.jobs.cache import CacheOptions, PruneOptions, format_entries, list_cache, prune_cache
 from millrace.jobs.indexing import IndexOptions
-from millrace.option_class import option, take_options
+from millrace.option_class import option
 from millrace.run import arguments as run_arguments, build_datasets
-from millrace.verbs import DamageError, JsonOption, UsageError, Verb, json_text
+from millrace.verbs import DamageError, JsonOption, RunOption, UsageError, Verb, json_text
 
 
 def _index(
@@ -59,8 +59,8 @@ def _left_out(names: Iterable[str], known: Container[str] = _NAMES, what: str = 
     return f"\narguments that do not concern {what} were left out: {text}" if text else ""
 
 
-def _bench(as_json: bool = False, **options: Any) -> str:
-    arguments, run = run_of(**take_options(RunOptions, options))
+def _bench(config: str, as_json: bool = False, **options: Any) -> str:
+    arguments, run = run_arguments.read_run(config)
     result = bench(run, **options)
     if as_json:
         return json_text(result)
@@ -68,8 +68,7 @@ def _bench(as_json: bool = False, **options: Any) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceOptions:
-    config: str = option("YAML or TOML file of the run", flags="config", metavar="RUN")
+class TraceOptions(RunOption):
     sample: int | None = option("number of a sample", None, least=0, metavar="K")
     step: int | None = option(
         "number of a step, from 0; with the next options the step before which to look", None
@@ -142,10 +141,7 @@ def _documents_of(own: TraceOptions, trace: inspect.Trace) -> list[tuple[str, in
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(BucketOptions):
-    """The options of `plan`."""
-
-    config: str = option("YAML or TOML file of the run", flags="config", metavar="RUN")
+class PlanOptions(BucketOptions, RunOption):
     diff: str | None = option(
         "the file as it was: tell from which position and step on RUN draws anything else",
         None,
@@ -253,7 +249,7 @@ VERBS = (
     Verb(
         "bench",
         _bench,
-        (RunOptions, BenchOptions, JsonOption),
+        (RunOption, BenchOptions, JsonOption),
         "Measures how fast this machine feeds a run. Draws batches of the training data, cold "
         "and warm, and says how long training steps would wait, what bounds the rate, and how many "
         "accelerators it could feed.",
