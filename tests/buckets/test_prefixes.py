@@ -249,7 +249,7 @@ def test_the_budget_of_a_run(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
     own = {"data_path": paths, "seq_length": 255, "num_samples": [99, 0, 0], "split": "1,0,0"}
     mixed = config_from(own)  # half of it is not in a bucket
     train, whole = build_datasets(mixed).train, BucketOptions()
-    budget, third = (budget_of(train, whole, 8, 1.0, count) or {} for count in (None, 33))
+    budget, third = (budget_of(train, whole, 8, 1.0, count) or {} for count in (99, 33))
     assert budget["requests_per_step"] == pytest.approx(4, abs=1)
     assert third["total_requests"] == pytest.approx(budget["total_requests"] / 3, abs=1)
 

@@ -39,8 +39,8 @@ def test_bench_measures_cold_paced_and_warm_data(config: DatasetConfig) -> None:
     for one in result.measurements:
         assert one.num_steps > 0
         assert one.tokens_per_second == pytest.approx(16 * one.samples_per_second)
-        assert 0 <= one.waits.share <= 1
-        assert 0 <= one.waits.median <= one.waits.percentile_99 <= one.waits.longest
+        assert 0 <= one.wait_share <= 1
+        assert 0 <= one.wait_median <= one.wait_percentile_99 <= one.wait_longest
         assert (one.accelerators is None) == (one.step_time > 0)
         assert one.bound_by in ("step", "disk", "CPU", "other")
     cold = result.measurements[0]

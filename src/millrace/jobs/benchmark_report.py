@@ -8,21 +8,6 @@ from millrace.jobs.bucket_budget import budget_lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waits:
-    """Waits of the consumer for its batches.
-
-    Attributes:
-        share: Share of the time that was spent waiting, 0 to 1.
-        median, percentile_99, longest: Seconds of a wait, over all steps and ranks.
-    """
-
-    share: float
-    median: float
-    percentile_99: float
-    longest: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One measurement, over all ranks.
 
@@ -35,7 +20,8 @@ class Measurement:
         accelerators: Number of accelerators that this rate feeds; None with simulated steps.
         cores: Number of cores that were busy with all threads of the ranks.
         disk_bytes_per_second: Bytes read from disks.
-        waits: Waits of the consumer.
+        wait_share: Share of the time that the consumer waited for its batches, 0 to 1.
+        wait_median, wait_percentile_99, wait_longest: Seconds of a wait, over all steps and ranks.
         bound_by: "step", "disk", "CPU" or "other".
         reason: Measured quantities that decided `bound_by`.
     """
@@ -49,7 +35,10 @@ class Measurement:
     accelerators: int | None
     cores: float
     disk_bytes_per_second: float
-    waits: Waits
+    wait_share: float
+    wait_median: float
+    wait_percentile_99: float
+    wait_longest: float
     bound_by: str
     reason: str
 
@@ -107,11 +96,10 @@ def format_result(result: BenchResult) -> str:
     ]
     rows = [["", "samples/s", "tokens/s", "waited", "median", "99 %", "longest"]]
     for one in result.measurements:
-        waits = one.waits
         label = f"{one.name}, {_time(one.step_time)} steps" if one.step_time else one.name
         rates = f"{one.samples_per_second:,.0f}", f"{one.tokens_per_second:,.0f}"
-        times = map(_time, (waits.median, waits.percentile_99, waits.longest))
-        rows.append([label, *rates, f"{waits.share:.1%}", *times])
+        times = map(_time, (one.wait_median, one.wait_percentile_99, one.wait_longest))
+        rows.append([label, *rates, f"{one.wait_share:.1%}", *times])
     bounds = ["bound by", *(f"{one.bound_by}: {one.reason}" for one in result.measurements)]
     lines += map("   ".join, zip(text_table(rows), bounds, strict=True))
     feeds = [

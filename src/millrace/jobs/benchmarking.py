@@ -20,7 +20,7 @@ from millrace.cores import available_cores
 from millrace.engine import Task, run_local
 from millrace.errors import ConfigError
 from millrace.feed import CyclicSampler, Loader, SequentialSampler
-from millrace.jobs.benchmark_report import BenchResult, Measurement, Waits
+from millrace.jobs.benchmark_report import BenchResult, Measurement
 from millrace.jobs.bucket_budget import BucketOptions, budget_of
 from millrace.names import BIN, IDX
 from millrace.option_class import option
@@ -165,12 +165,10 @@ def _merge(name: str, own: BenchOptions, passes: Sequence[Pass]) -> Measurement:
         step_time=step_time,
         num_steps=waits.size,
         accelerators=None if step_time else fed,
-        waits=Waits(
-            share=share,
-            median=float(np.median(waits)),
-            percentile_99=float(np.quantile(waits, 0.99)),
-            longest=float(waits.max()),
-        ),
+        wait_share=share,
+        wait_median=float(np.median(waits)),
+        wait_percentile_99=float(np.quantile(waits, 0.99)),
+        wait_longest=float(waits.max()),
         bound_by=cause,
         reason=reason,
         **rates,

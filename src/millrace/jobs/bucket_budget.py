@@ -37,16 +37,12 @@ class BucketOptions(Options):
 
 
 def budget_of(
-    dataset: Any,
-    own: BucketOptions,
-    block_size: int,
-    tokens_per_second: float,
-    num_samples: int | None = None,
+    dataset: Any, own: BucketOptions, block_size: int, tokens_per_second: float, num_samples: int
 ) -> dict[str, float] | None:
     """What a run takes from buckets; None if its dataset is not in one.
 
     A step is a micro batch of all ranks: `block_size` samples. The run takes `num_samples` of the
-    dataset; None: all. The budget has
+    dataset. The budget has
 
         requests_per_step, bytes_per_step         GETs, and bytes that they bring
         bytes_over_used                           bytes that come over bytes that are used
@@ -58,7 +54,7 @@ def budget_of(
     """
     if not dataset.is_remote:
         return None
-    num_samples = min(num_samples or len(dataset), len(dataset))
+    num_samples = min(num_samples, len(dataset))
     block_size, fetched = min(block_size, num_samples), list[int]()
 
     def count(start: int, stop: int) -> "Future[Any]":
