@@ -52,7 +52,6 @@ class BenchResult:
         num_samples: Number of training samples.
         num_measured: Number of those before another sequence length; others are not measured.
         sequence_length: Tokens in a sample of those.
-        token_bytes: Bytes of a token in the first token file.
         options: The `BenchOptions`, with the fields that the batches had.
         num_cores: Number of cores that this process may use.
         page_cache: Text on the run's files in the page cache.
@@ -67,7 +66,6 @@ class BenchResult:
     num_samples: int
     num_measured: int
     sequence_length: int
-    token_bytes: int
     options: dict[str, Any]
     num_cores: int
     page_cache: str
@@ -83,8 +81,7 @@ def format_result(result: BenchResult) -> str:
     prefetch = "automatic" if options["prefetch"] is None else options["prefetch"]
     lines = [
         f"data         token files {result.num_files}, {result.num_measured:,} samples of "
-        f"{result.sequence_length:,} tokens, of {result.num_samples:,} in all, "
-        f"{result.token_bytes} bytes a token",
+        f"{result.sequence_length:,} tokens, of {result.num_samples:,} in all",
         f"loader       micro batch {options['micro_batch_size']}, ranks {options['ranks']}, "
         f"threads {options['threads']}, prefetch {prefetch}",
         f"batch        {', '.join(options['fields'])} ({options['token_dtype']})",

@@ -223,7 +223,6 @@ def measure_rank(
             f"a step takes micro_batch_size * ranks = {sampler.block_size} samples; the data have "
             f"{num_samples}, and at least 2 steps are needed: lower one of them, or use more data"
         )
-    first_file: Any = dataset.stores[0]
     loader_of = partial(
         Loader,
         dataset,
@@ -236,7 +235,6 @@ def measure_rank(
         facts = {
             "num_samples": of_run,
             "num_measured": num_samples,
-            "token_bytes": first_file.store.dtype.itemsize,
             "fields": list(next(loader)),
             "opening_seconds": opening_seconds,
             "first_batch_seconds": time.perf_counter() - start,
