@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from millrace import IndexedDataset, cli, demo, jobs
-from millrace.jobs import cache, indexing
+from millrace.jobs import indexing
 from millrace.verbs.runs import DemoOptions
 from tests import conftest
 from tests.conftest import make_texts, write_jsonl
@@ -116,16 +116,12 @@ def test_help_without_docstrings() -> None:
         [],
         ["fly"],
         ["tokenize"],
-        ["tokenize", "--input", "a", "--output-prefix", "b"],
-        ["tokenize", "--input", "a", "--output-prefix", "b", "--tokenizer", "c", "--workers", "0"],
-        ["inspect"],
         ["inspect", "a", "--nonsense"],
         ["split", "a", "--output-prefix", "b"],
         ["split", "a", "--output-prefix", "b", "--documents", "1", "--size", "2"],
         ["split", "a", "--output-prefix", "b", "--size", "2Q"],
         ["convert", "a", "b", "--dtype", "token"],
         ["convert", "a.bin", "b", "--source-dtype", "S"],
-        ["verify"],
     ],
 )
 def test_wrong_usage_exits_with_2(arguments: list[str]) -> None:
@@ -403,12 +399,7 @@ def test_inspect_and_verify_of_a_folder_of_shards(tokenized: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("function", "options"),
-    [
-        (jobs.index, indexing.IndexOptions),
-        (jobs.prune_cache, cache.PruneOptions),
-        (demo.run_demo, DemoOptions),
-    ],
+    ("function", "options"), [(jobs.index, indexing.IndexOptions), (demo.run_demo, DemoOptions)]
 )
 def test_a_verb_and_its_function_have_the_same_defaults(
     function: Callable[..., Any], options: type

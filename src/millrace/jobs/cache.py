@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.cache import arrays
-from millrace.checks import check_bool, check_float, check_local, check_path
+from millrace.checks import check_local, check_path
 from millrace.errors import CacheError, ConfigError, StorageError
 from millrace.files import file_lock, written_name
-from millrace.option_class import StrPath, option
+from millrace.option_class import Options, StrPath, option
 from millrace.run.plan import MANIFEST, Manifest, manifests_lock
 
 _DAY = 24 * 60 * 60.0
@@ -23,7 +23,7 @@ _FILE = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheOptions:
+class CacheOptions(Options):
     """The option of every action on a cache folder."""
 
     folder: StrPath = option("cache folder", flags="folder", metavar="DIR")
@@ -88,9 +88,7 @@ def list_cache(folder: StrPath, *, check_contents: bool = False) -> list[CacheEn
     return [_entry(place, *key, paths, check_contents) for key, paths in groups.items()]
 
 
-def prune_cache(
-    folder: StrPath, *, older_than_days: float | None = None, dry_run: bool = False
-) -> list[CacheEntry]:
+def prune_cache(folder: StrPath, **options: Any) -> list[CacheEntry]:
     """Removes what no run can use any more: leftovers, damaged sets, manifests whose token files
     have changed or are gone from their folder, and sets that no manifest needs.
 
@@ -99,9 +97,8 @@ def prune_cache(
 
     Args:
         folder: Cache folder of runs.
-        older_than_days: Age from which manifests, and entries of kind "unknown", go as well; None:
-            no age.
-        dry_run: Whether to remove nothing.
+        options: The other fields of `PruneOptions`: the age `older_than_days` from which manifests,
+            and entries of kind "unknown", go as well, and whether a `dry_run` removes nothing.
 
     Returns:
         The entries that were removed, or would be, each with its `reason`.
@@ -111,11 +108,10 @@ def prune_cache(
         CacheError: Another process is building one of the entries, and nothing is removed; or some
             entries could not be removed, and the others are.
     """
-    place, dry_run = check_path("folder", folder), check_bool("dry_run", dry_run)
-    if older_than_days is not None:
-        older_than_days = check_float("older_than_days", older_than_days)
-    useless = [*_useless(list_cache(place), older_than_days)]
-    if dry_run or not useless:
+    own = PruneOptions(folder=folder, **options)
+    place = os.fspath(own.folder)
+    useless = [*_useless(list_cache(place), own.older_than_days)]
+    if own.dry_run or not useless:
         return useless
     removed, errors = [], []
     # Locks are held to the end: no build may begin to count on what is removed.
@@ -129,7 +125,7 @@ def prune_cache(
                 raise CacheError(
                     f"another process is building {name} in {place}: prune when it has ended"
                 ) from None
-        for entry in _useless(list_cache(place), older_than_days):
+        for entry in _useless(list_cache(place), own.older_than_days):
             may_be_built = not has_locks and entry.kind != "run" and entry.age < _DAY
             if entry.name not in names or may_be_built:
                 continue
