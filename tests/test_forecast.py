@@ -130,7 +130,7 @@ def test_the_report(folder: Path, verb: Any) -> None:
     assert one["caps"] == [["code", 120]]
     options = ["--seconds", "0.01", "--step-time", "0.001", "--keep-cache"]
     text = verb("bench", run, *options)
-    assert "116 samples of 8 tokens, of 300 in all, 2 bytes a token" in text
+    assert "116 samples of 8 tokens, of 300 in all\n" in text
     assert "were left out: alfa" in text
     refusal = verb("index", run, "--cache", folder, status=1)
     assert "the order is instant, for which nothing is built" in refusal
