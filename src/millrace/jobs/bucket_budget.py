@@ -37,12 +37,12 @@ class BucketOptions(Options):
 
 
 def budget_of(
-    dataset: Any, own: BucketOptions, block_size: int, tokens_per_second: float, num_samples: int
+    dataset: Any, own: BucketOptions, block_size: int, samples_per_second: float, num_samples: int
 ) -> dict[str, float] | None:
     """What a run takes from buckets; None if its dataset is not in one.
 
-    A step is a micro batch of all ranks: `block_size` samples. The run takes `num_samples` of the
-    dataset. The budget has
+    A step is a micro batch of all ranks: `block_size` samples. An accelerator trains on
+    `samples_per_second`. The run takes `num_samples` of the dataset. The budget has
 
         requests_per_step, bytes_per_step         GETs, and bytes that they bring
         bytes_over_used                           bytes that come over bytes that are used
@@ -83,7 +83,7 @@ def budget_of(
         "bytes_over_used": sum(fetched) / max(used, 1),
         "seconds_per_step": max(per_step / _REQUESTS, 1) * round_trip,
         "requests_per_sample": per_step / block_size,
-        "accelerators_per_prefix": int(RATE_OF_PREFIX * block_size / per_step / tokens_per_second),
+        "accelerators_per_prefix": int(RATE_OF_PREFIX * block_size / per_step / samples_per_second),
         "total_requests": total_requests,
         "total_bytes": total_bytes,
         "price": total_requests / 1e3 * own.get_price + total_bytes / 1e9 * own.gigabyte_price,

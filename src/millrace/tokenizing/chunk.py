@@ -18,7 +18,7 @@ from millrace.encoding import compare_encoders
 from millrace.encoding.row_encoders import EncodedTexts, encode_rows, encode_texts
 from millrace.engine import Task
 from millrace.errors import TextError
-from millrace.files import checksum
+from millrace.files import checksum, naming
 from millrace.ragged import sizes_of, spread
 from millrace.store import IndexedDatasetBuilder, finalize_together
 from millrace.text import Documents, Part, Query, first_line_of, open_part, read_documents
@@ -332,8 +332,9 @@ class _Writer:
             _append(own, builder)
         rows["part"], rows["partition"] = part, partitions
         rows["line"], rows["byte_offset"] = documents.lines, documents.byte_offsets
-        np.save(self._origins, rows)
-        self._origins.write(json.dumps(documents.ids).encode() + b"\n")
+        with naming(self._origins.name):  # NumPy's error of a full disk has only a text
+            np.save(self._origins, rows)
+            self._origins.write(json.dumps(documents.ids).encode() + b"\n")
         record["documents"] += len(rows)
 
     def count(self, documents: Documents) -> None:
