@@ -282,21 +282,23 @@ def _wait_for_moment(
 
 
 def run_jobs(
-    make_jobs: Callable[[Path], Sequence[Any]],
+    make_jobs: Callable[[Path, int, Sequence[str]], Sequence[Any]],
     run_job: Callable[[Any, Path, random.Random, Counter[str]], None],
     num_kills: int,
     seed: int,
+    size: int,
+    names: Sequence[str] = (),
 ) -> Counter[str]:
     """Runs jobs in random order, until there were that many kills; returns what was counted.
 
-    `make_jobs` writes the inputs into a folder and returns the jobs, which have names. `run_job`
-    runs a job with kills, which it counts as "parent" and "worker".
+    `make_jobs` writes inputs of a size into a folder and returns the jobs, of these names or all.
+    `run_job` runs a job with kills, which it counts as "parent" and "worker".
     """
     choices = random.Random(seed)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        jobs = make_jobs(folder)
+        jobs = make_jobs(folder, size, names)
         order: list[Any] = []
         while counts["parent"] + counts["worker"] < num_kills:
             order = order or choices.sample(jobs, len(jobs))

@@ -3,8 +3,8 @@
 `kills` tells what must hold.
 """
 
-from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -51,14 +51,7 @@ def make_jobs(folder: Path, num_sequences: int, names: Sequence[str] = ()) -> li
     return jobs
 
 
-def run(
-    num_kills: int, seed: int, num_sequences: int = 1_200_000, names: Sequence[str] = ()
-) -> Counter[str]:
-    """Kills jobs of these names, or all, at least that many times; returns what was killed."""
-    return run_jobs(
-        lambda folder: make_jobs(folder, num_sequences, names), VERB.run_job, num_kills, seed
-    )
-
+run = partial(run_jobs, make_jobs, VERB.run_job)
 
 if __name__ == "__main__":
     run_command(__doc__ or "", run, "sequences", 1_200_000)

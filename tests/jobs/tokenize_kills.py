@@ -4,8 +4,8 @@ Each job has a few hundred chunks; `kills` tells what must hold.
 """
 
 import json
-from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from tests.conftest import make_texts, train_tokenizer, write_jsonl
@@ -61,14 +61,7 @@ def make_jobs(folder: Path, num_documents: int, names: Sequence[str] = ()) -> li
     return jobs
 
 
-def run(
-    num_kills: int, seed: int, num_documents: int = 6000, names: Sequence[str] = ()
-) -> Counter[str]:
-    """Kills jobs (of these names) that many times, of about 400 chunks; says what was killed."""
-    return run_jobs(
-        lambda path: make_jobs(path, num_documents, names), VERB.run_job, num_kills, seed
-    )
-
+run = partial(run_jobs, make_jobs, VERB.run_job)
 
 if __name__ == "__main__":
     run_command(__doc__ or "", run, "documents", 6000)
