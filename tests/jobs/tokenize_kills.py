@@ -13,7 +13,7 @@ from tests.jobs.kills import Job, Verb, run_command, run_jobs
 from tests.text.reading import COMPRESS
 
 CHUNK_SIZE = 4000  # bytes
-VERB = Verb(("-m", "millrace", "tokenize", "--output-prefix"), "out", "num_chunks", "*.json")
+VERB = Verb(("-m", "millrace", "tokenize", "--output-prefix"), "out", "chunks", "*.json")
 
 
 def make_jobs(folder: Path, num_documents: int, names: Sequence[str] = ()) -> list[Job]:

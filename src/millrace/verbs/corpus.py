@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from millrace.shuffling import shuffle
 from millrace.shuffling.shuffle_job import ShuffleOptions
 from millrace.text import SentenceSplitter, read_input_list
 from millrace.tokenizing import TokenizeOptions, TokenizeResult, tokenize
-from millrace.verbs import JsonOption, Verb, json_text
+from millrace.verbs import JsonOption, Verb
 
 _tokenizer = partial(option, group="tokenizer")
 _sentences = partial(option, group="sentences")
@@ -102,7 +103,7 @@ def _tokenize(
             options["row_encoder"] = ChatEncoder(options["tokenizer"], **chats)
             options["json_keys"] = ("chat",)
         result = tokenize(inputs, show_progress=True, **options)
-    return json_text(result) if as_json else _tokenize_report(result)
+    return _tokenize_report(result, as_json)
 
 
 def _check_effects(options: dict[str, Any]) -> None:
@@ -124,8 +125,26 @@ _WITHOUT_EFFECT: Sequence[tuple[Sequence[str], Sequence[str], str]] = (
 """Options that change nothing unless one of others is given, and the flags of those."""
 
 
-def _tokenize_report(result: TokenizeResult) -> str:
+def _tokenize_report(result: TokenizeResult, as_json: bool) -> str:
     rate = result.num_bytes_done / 1e6 / max(result.seconds, 1e-9)
+    if as_json:
+        report = {
+            "documents": result.num_documents,
+            "tokens": sum(result.num_tokens.values()),
+            "tokens_by_key": result.num_tokens,
+            "bytes": result.num_bytes,
+            "seconds": round(result.seconds, 3),
+            "skipped": result.num_skipped,
+            "first_skipped": result.skipped,
+            "chunks_done": result.num_chunks_done,
+            "chunks_kept": result.num_chunks_kept,
+            "megabytes_per_second": round(rate, 1),
+            "encoder": result.encoder,
+            "notices": result.notices,
+            "prefixes": result.prefixes,
+            "report": result.report,
+        }
+        return json.dumps(report)
     lines = [
         f"{prefix}.bin/.idx: {result.num_documents:,} documents, {result.num_tokens[key]:,} tokens"
         for key, prefix in result.prefixes.items()
@@ -158,7 +177,7 @@ def _shuffle(input_dir: str | None = None, as_json: bool = False, **options: Any
     with contextlib.redirect_stdout(sys.stderr):  # as in `_tokenize`
         result = shuffle(input_dir, show_progress=True, **options)
     if as_json:
-        return json_text(result)
+        return json.dumps(dataclasses.asdict(result))
     lines = [
         f"{result.output_dir}: {result.num_items:,} {result.unit} of {len(result.domain_stats):,} "
         f"domains in {len(result.shard_sizes):,} shards, {result.num_tokens:,} tokens"
