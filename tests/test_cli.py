@@ -290,7 +290,10 @@ def test_the_demo_runs_and_proves_its_resume(
     assert "What to type next" in result.stdout
     script = Path(__file__).parent.parent / "examples" / "fine_tune_chats.py"
     output = subprocess.check_output([sys.executable, script, tmp_path / "demo"], text=True)
-    assert "      No.<|im_end|>\n" in output  # an answer that it was trained on
+    answers = ("Only on what I say myself, and on the token with which I stop.", "No.")
+    answers += ("It says which tokens of a chat a model learns to write.",)
+    # Which one it has learned by heart depends on Python's modules, which it read before.
+    assert any(f"      {answer}<|im_end|>\n" in output for answer in answers)
 
 
 def test_verify_merge_split_and_convert(tokenized: Path, tmp_path: Path) -> None:

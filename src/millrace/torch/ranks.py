@@ -12,7 +12,7 @@ import numpy as np
 from torch import distributed
 from torch.distributed import distributed_c10d
 
-from millrace.checks import check_choice, check_float, check_int, shown
+from millrace.checks import check_float, check_int, shown
 from millrace.errors import ConfigError, MillraceError
 from millrace.feed import FullValidationSampler, Loader
 from millrace.feed.stream_data import IN_TURN
@@ -64,7 +64,8 @@ def build_datasets(
         Any rank's error of `millrace.build_datasets`, on every rank; if Ctrl-C or `sys.exit` ends
         one, a MillraceError on the others.
     """
-    check_choice("builders", builders, ("one", "one per node"))
+    if builders not in ("one", "one per node"):
+        raise ConfigError(f"builders is {builders!r}; 'one' or 'one per node' is possible")
     if builders == "one per node" and local_rank is None:
         raise ConfigError("one builder per node needs the rank on the node: give local_rank")
     rank = distributed_rank(group) if builders == "one" else local_rank
