@@ -81,9 +81,7 @@ class TextDataset(TokenDataset):
             memory.
         sample_options: What a sample looks like: the fields of `SampleOptions`.
 
-    Attributes:
-        rows: The rows.
-        name: Name in metrics and messages.
+    Rows and name are attributes, too.
 
     Raises:
         ConfigError: An argument of a wrong type, or options that do not go together.

@@ -256,9 +256,7 @@ class CyclicSampler(Renewed, RankSampler):
     The permutations of up to two epochs stay in memory: 4 bytes for each sample that the rank
     shuffles (8 from 2**32 samples on).
 
-    Resuming with another number of ranks or micro batch is possible if the order stays the same: if
-    samples are not sharded, and an epoch has the same length and holds a whole number of steps from
-    the saved position on. Else the loader refuses the state.
+    The loader refuses a state whose ranks or micro batch would change the order.
 
     Args:
         data_sharding: Whether each rank has a shard of the dataset.

@@ -19,10 +19,7 @@ class BatchSizeSchedule:
 
     Args:
         changes: Pairs (consumed_samples, global_batch_size): the size of the steps that start there
-            or later, up to the next pair. The first pair is for 0 samples.
-
-    Attributes:
-        changes: The pairs.
+            or later, up to the next pair. The first pair is for 0 samples. An attribute, too.
 
     Raises:
         ConfigError: Pairs that are not in order, or a number outside its limits.
@@ -136,15 +133,8 @@ class RampUp(BatchSizeSchedule):
         samples: Number of samples over which the size grows.
         global_batch_size: Global batch size afterwards: `start` plus a multiple of `increment`.
 
-    Attributes:
-        changes: Pairs (consumed_samples, global_batch_size), as of a `BatchSizeSchedule`.
-
     Raises:
         ConfigError: A number outside its limits, or a growth that is not a multiple of `increment`.
-
-    Example:
-        >>> RampUp(16, 8, 1000, 32).changes
-        ((0, 16), (500, 24), (1000, 32))
     """
 
     def __init__(self, start: int, increment: int, samples: int, global_batch_size: int) -> None:
