@@ -62,7 +62,7 @@ class TextDataset(TokenDataset):
     they always tokenise all rows once.
 
     Args:
-        rows: Rows of `open_rows`, or a source for it.
+        rows: Rows of `open_rows`, or a source for it; an attribute, as is the name.
         encoder: What makes documents of rows: `TextRows`, or another `RowEncoder`.
         seed: Seed of the order; None: a document per sample, in the order of the rows.
         num_samples: Number of samples, through as many epochs as needed; None: one epoch.
@@ -80,8 +80,6 @@ class TextDataset(TokenDataset):
         name: Name in metrics and messages. None: the first file of the rows, or the type of rows in
             memory.
         sample_options: What a sample looks like: the fields of `SampleOptions`.
-
-    Rows and name are attributes, too.
 
     Raises:
         ConfigError: An argument of a wrong type, or options that do not go together.
