@@ -289,17 +289,17 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
     path, place, source = tokenizer.path, "the template", None
     folder = path if os.path.isdir(path) else os.path.dirname(path)
     settings = {} if path == "bytes" else read_object(folder, "tokenizer_config.json")
-    given = options.template
-    file = os.path.join(folder, "chat_template.jinja") if given is None else os.fspath(given)
-    if given is not None and re.search(r"\{[{%]", file):
+    template = options.template
+    file = os.path.join(folder, "chat_template.jinja") if template is None else os.fspath(template)
+    if template is not None and re.search(r"\{[{%]", file):
         source = file
-    elif os.path.isfile(file) and (given, path) != (None, "bytes"):  # it wins, as in transformers
-        place = folder if given is None else file
+    elif os.path.isfile(file) and not (template is None and path == "bytes"):
+        place = folder if template is None else file  # the folder's wins, as in transformers
         try:
             source = read_file(file).decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{file} is not UTF-8 ({error}): convert it") from None
-    elif given is None:
+    elif template is None:
         source, place = settings.get("chat_template"), folder
         if isinstance(source, list):  # several by name
             with contextlib.suppress(KeyError, TypeError):  # without a default, it is refused below
@@ -308,8 +308,8 @@ def find_template(tokenizer: Tokenizer, options: ChatOptions) -> Template:
             what = f"the chat_template of {folder} is {shown(source)}, without a default"
             raise ConfigError(f"{what}. Write one of them to a file, and give template=")
     elif file != "chatml":
-        what = f"template is {file!r}, and there is no such file"
-        raise ConfigError(f"{what}; give a file, Jinja, or chatml")
+        what = f"template is {file!r}, and there is no such file; give a file, Jinja, or chatml"
+        raise ConfigError(what)
     if source is None:
         if options.template_arguments:
             raise ConfigError("ChatML takes no template_arguments: leave them out")
