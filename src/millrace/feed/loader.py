@@ -339,10 +339,7 @@ class Loader(Renewed):
         with stacks_printed_after(self._watchdog):
             step = self._maker.step(start) if queue is None else queue.take()
         if not step.is_end:
-            waited = time.perf_counter() - begin
-            self._stats.waited_steps += 1
-            self._stats.seconds += waited
-            self._stats.by_cause[step.cause] += waited
+            self._stats.add_wait(time.perf_counter() - begin, step.cause)
         return step
 
     def _open_queue(self, start: Position) -> StepQueue:

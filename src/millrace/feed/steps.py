@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -187,7 +187,12 @@ class WaitStats:
     steps: int = 0
     waited_steps: int = 0
     seconds: float = 0.0
-    by_cause: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_cause: dict[str, float] = field(default_factory=dict)
+
+    def add_wait(self, seconds: float, cause: str) -> None:
+        self.waited_steps += 1
+        self.seconds += seconds
+        self.by_cause[cause] = self.by_cause.get(cause, 0.0) + seconds
 
 
 class StepQueue:
