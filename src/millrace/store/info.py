@@ -88,9 +88,8 @@ def has_mask(prefix: str, storage: Storage | None = None) -> bool:
         info = read_info(prefix, storage)
         return info is not None and "loss_ranges" in info.provenance
     except (OSError, DataError):
-        return exists(
-            storage_of(prefix, storage), prefix + LOSS
-        )  # better than to train on all tokens
+        # Better than to train on all tokens.
+        return exists(storage_of(prefix, storage), prefix + LOSS)
 
 
 def write_info(prefix: str, info: Info, *, durable: bool = True) -> None:
