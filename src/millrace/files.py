@@ -133,9 +133,8 @@ def readable(source: str, kind: type[MillraceError] = TextError) -> Iterator[Non
     except OSError as error:
         if is_of_the_process(error):
             raise
-        raise kind(
-            f"{error.filename or source} cannot be read: {error.strerror or error}"
-        ) from None
+        reason = error.strerror or error
+        raise kind(f"{error.filename or source} cannot be read: {reason}") from None
 
 
 def is_of_the_process(error: OSError) -> bool:

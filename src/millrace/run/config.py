@@ -315,7 +315,7 @@ def _checked_source(name: str, source: Any) -> Source:
 def dict_of(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common()
+        [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise ConfigError(f"it gives {twice} twice: leave one out")
     return values
 
