@@ -3,16 +3,16 @@
 import contextlib
 import logging
 import os
-import resource
 import signal
 import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace import files
@@ -81,17 +81,13 @@ def test_permissions_follow_the_umask_but_for_locks(mask: int, tmp_path: Path) -
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(OSError, match="too large") as caught, atomic_file(str(path)) as file:
-            file.write(bytes(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.filename == str(path)
-    assert os.listdir(tmp_path) == []
+@pytest.mark.parametrize("write", [np.save, lambda file, array: file.write(array)])
+def test_a_full_disk_names_the_file(write: Callable[[Any, Any], object], disk: Path) -> None:
+    path, array = str(disk / "x"), np.zeros(9 << 20, np.uint8)
+    with pytest.raises(OSError, match="No space left on") as caught, atomic_file(path) as file:
+        write(file, array)
+    assert caught.value.filename == path
+    assert os.listdir(disk) == []
 
 
 def test_errors_about_other_files_keep_their_name(tmp_path: Path) -> None:

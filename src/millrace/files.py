@@ -109,9 +109,9 @@ def naming(path: str) -> Iterator[None]:
     except OSError as error:
         if type(error) is not OSError or error.filename is not None:
             raise
-        # NumPy's error of a short write, as on a full disk, has only a text.
-        number = errno.ENOSPC if "requested and" in str(error) else errno.EIO
-        raise OSError(error.errno or number, error.strerror or str(error), path) from error
+        if "requested and" in str(error):  # NumPy's error of a short write has only a text
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path) from error
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), path) from error
 
 
 def check_split(*prefixes: str) -> None:
