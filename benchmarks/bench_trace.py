@@ -18,7 +18,7 @@ from common import LOWER, Report, Row, finish, number_of_runs, parser
 
 from millrace.inspect import Trace, find_documents, format_sample
 from millrace.provenance import OriginsWriter
-from millrace.store.writer import Entries, write_index
+from millrace.store.writer import write_index
 
 NUM_TOKENS = 10**13 // 4096  # of each source
 LIMIT = 100.0  # ms
@@ -70,7 +70,7 @@ def write_run(folder: Path, num_sources: int, num_documents: int) -> None:
     lengths[-1] += NUM_TOKENS + int(NAME[1:]) - lengths.sum()
     ones, step = np.ones(num_documents, np.int64), 10**5
     starts = range(0, num_documents, step)
-    entries = (Entries(lengths[at : at + step], ones[at : at + step]) for at in starts)
+    entries = ((lengths[at : at + step], ones[at : at + step], None) for at in starts)
     write_index(str(folder / NAME), np.uint16, entries)
     with OriginsWriter(folder / NAME) as origins:
         for at in starts:

@@ -138,10 +138,10 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
     end = skips.sample(len(train) - 1) + 1
     starts = [0, *(phase.until for phase in config.phases[:-1] if phase.until < end)]
     shape = len(starts), len(mixture.names)
-    samples, unseen = np.zeros((2, *shape), np.int64)
+    samples, unseen, repeats = np.zeros((3, *shape), np.int64)
     total, num_tokens, *windows = np.zeros((min(num_parts, end) + 3, shape[1]), np.int64)
     # Broken off: the share of a source that was drawn of an epoch which another length ended.
-    epochs, repeats, broken_off = *np.zeros((2, *shape)), np.zeros(shape[1])
+    epochs, broken_off = np.zeros(shape), np.zeros(shape[1])
     edges = np.linspace(0, end, len(windows)).astype(np.int64)
     position = mixture.stretch_of(0).begins
     caps, at_cap = list[tuple[str, int]](), np.empty(0, np.int64)
@@ -163,7 +163,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         left = old.epoch_size(sizes) - old.drawn
         is_cut = (old.window_length % length > 0) & (left > 0)
         share, left = np.where(is_cut, (old.drawn / sizes, size), (broken_off[here], left))
-        repeats[number, here] += share * np.minimum(tokens, left)
+        repeats[number, here] += np.rint(share * np.minimum(tokens, left)).astype(np.int64)
         broken_off[here] = share * (tokens < left)
         num_tokens[here], unseen[number:, here] = sizes, sizes - size
         epochs[number:, here] = new.epoch + new.drawn / size
@@ -175,7 +175,7 @@ def _of_instant(config: InstantConfig, num_parts: int) -> dict[str, Any]:
         "num_tokens": num_tokens,
         "samples": samples,
         "epochs": epochs,
-        "repeats": np.rint(repeats).astype(np.int64),
+        "repeats": repeats,
         "unseen": unseen,
         "caps": caps,
         "windows": np.diff(windows, axis=0),

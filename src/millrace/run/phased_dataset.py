@@ -252,15 +252,15 @@ def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
     first, *later = config.whole_phases
     sizes = {name: file.part[1] - file.part[0] for name, file in files.items()}
     first = replace(first, weights=config.weights(sizes))
-    shares = {name: split_ranges(size, config.split or "1,0,0") for name, size in sizes.items()}
+    splits: list[dict[str, SourceRange]] = [{}, {}, {}]
+    for name, file in files.items():
+        start, shares = file.part[0], split_ranges(sizes[name], config.split or "1,0,0")
+        for ranges, share in zip(splits, shares, strict=True):
+            if share is not None:
+                ranges[name] = SourceRange(file, (start + share[0], start + share[1]))
     datasets: list[PhasedDataset | None] = []
-    for number, count in enumerate(config.num_samples):
-        ranges = {
-            name: SourceRange(file, (file.part[0] + share[0], file.part[0] + share[1]))
-            for name, file in files.items()
-            if (share := shares[name][number]) is not None
-        }
-        is_training = number == 0
+    for ranges, count in zip(splits, config.num_samples, strict=True):
+        is_training = not datasets
         phases = [first, *later] if is_training else [first]
         one = PhasedDataset(ranges, phases, config, count, is_training=is_training)
         datasets.append(one if ranges else None)
