@@ -1,6 +1,7 @@
 """The token files of a run in the instant order, each opened when it is first drawn."""
 
 import bisect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class SourceFile:
         self, name: str, config: InstantConfig, tokenizers: list[TokenizerRecord | None]
     ) -> None:
         source = config.sources[name]
-        self.prefix = absolute_path(source.prefix)
+        self.prefix = sys.intern(absolute_path(source.prefix))  # the run file's own text, mostly
         check_split(self.prefix)
         self._name, self._config, self._tokenizers = name, config, tokenizers
         dtype = source.dtype or config.dtype

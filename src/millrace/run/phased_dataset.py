@@ -260,9 +260,8 @@ def instant_datasets(config: InstantConfig) -> list[PhasedDataset | None]:
                 ranges[name] = SourceRange(file, (start + share[0], start + share[1]))
     datasets: list[PhasedDataset | None] = []
     for ranges, count in zip(splits, config.num_samples, strict=True):
-        is_training = not datasets
-        phases = [first, *later] if is_training else [first]
-        one = PhasedDataset(ranges, phases, config, count, is_training=is_training)
+        phases = [first] if datasets else [first, *later]
+        one = PhasedDataset(ranges, phases, config, count, is_training=not datasets)
         datasets.append(one if ranges else None)
     if datasets[0] is not None:
         _ = datasets[0].order  # an error now, not at the first sample
