@@ -27,7 +27,7 @@ from millrace.tokenizing import tokenize
 
 TEXT_BYTES, QUICK_TEXT_BYTES = 60_000_000, 1_000_000
 FIRST_BYTES, QUICK_FIRST_BYTES = 1e9, 4e6
-CACHE_TIMES = 20  # the texts, over and over: the start of the processes should not decide
+CACHE_TIMES = 60  # the texts, over and over: the start of the processes should not decide
 CHARACTERS = 2900  # of a document
 LENGTH = 1024  # tokens of a sample
 PEER_COUNT = 3000  # documents of Hugging Face's
@@ -45,8 +45,8 @@ NOTES = [
     "same texts in memory, shuffled, too (neighbours share words), in batches of 64.",
     "First batch: from `open_rows` with an empty cache folder to the first batch of 8, of {first} "
     "GB (the same texts over and over) that are not in the page cache; the limit is for 10 GB. "
-    "With a cache: the same of {cached:.0f} MB, against `millrace.tokenize` alone. Half a second "
-    "of it is the index of the rows and the check of the encoder.",
+    "With a cache: the same of {cached:.0f} MB, against `millrace.tokenize` alone. About a "
+    "second of it is the index of the rows.",
 ]
 
 
