@@ -186,7 +186,7 @@ def test_a_gpt_subclass_written_for_megatron_runs(
     oracle.assert_alike(*on_both(work))
 
 
-@pytest.mark.parametrize("num_samples", [None, 40, 210])
+@pytest.mark.parametrize("num_samples", [None, 40, 210, -1])
 def test_any_choice_of_sequences(prefix: Path, tmp_path: Path, num_samples: int | None) -> None:
     """Indices that are not a range, as a subclass or a tool may give them."""
     random = np.random.default_rng(5)

@@ -297,7 +297,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
 
     @cached_property
     def _plan(self) -> GPTPlan:
-        """Epochs and samples; no samples if one epoch suffices and holds none."""
+        """Epochs and samples, a negative number as 0; no samples if one epoch holds none."""
         config, split, num_samples = self.config, self.index_split.name, self.num_samples
         length, has_extra = config.sequence_length, bool(config.add_extra_token_to_sequence)
         keeps_partial = split == "valid" and not config.drop_last_partial_validation_sequence
@@ -309,7 +309,7 @@ class GPTDataset(CachedIndices, MegatronDataset):
             if is_empty and requested <= num_tokens and length >= 1:
                 one_sample = plan_gpt(length + has_extra, None, length, **rules)
                 return replace(one_sample, num_tokens_per_epoch=num_tokens, num_samples=0)
-            return plan_gpt(num_tokens, num_samples, length, **rules)
+            return plan_gpt(num_tokens, num_samples and max(num_samples, 0), length, **rules)
         except ValueError as error:
             raise ConfigAssertionError(f"{self.dataset_path}, {split} split: {error}") from error
 
