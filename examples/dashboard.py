@@ -1,5 +1,6 @@
 """Counters of each step for a dashboard: a file for Prometheus, and W&B with --wandb."""
 
+import json
 import os
 import sys
 import tempfile
@@ -16,7 +17,8 @@ def write_prometheus(path: Path, metrics: dict[str, float], rank: int) -> None:
     for name, value in metrics.items():
         kind, _, source = name.partition("/")
         name = f"source_{kind}" if source else kind
-        lines.append(f'millrace_{name}{{rank="{rank}",source="{source}"}} {value!r}\n')
+        source = json.dumps(source, ensure_ascii=False)  # in quotes, with escapes
+        lines.append(f'millrace_{name}{{rank="{rank}",source={source}}} {value!r}\n')
     path.with_suffix(".tmp").write_text("".join(lines))
     os.replace(path.with_suffix(".tmp"), path)
 

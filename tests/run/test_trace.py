@@ -125,7 +125,7 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     lines = [json.dumps({"id": f"d{n}", "text": "word " * (n % 5)}) for n in range(40)]
     for name in ("a", "b"):  # the same lines in both
-        Path(f"{name}.jsonl").write_text("\n".join(lines))
+        Path(f"{name}.jsonl").write_text("\r\r\n".join(lines), newline="")
         job = ["--input", f"{name}.jsonl", "--output-prefix", name, "--tokenizer", "bytes"]
         verb("tokenize", *job)
     sources = ", ".join(f"{name}: {{prefix: {name}_text_document, weight: 1}}" for name in "ab")
@@ -135,7 +135,7 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
     )
     endless = f"{{order: instant, seq-length: 16, split: '5,5,0', sources: {{{sources}}}}}"
     Path("endless.yaml").write_text(endless)
-    Path("lines.txt").write_text("a.jsonl:6\nb.jsonl:8\n")
+    Path("lines.txt").write_text("\ufeffa.jsonl:6\nb.jsonl:8\n")
     trace = partial(verb, "trace", "run.yaml")
     [sample] = json.loads(trace("--sample", 3, "--json"))
     assert sample["position"] is None
@@ -158,8 +158,9 @@ def test_the_verb(tmp_path: Path, verb: Any, monkeypatch: Any) -> None:
         (["--sample", 94], "the sample must be between 0 and 93"),
     ):
         assert text in trace(*words, status=1)
-    valid = verb("trace", "endless.yaml", "--source", "a", "--document", 39)
-    assert "in no sample" in valid
+    for document in (39, 0):  # of the validation, and without a token
+        found = verb("trace", "endless.yaml", "--source", "a", "--document", document)
+        assert "in no sample" in found
     error = verb("trace", "endless.yaml", "--held-out", "lines.txt", status=1)
     assert "the run has no end: give the step" in error
     run = Trace.of("run.yaml")

@@ -16,6 +16,7 @@ STATE_VERSION = 3
 SAMPLER_REMEDY = "The order may depend on a sampler's micro batch, ranks and data_sharding"
 
 _LEAVES = (str, int, float, np.generic, type(None))  # of a fingerprint
+_BY_NAME = {"phases", "sources"}  # entries of a fingerprint with the names of sources below them
 _MOST_LINES = 10  # differences in a message
 _MOST_SHOWN = 80  # characters of a value in a message
 
@@ -56,13 +57,15 @@ class Fingerprint(NamedTuple):
             # Earlier states have the size of a blend by weight, which only says where it ends.
             if change[0][-1:] != ("size",) or change[2] is not NOTHING
         ]
-        others = [change for change in changes if "view" not in change[0]]
+        others = [one for one in changes if "view" not in one[0] or _BY_NAME & {*one[0]}]
         if others:
             remedy = "Restore what differs, or start a new order with consumed_samples=0"
             if any(path[:1] == ("sampler",) for path, _, _ in others):
                 remedy = f"{SAMPLER_REMEDY}. {remedy}"
             if all(path[:1] == ("sources",) and path[-1] == "content" for path, _, _ in others):
                 remedy = f"If a .info.json was left behind, or is new, put back what was. {remedy}"
+            if all(path[:1] == ("skips",) for path, _, _ in others):
+                remedy = f"A new skip may start at {consumed_samples}, or later. {remedy}"
             problem = "the state was saved with other data or another order"
             raise ResumeError(f"{problem}:\n{_listed(others)}\n{remedy}")
         if changes:
@@ -103,10 +106,10 @@ def _is_equal(saved: Any, present: Any) -> bool:
 def _listed(changes: list[Any]) -> str:
     lines = []
     for path, *pair in changes[:_MOST_LINES]:
-        if all(isinstance(value, (list, tuple)) for value in pair):
+        saved, today = (shown(value, _MOST_SHOWN) for value in pair)
+        are_lists = all(isinstance(value, (list, tuple)) for value in pair)
+        if are_lists and max(map(len, pair)) > _MOST_LINES:
             saved, today = f"{len(pair[0])} entries", str(len(pair[1]))
-        else:
-            saved, today = (shown(value, _MOST_SHOWN) for value in pair)
         lines.append(f"  {place_of(path)}: saved {saved}, now {today}")
     if len(changes) > _MOST_LINES:
         lines.append(f"  and {len(changes) - _MOST_LINES} more")

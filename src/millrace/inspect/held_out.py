@@ -82,7 +82,7 @@ def check_held_out(trace: Trace, path: str, until: int | None = None) -> dict[st
     if until is None and trace.num_samples == MAX_INT64:
         raise ConfigError("the run has no end: give the step, or sample, before which to look")
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig", newline="\n") as file:  # lines as `tokenize` counts
             entries = [*enumerate(map(str.strip, file), 1)]
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None

@@ -159,8 +159,8 @@ class InstantOrder(CoreOrder):
             Ascending numbers for each epoch, int64 [n].
         """
         (start, stop), (num_tokens, length, _) = samples, self._cut
-        if tokens[1] <= self._first_token or tokens[0] >= self._first_token + num_tokens:
-            return  # of another split: no epoch has any
+        if max(tokens[0], self._first_token) >= min(tokens[1], self._first_token + num_tokens):
+            return  # without tokens, or of another split: no epoch has any
         while start < stop:
             here = self._position.at(start, *self._cut)
             first_token, window, key, _ = self._windows(here)
