@@ -23,6 +23,8 @@ from millrace.samples.tokens import (
 )
 from millrace.samples.transforms import check_transforms, transformed
 
+_MOST_AHEAD = 1 << 25  # tokens of samples that a storage is told of; it keeps 2**28 bytes of a file
+
 
 class Dataset(Protocol):
     """Finished rows by sample number: what a blend and a loader need at least.
@@ -254,7 +256,9 @@ class TokenDataset:
     @property
     def look_ahead(self) -> int:
         """Number of samples to announce, for storage that serves them side by side."""
-        return max([getattr(one, "look_ahead", 0) for one in self._inputs])
+        lengths = [1, *(one.sequence_length for one in self.all_options if one is not None)]
+        most = max(_MOST_AHEAD // max(lengths), 1)
+        return min(max([getattr(one, "look_ahead", 0) for one in self._inputs]), most)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
         """Tells the storage, or the source, that these samples are read soon, without waiting.

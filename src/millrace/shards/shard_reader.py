@@ -85,7 +85,7 @@ class Shards(OpenTokens):
         storage: Storage | None = None,
     ) -> None:
         self.prefix = check_path("folder", folder)
-        storage = storage_of(self.prefix, storage)
+        self.storage = storage = storage_of(self.prefix, storage)
         self.metadata = parse_metadata(self.prefix, dtype, storage)
         if self.metadata.has_documents:
             raise ConfigError(

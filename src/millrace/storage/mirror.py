@@ -53,7 +53,7 @@ class Mirror:
             remedy = "Give a folder on a local disk that you can write"
             raise ConfigError(f"the mirror {folder}: {error.strerror}. {remedy}") from None
         self.num_first = FIRST  # bytes that are still to be read exactly
-        self.is_full = False  # until the end of the process
+        self.is_full = self._has_told = False  # until the end of the process
         if (kind := _file_system_of(self.folder)) in _UNFIT or kind.startswith("fuse"):
             _log.warning("the mirror %s is on %s: a local disk is meant", self.folder, kind)
 
@@ -73,10 +73,12 @@ class Mirror:
         return True
 
     def stop(self, error: OSError) -> None:
-        """Stops the growth, and says so once: in one step, as threads may come together."""
-        was_full, self.is_full = self.is_full, True
-        if not was_full:
-            _log.warning("the mirror %s does not grow any more: %s", self.folder, error)
+        """Stops the growth, but for too few open files, and says so once: in one step, as threads
+        may come together."""
+        has_told, self._has_told = self._has_told, True
+        self.is_full |= error.errno != errno.EMFILE
+        if not has_told:
+            _log.warning("the mirror %s will not hold all: %s", self.folder, error)
 
     def _paths(self) -> list[str]:
         return glob.glob(f"{glob.escape(self.folder)}/*.data")

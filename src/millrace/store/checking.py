@@ -61,7 +61,7 @@ class Checks:
         name = name or self.report.prefix
         try:
             yield
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             self.add(str(error))
         except OSError as error:
             self.report.num_unread += 1

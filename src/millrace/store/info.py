@@ -8,7 +8,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from millrace.errors import DataError
+from millrace.errors import ConfigError, DataError
 from millrace.files import write_file, xxh3
 from millrace.names import INFO, LOSS
 from millrace.records import Count, record_from
@@ -75,6 +75,8 @@ def read_info(prefix: str, storage: Storage | None = None) -> Info | None:
         return info
     except FileNotFoundError:
         return None
+    except ConfigError:  # of a storage that cannot be reached
+        raise
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"{path} is damaged, or of a later version ({error}). The token files may be intact: "
