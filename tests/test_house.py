@@ -50,9 +50,9 @@ LARGER_ROOMS = {
     "shuffling": (2072, "two kinds of items, two plans, a check of the distribution"),
     "megatron": (2289, "the names of another library"),
     "order": (2005, "three orders, each with its mixture; windows of mixed documents"),
-    "run": (2172, "two orders, each with a configuration and datasets; trials"),
-    "store": (2164, "verification could be a room of its own"),
-    "samples": (2204, "token batches, rows, transforms, and the way through the core"),
+    "run": (2179, "two orders, each with a configuration and datasets; trials"),
+    "store": (2165, "verification could be a room of its own"),
+    "samples": (2211, "token batches, rows, transforms, and the way through the core"),
 }
 WIDER_CLASSES = {
     **dict.fromkeys(("IndexOptions", "RunConfig"), "Megatron-LM's arguments"),

@@ -275,7 +275,7 @@ def loader_of(config: InstantConfig, steps: int = 0) -> Loader:
     return loader
 
 
-def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -> None:
+def test_a_changed_past_is_refused_and_a_changed_future_told(tmp_path: Path, caplog: Any) -> None:
     phases = [{"until": 50}, {"weights": {"code": 3}, "until": 210}, {"seq-length": 4}]
     same = {"phases": phases, "skips": [(20, 30)]}
     state = loader_of(make_run(tmp_path, **same), 10).state_dict()  # up to sample 110
@@ -301,6 +301,9 @@ def test_a_changed_past_is_refused_and_a_changed_future_is_not(tmp_path: Path) -
         if message is None:
             loader.load_state_dict(state)
             assert loader.consumed_samples == 100
+            is_told = changes not in ({}, {"skips": [(25, 30), (20, 25)]})
+            assert ("plan --diff" in caplog.text) == is_told
+            caplog.clear()
             next(loader)
         else:
             with pytest.raises(ResumeError, match=message):

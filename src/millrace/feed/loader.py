@@ -270,6 +270,8 @@ class Loader(Renewed):
         place, stream = position
         fingerprint = self._fingerprint.at(place)
         state = {"version": STATE_VERSION, "consumed_samples": place, "fingerprint": fingerprint}
+        if plan := getattr(self.dataset, "plan", None):
+            state["plan"] = plan
         if stream is not None:
             state["stream"] = {"consumed_samples": place, "state": plain_json(stream)}
         return state

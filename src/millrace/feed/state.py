@@ -1,5 +1,6 @@
 """The state of a loader: how a saved one is compared with the data and order of today."""
 
+import logging
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -75,6 +76,9 @@ class Fingerprint(NamedTuple):
                 ViewChangeWarning,
                 stacklevel=3,
             )
+        if state.get("plan", plan := getattr(self.dataset, "plan", None)) != plan:
+            told = "behind position %d the run has changed since the state: see `plan --diff`"
+            logging.getLogger("millrace").warning(told, consumed_samples)
         stream = state.get("stream")
         if isinstance(stream, Mapping) and stream.get("consumed_samples") == consumed_samples:
             return Position(consumed_samples, stream.get("state"))

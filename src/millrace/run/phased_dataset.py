@@ -102,6 +102,13 @@ class PhasedDataset(BlendedDataset):
             )
         return Phases(ranges, [replace(phase, weights=weights)])
 
+    @cached_property
+    def plan(self) -> str:
+        """A checksum of all that the run's file says to draw: what is to come of it may change."""
+        phases = [[one.until, one.weights, one.sequence_length] for one in self._phases]
+        caps = {name: one.max_epochs for name, one in self._config.sources.items()}
+        return arrays.fingerprint([phases, caps, self.skips.ranges, len(self)])
+
     # ---- batches ----
 
     def run_numbers(self, numbers: Numbers) -> Numbers:

@@ -256,7 +256,10 @@ class TokenDataset:
     @property
     def look_ahead(self) -> int:
         """Number of samples to announce, for storage that serves them side by side."""
-        lengths = [1, *(one.sequence_length for one in self.all_options if one is not None)]
+        lengths: list[int] = [
+            1,
+            *(one.sequence_length for one in self.all_options if one is not None),
+        ]
         most = max(_MOST_AHEAD // max(lengths), 1)
         return min(max([getattr(one, "look_ahead", 0) for one in self._inputs]), most)
 
