@@ -8,6 +8,7 @@ after it, and knows the texts of stop tokens by name.
 """
 
 import argparse
+import itertools
 import random
 import re
 from collections import Counter
@@ -89,12 +90,13 @@ def hostile_row(draw: random.Random) -> dict[str, Any]:
             arguments = {"city": f"水 {len(messages)} city", "n": draw.randint(0, 9)}
             call = {"id": "call00001", "type": "function"}
             call |= {"function": {"name": "get_w", "arguments": arguments}}
-            content = draw.choice(["", "", "let me look"])
+            content, thought = draw.choice(["", "", "let me look"]), draw.choice(["", "look it up"])
             messages.append({"role": "assistant", "content": content, "tool_calls": [call]})
+            messages[-1] |= {"reasoning_content": thought} if thought else {}
             add("tool", name="get_w", tool_call_id="call00001")
         add("assistant")
         if draw.random() < 0.2:
-            messages[-1]["reasoning_content"] = draw.choice(["call it", "hm 水車", "<b>"])
+            messages[-1]["reasoning_content"] = draw.choice(["call it", "hm 水車", "<b>x"])
     if draw.random() < 0.1:
         add("user")
     tools = [{"type": "function", "function": function}]
@@ -125,6 +127,7 @@ class Checker:
 
     def __init__(self, encoder: ChatEncoder, row: dict[str, Any]) -> None:
         self.row, self.template = row["messages"], encoder.rules.template
+        self.options = encoder.options
         self.tools, self.wrong = row.get("tools"), list[str]()
         self.messages = [dict(one) for one in self.row]
         for one in self.messages:
@@ -184,10 +187,23 @@ class Checker:
                 trained += [turn] if must else []
                 if not all(all(flags[slice(*one)]) for one in must):
                     self.wrong.append(f"turn {turn}: a part is not trained on: {must}")
+            for word in self.unasked(turn):
+                places = [match.span() for match in re.finditer(re.escape(word), text[: may[1]])]
+                if any(any(flags[slice(*one)]) for one in places if one[0] >= may[0]):
+                    self.wrong.append(f"turn {turn}: trained on {word!r}, which is not asked for")
             flags[slice(*may)] = bytes(len(flags[slice(*may)]))
         if any(flags):
             self.wrong.append(f"trained on outside of turns: {text[flags.index(1) :][:40]!r}")
         return trained
+
+    def unasked(self, turn: int) -> list[str]:
+        """The reasoning and the argument of a turn, where the options leave them out."""
+        one, words = self.row[turn], list[str]()
+        if not self.options.reasoning and "reasoning_content" in one:
+            words.append(one["reasoning_content"])
+        if not self.options.tool_calls:
+            words += [call["function"]["arguments"]["city"] for call in one.get("tool_calls", ())]
+        return words
 
     def spans(self, text: str, turn: int, length: int) -> Spans:
         """What must and may be trained on of a turn, if the text has its context."""
@@ -208,6 +224,8 @@ class Checker:
                 self.called(text, turn, begin, limit), (begin, self.last(text, ended, begin, limit))
             )
         first = begin if is_whole else max(place, before_tag(text, begin))
+        if self.unasked(turn) or ("think>" in said and not self.options.reasoning):
+            first = end - len(said.rpartition("think>")[2].lstrip())
         begin = begin if is_whole else before_tag(text, min(begin, place))
         if self.row[turn].get("tool_calls"):
             must = [(first, end), *self.called(text, turn, begin, limit)]
@@ -226,7 +244,7 @@ class Checker:
 
     def called(self, text: str, turn: int, begin: int, limit: int) -> list[tuple[int, int]]:
         """A tool call: from the name, where it is shown, to the argument."""
-        for call in self.row[turn].get("tool_calls", ()):
+        for call in self.row[turn].get("tool_calls", ()) if self.options.tool_calls else ():
             word = call["function"]["arguments"]["city"]
             place = text.find(word, begin, limit)
             name = text.rfind(call["function"]["name"], begin, place)
@@ -246,7 +264,8 @@ class Checker:
             if is_joined and self.text(turn + 1).endswith(text[start:]):
                 stops = [*STOPS.finditer(text, start)]
                 end = stops[-1].end() if stops else len(text.rstrip())
-                return {turn: Spans([(start, end)], (start, end))}
+                is_whole = self.options.reasoning and self.options.tool_calls
+                return {turn: Spans([(start if is_whole else end - 1, end)], (start, end))}
         self.wrong.append("a document is no rendering")
         return {}
 
@@ -262,11 +281,15 @@ class Result(NamedTuple):
 
 def check_template(name: str, num_chats: int, seed: int) -> Result:
     """Encodes hostile chats with a template, and checks them; ConfigError for one without stops."""
-    encoder = ChatEncoder(Tokenizer("bytes"), template(name), **OPTIONS)
+    encoders = [
+        ChatEncoder(Tokenizer("bytes"), template(name), **OPTIONS, reasoning=one, tool_calls=other)
+        for one, other in itertools.product((True, False), repeat=2)
+    ]
     draw = random.Random(f"{seed} {name}")
-    result = Result(Counter(), set(), encoder.rules.stops, [])
+    result = Result(Counter(), set(), encoders[0].rules.stops, [])
     for number in range(num_chats):
         row, documents, problem, outcome = hostile_row(draw), list[Document](), "", "decided"
+        encoder = encoders[number % 4]
         checker = Checker(encoder, row)
         try:
             documents = encoder.documents(row)

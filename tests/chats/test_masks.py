@@ -137,6 +137,10 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
         ({"reasoning": False, "tool_calls": False}, ["x", stop, f"y{stop}"]),
     ):
         assert trained_text(ChatEncoder(bytes_, **options), messages) == texts, options
+    messages[1]["content"] = ""
+    encoder = ChatEncoder(bytes_, reasoning=False)
+    assert trained_text(encoder, messages)[0] == f"{calls.strip()}{stop}"
+    messages[1]["content"] = "x"
     call["function"]["arguments"] = '{"a": "b"}'
     assert trained_text(ChatEncoder(bytes_), messages) == [f"{think}x{calls}{stop}", f"y{stop}"]
     call["function"]["arguments"] = ""

@@ -263,11 +263,18 @@ class _Proof:
     def _trained(self, where: MessageSpan, start: int, stop: Span, shift: int = 0) -> list[Turn]:
         """The turn from start to stop, without pieces that are not asked for and what is around
         these; moved by `shift`. Empty if no piece is asked for."""
-        kinds, spans = self.rules.options.kinds, list[Span]()
+        kinds, spans, before = self.rules.options.kinds, list[Span](), start
         for is_asked, group in itertools.groupby(where.pieces, lambda one: one.kind in kinds):
             run = [*group]
             if is_asked:
-                spans.append((run[0].start if run[0].start > where.begin else start, run[-1].end))
+                first = run[0].start if run[0].start > where.begin else start
+                if first > before and run[0].kind == CALL:
+                    # Its tags and its name stand before its first piece, behind the tag that closes
+                    # the reasoning.
+                    parts = self.rules.special.split(self.text[before:first], maxsplit=1)
+                    first -= len(parts[-1].lstrip())
+                spans.append((first, run[-1].end))
+            before = run[-1].end
         if not spans:
             return []
         spans.append((spans.pop()[0] if is_asked else stop[0], stop[1]))
