@@ -245,26 +245,29 @@ def test_tokens_across_a_border(tmp_path: Path) -> None:
     assert encoder.tokenizer.decode(rows.tokens[rows.trained]) == "<|end|>"
 
 
-@pytest.mark.parametrize("kind", ["NFC", "NFKC", "swallowing"])
+@pytest.mark.parametrize("kind", ["NFC", "NFKC", "swallowing", "prefix"])
 def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) -> None:
     import tokenizers
 
     model = tokenizers.Tokenizer.from_file(str(train_tokenizer(tmp_path / "t.json", SPECIAL)))
-    if kind != "swallowing":
+    if kind.startswith("NF"):
         model.normalizer = getattr(tokenizers.normalizers, kind)()
     else:
+        model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(kind == "prefix")
         model.add_special_tokens([tokenizers.AddedToken("<x>", lstrip=True, rstrip=True)])
     model.save(str(tmp_path / "other.json"))
     encoder = ChatEncoder(Tokenizer(tmp_path / "other.json"), PLAIN, special_text="keep")
-    # Normalized, three bytes move from the question to the answer.
-    asked, said = "e\u0301" * 3 + " \u6c34 <x> ", "\U0001f30a \u0958"
+    # Normalized, three bytes move from the question to the answer. As many spaces as <x> swallows
+    # are put before words.
+    asked, said = "e\u0301" * 3 + " \u6c34  <x>  ", "\U0001f30a \u0958"
     chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     batch = [{"messages": CHAT}, {"messages": chat}] * 2
     rows = encoder.encode(batch)
     assert rows.trained is not None
     masks = np.split(rows.trained, rows.ends[:-1])
     tokens = np.split(rows.tokens, rows.ends[:-1])
-    expected = said if kind == "swallowing" else unicodedata.normalize(kind, said)  # type: ignore
+    expected = {"swallowing": said, "prefix": f" {said}"}.get(kind)
+    expected = expected or unicodedata.normalize(kind, said)  # type: ignore[arg-type]
     assert encoder.tokenizer.decode(tokens[1][masks[1]]) == f"{expected}<|end|>"
     alone = encoder.encode(batch[:1]).trained
     assert all(np.array_equal(masks[number], alone) for number in (0, 2))

@@ -346,6 +346,9 @@ def _sizes(vocabulary: Vocabulary, settings: dict[str, Any]) -> NDArray[np.int32
 
 def _is_byte_level(settings: dict[str, Any]) -> bool:
     first = settings.get("pre_tokenizer") or {}
-    kinds = [first.get("type"), *(one.get("type") for one in first.get("pretokenizers", ()))]
+    steps = [first, *first.get("pretokenizers", ())]
     is_bpe = settings["model"].get("type", "BPE") == "BPE"
-    return is_bpe and settings.get("normalizer") in (None, _NFC) and "ByteLevel" in kinds
+    # A space before each word would make up for white space that added tokens swallow.
+    is_as_text = not any(one.get("add_prefix_space") for one in steps)
+    is_as_text &= settings.get("normalizer") in (None, _NFC)
+    return is_bpe and is_as_text and "ByteLevel" in [one.get("type") for one in steps]
