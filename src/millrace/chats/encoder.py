@@ -90,7 +90,10 @@ class ChatEncoder:
         handled = {*chat_template.literals}
         handled |= {text.replace("/", "", 1) for text in handled}
         self.edge_tokens = [ids[text] for text in self.rules.stops if text in ids]
-        self._special = re.compile(any_of(tokens | {*self.rules.stops} | (written - handled)))
+        tokens |= {*self.rules.stops} | (written - handled)
+        self._special = re.compile(any_of(tokens))
+        hidden = self._borders.normalized_forms(tokens)
+        self._hidden = re.compile(any_of(hidden)) if hidden else None
         for problem in _Masks(self._borders, probes).problems.values():
             what = f"{tokenizer.path} does not fit {chat_template.name}: {problem}"
             raise ConfigError(f"{what}. Give the tokenizer this special token, or another template")
@@ -200,12 +203,17 @@ class ChatEncoder:
             text.encode()
         except UnicodeEncodeError as error:
             return f"has the lone surrogate U+{ord(text[error.start]):04X}: repair the text"
-        special = self._special.search(text)
-        if special is None or self.options.special_text == "keep":
+        if self.options.special_text == "keep":
+            return ""
+        special, how = self._special.search(text), ""
+        if special is None and self._hidden is not None:
+            how = " once it is normalized"
+            special = self._hidden.search(self._borders.normalized(text))
+        if special is None:
             return ""
         return (
-            f"holds {special[0]!r}, a special token or a border of messages: remove it, or give "
-            'special_text="keep" to encode it as the template\'s own'
+            f"holds {special[0]!r}{how}, a special token or a border of messages: remove it, or "
+            'give special_text="keep" to encode it as the template\'s own'
         )
 
 
@@ -219,7 +227,9 @@ class _BorderEncoder:
         vocabulary = tokenizer.vocabulary
         settings = json.loads(vocabulary.content) if isinstance(vocabulary, JsonVocabulary) else {}
         self.tokenizer, self._sizes = tokenizer, _sizes(vocabulary, settings)
-        self._is_nfc = settings.get("normalizer") == _NFC
+        self._normalizer = settings.get("normalizer")
+        added = settings.get("added_tokens", ())
+        self._exact = {one["content"] for one in added if not one["normalized"]}
         if self._sizes is None and not settings:
             raise ConfigError(
                 f"{tokenizer.path} does not tell where its tokens end: give a tokenizer.json, a "
@@ -244,7 +254,7 @@ class _BorderEncoder:
             ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
             # Such as tokens that swallow white space around them.
             is_other = sums[lasts] - sums[firsts] != np.array(sizes, np.int64)
-            if self._is_nfc:
+            if self._normalizer == _NFC:
                 is_nfc = [unicodedata.is_normalized("NFC", text) for text in texts]
                 is_other |= ~np.array(is_nfc, np.bool_)
             others = np.flatnonzero(is_other).tolist()
@@ -256,6 +266,18 @@ class _BorderEncoder:
         starts = np.append(0, ends)[:-1]
         starts[firsts[lengths > 0]] = bases[lengths > 0]
         return starts, ends, ids, lengths
+
+    def normalized_forms(self, tokens: set[str]) -> set[str]:
+        """What some tokens are in normalized texts, if the tokenizer looks for them there."""
+        forms = map(self.normalized, tokens - self._exact if self._normalizer else ())
+        return {*filter(None, forms)}
+
+    def normalized(self, text: str) -> str:
+        """The text as the tokenizer's normalizer makes it."""
+        if self._normalizer == _NFC:  # takes no time for most texts
+            return unicodedata.normalize("NFC", text)
+        library: Any = self.tokenizer.vocabulary.library  # type: ignore[attr-defined]
+        return str(library.normalizer.normalize_str(text))
 
     def _reference(self, texts: list[str]) -> Any:
         """The encodings of some texts by the library of a tokenizer.json, which have offsets."""
