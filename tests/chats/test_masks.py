@@ -245,16 +245,18 @@ def test_tokens_across_a_border(tmp_path: Path) -> None:
     assert encoder.tokenizer.decode(rows.tokens[rows.trained]) == "<|end|>"
 
 
-@pytest.mark.parametrize("kind", ["NFC", "NFKC", "swallowing", "prefix"])
+@pytest.mark.parametrize("kind", ["NFC", "NFKC", "swallowing", "prefix", "stop"])
 def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) -> None:
     import tokenizers
 
-    model = tokenizers.Tokenizer.from_file(str(train_tokenizer(tmp_path / "t.json", SPECIAL)))
+    path = train_tokenizer(tmp_path / "t.json", SPECIAL[1:] if kind == "stop" else SPECIAL)
+    model = tokenizers.Tokenizer.from_file(str(path))
     if kind.startswith("NF"):
         model.normalizer = getattr(tokenizers.normalizers, kind)()
     else:
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(kind == "prefix")
-        model.add_special_tokens([tokenizers.AddedToken("<x>", lstrip=True, rstrip=True)])
+        for one in ("<x>", "<|end|>"):  # as in Phi-3's, a stop token that is not there yet
+            model.add_special_tokens([tokenizers.AddedToken(one, lstrip=True, rstrip=True)])
     model.save(str(tmp_path / "other.json"))
     encoder = ChatEncoder(Tokenizer(tmp_path / "other.json"), PLAIN, special_text="keep")
     # Normalized, three bytes move from the question to the answer. As many spaces as <x> swallows
@@ -266,7 +268,7 @@ def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) ->
     assert rows.trained is not None
     masks = np.split(rows.trained, rows.ends[:-1])
     tokens = np.split(rows.tokens, rows.ends[:-1])
-    expected = {"swallowing": said, "prefix": f" {said}"}.get(kind)
+    expected = {"swallowing": said, "stop": said, "prefix": f" {said}"}.get(kind)
     expected = expected or unicodedata.normalize(kind, said)  # type: ignore[arg-type]
     assert encoder.tokenizer.decode(tokens[1][masks[1]]) == f"{expected}<|end|>"
     alone = encoder.encode(batch[:1]).trained

@@ -304,18 +304,21 @@ class _Masks:
         text = "\0".join(texts)
         edges = np.array(spans, np.int64).reshape(-1, 2)
         self.trained, self.is_across = trained_tokens(starts, ends, byte_places(text, edges))
-        lasts, sums = np.cumsum(self.lengths), np.append(0, np.cumsum(self.trained))
-        empty = np.flatnonzero(sums[lasts] == sums[lasts - self.lengths]).tolist()
-        nothing = NoTargetError("it has no target: no token of its turns is whole")
-        self.problems: dict[int, TextError] = dict.fromkeys(empty, nothing)
+        self.problems: dict[int, TextError] = {}
         places = np.array([end for _, end, _ in stops], np.int64)
-        tokens = np.searchsorted(ends, byte_places(text, places) - 1, "right")
+        tokens, data = np.searchsorted(ends, byte_places(text, places) - 1, "right"), text.encode()
         for place in np.flatnonzero(~self.trained[tokens]).tolist():
-            part = text.encode()[starts[tokens[place]] : ends[tokens[place]]]
-            start, end, number = stops[place]
-            what = f"the stop token {text[start:end]!r} is part of the token"
-            token = shown(part.decode(errors="replace"))
-            self.problems[number] = TextError(f"{what} {token}, which holds other text, too")
+            token, (start, end, number) = tokens[place], stops[place]
+            part = data[starts[token] : ends[token]].decode(errors="replace")
+            if part.strip() == text[start:end]:  # a stop token that swallows white space around it
+                self.trained[token], self.is_across[token] = True, False
+                continue
+            what = f"the stop token {text[start:end]!r} is part of the token {shown(part)}"
+            self.problems[number] = TextError(f"{what}, which holds other text, too")
+        lasts, sums = np.cumsum(self.lengths), np.append(0, np.cumsum(self.trained))
+        nothing = NoTargetError("it has no target: no token of its turns is whole")
+        for number in np.flatnonzero(sums[lasts] == sums[lasts - self.lengths]).tolist():
+            self.problems.setdefault(number, nothing)
 
 
 def trained_tokens(starts: Ints, ends: Ints, spans: Ints) -> tuple[NDArray[Any], NDArray[Any]]:
