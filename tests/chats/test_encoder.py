@@ -110,28 +110,20 @@ def test_contents_like_borders_of_messages(template: str, text: str, is_refused:
 
 @pytest.mark.parametrize("is_normalized", [True, False])
 @pytest.mark.parametrize(
-    ("kind", "token", "text"),
-    [
-        ("NFKC", "<|end|>", "<\uff5cend\uff5c>"),
-        ("Lowercase", "<|end|>", "<|END|>"),
-        ("Lowercase", "<|END|>", "<|end|>"),
-        ("NFC", "<|\xe9nd|>", "<|e\u0301nd|>"),
-    ],
+    "case", ["NFKC <|end|> <|\uff45nd|>", "Lowercase <|a|> <|A|>", "Lowercase <|A|> <|a|>"]
 )
-def test_special_tokens_of_normalized_texts(
-    tmp_path: Path, kind: str, token: str, text: str, is_normalized: bool
-) -> None:
+def test_special_tokens_of_normalized_texts(tmp_path: Path, case: str, is_normalized: bool) -> None:
     import tokenizers
 
-    path = train_tokenizer(tmp_path / "t.json", ())
-    model = tokenizers.Tokenizer.from_file(str(path))
+    kind, token, text = case.split()
+    model = tokenizers.Tokenizer.from_file(str(train_tokenizer(path := tmp_path / "t.json", ())))
     model.normalizer = getattr(tokenizers.normalizers, kind)()
     model.add_special_tokens([tokenizers.AddedToken(token, normalized=is_normalized)])
     model.save(str(path))
-    row = {"messages": [{**CHAT[0], "content": f"a {text}"}, CHAT[1]]}
-    for said, num_tokens in (("refuse", 0 if is_normalized else 2), ("keep", 2 + is_normalized)):
+    row = {"messages": [{**CHAT[0], "content": text}, CHAT[1]]}
+    for said, num_stops in (("refuse", 0 if is_normalized else 2), ("keep", 2 + is_normalized)):
         encoder = ChatEncoder(Tokenizer(path), PLAIN.replace("<|end|>", token), special_text=said)
-        assert [*encoder.encode([row]).tokens].count(encoder.edge_tokens[0]) == num_tokens
+        assert [*encoder.encode([row]).tokens].count(encoder.edge_tokens[0]) == num_stops
 
 
 def test_templates_of_folders(folder: Path, tmp_path: Path) -> None:

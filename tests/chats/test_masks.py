@@ -137,10 +137,8 @@ def test_turns_and_kinds_to_train_on(tokenizer: Tokenizer) -> None:
         ({"reasoning": False, "tool_calls": False}, ["x", stop, f"y{stop}"]),
     ):
         assert trained_text(ChatEncoder(bytes_, **options), messages) == texts, options
-    messages[1]["content"] = ""
-    encoder = ChatEncoder(bytes_, reasoning=False)
-    assert trained_text(encoder, messages)[0] == f"{calls.strip()}{stop}"
-    messages[1]["content"] = "x"
+    row = [messages[0], {**messages[1], "content": ""}]
+    assert trained_text(ChatEncoder(bytes_, reasoning=False), row) == [f"{calls[1:]}{stop}"]
     call["function"]["arguments"] = '{"a": "b"}'
     assert trained_text(ChatEncoder(bytes_), messages) == [f"{think}x{calls}{stop}", f"y{stop}"]
     call["function"]["arguments"] = ""
@@ -249,18 +247,18 @@ def test_tokens_across_a_border(tmp_path: Path) -> None:
 def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) -> None:
     import tokenizers
 
-    path = train_tokenizer(tmp_path / "t.json", SPECIAL[1:] if kind == "stop" else SPECIAL)
-    model = tokenizers.Tokenizer.from_file(str(path))
+    model = tokenizers.Tokenizer.from_file(str(train_tokenizer(tmp_path / "t.json", SPECIAL)))
     if kind.startswith("NF"):
         model.normalizer = getattr(tokenizers.normalizers, kind)()
     else:
         model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(kind == "prefix")
-        for one in ("<x>", "<|end|>"):  # as in Phi-3's, a stop token that is not there yet
-            model.add_special_tokens([tokenizers.AddedToken(one, lstrip=True, rstrip=True)])
+        names = ["<x>", "<|end|>"][: 1 + (kind == "stop")]  # Phi-3's stop token does so, too
+        added = [tokenizers.AddedToken(one, lstrip=True, rstrip=True) for one in names]
+        model.add_special_tokens(added)
     model.save(str(tmp_path / "other.json"))
     encoder = ChatEncoder(Tokenizer(tmp_path / "other.json"), PLAIN, special_text="keep")
-    # Normalized, three bytes move from the question to the answer. As many spaces as <x> swallows
-    # are put before words.
+    # Normalized, three bytes move from the question to the answer. <x> swallows as many spaces as
+    # "prefix" adds.
     asked, said = "e\u0301" * 3 + " \u6c34  <x>  ", "\U0001f30a \u0958"
     chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     batch = [{"messages": CHAT}, {"messages": chat}] * 2
@@ -268,8 +266,8 @@ def test_tokenizers_whose_tokens_are_not_the_bytes(tmp_path: Path, kind: str) ->
     assert rows.trained is not None
     masks = np.split(rows.trained, rows.ends[:-1])
     tokens = np.split(rows.tokens, rows.ends[:-1])
-    expected = {"swallowing": said, "stop": said, "prefix": f" {said}"}.get(kind)
-    expected = expected or unicodedata.normalize(kind, said)  # type: ignore[arg-type]
+    expected = unicodedata.normalize(kind, said) if kind.startswith("NF") else said  # type: ignore
+    expected = " " * (kind == "prefix") + expected
     assert encoder.tokenizer.decode(tokens[1][masks[1]]) == f"{expected}<|end|>"
     alone = encoder.encode(batch[:1]).trained
     assert all(np.array_equal(masks[number], alone) for number in (0, 2))

@@ -1,7 +1,6 @@
 """Chat templates that people use: rows that are labelled by hand, and a sample of hostile ones."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,14 @@ import pytest
 
 from millrace.chats import ChatEncoder, Document
 from millrace.encoding import Tokenizer
-from millrace.errors import TextError
 from tests.chats.check_templates import OPTIONS, check_template, template
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="trl needs Python 3.11")
 
 # The places of what must be trained on, in brackets, by reading the templates.
 LABELLED = json.loads((Path(__file__).parent / "labelled.json").read_text())
-SAMPLE = [row["template"] for row in LABELLED[::3]]
-SAMPLE += [
-    "trl/qwen3_training",
-    "axolotl/command_a",
-    "trl/idefics3",
-    "trl/nemotron_3_nano",
-    "trl/gemma4",
-]
+SAMPLE = [row["template"] for row in LABELLED[:30:3]]
+SAMPLE += ["trl/qwen3_training", "axolotl/command_a", "trl/idefics3", "trl/nemotron_3_nano"]
 
 
 def bracketed(document: Document) -> str:
@@ -36,7 +28,8 @@ def bracketed(document: Document) -> str:
 
 @pytest.mark.parametrize("row", LABELLED, ids=lambda row: row["template"])
 def test_labels_by_hand(row: dict[str, Any]) -> None:
-    encoder = ChatEncoder(Tokenizer("bytes"), template(row["template"]), **OPTIONS)
+    options = OPTIONS | row.get("options", {})
+    encoder = ChatEncoder(Tokenizer("bytes"), template(row["template"]), **options)
     documents = [bracketed(one) for one in encoder.documents({"messages": row["messages"]})]
     assert len(documents) == len(row["documents"])
     for text, labels in zip(documents, row["documents"], strict=True):
@@ -51,30 +44,3 @@ def test_hostile_chats(name: str) -> None:
     result = check_template(name, 5, seed=36)
     assert result.wrong == []
     assert result.counts["decided"] > 0
-
-
-@pytest.mark.parametrize("name", SAMPLE)
-def test_a_call_behind_reasoning(name: str) -> None:
-    """It is trained on from its own tag on, as it is with the reasoning or without any."""
-    call: dict[str, Any] = {"id": "call00001", "type": "function"}
-    call["function"] = {"name": "NAME", "arguments": {"n": 3, "city": "ROME"}}
-    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-
-    def trained(**options: bool) -> str:
-        encoder = ChatEncoder(Tokenizer("bytes"), template(name), **OPTIONS, **options)
-        (document,) = encoder.documents({"messages": [{"role": "user", "content": "Q"}, turn]})
-        return "".join(document.text[slice(*span)] for span in document.spans)
-
-    try:
-        bare = trained()
-    except TextError:
-        return  # the template does not show calls
-    turn["reasoning_content"] = "THOUGHT"
-    whole, own = trained(), trained(reasoning=False)
-    assert whole.endswith(own)
-    assert bare.endswith(own) or own.endswith(bare)
-    assert re.match(r"<[|\w]|\[TOOL", own)
-    assert "THOUGHT" not in own
-    if whole != own:
-        assert re.search(r"THOUGHT\s*(<[^<>]+>)?\s*$", whole.removesuffix(own))
-        assert not re.search("NAME|ROME|call0", trained(tool_calls=False))
