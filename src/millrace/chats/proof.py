@@ -269,8 +269,7 @@ class _Proof:
             if is_asked:
                 first = run[0].start if run[0].start > where.begin else start
                 if first > before and run[0].kind == CALL:
-                    # Its tags and its name stand before its first piece, behind the tag that closes
-                    # the reasoning.
+                    # Its tag and its name stand before it, behind the tag that ends the reasoning.
                     parts = self.rules.special.split(self.text[before:first], maxsplit=1)
                     first -= len(parts[-1].lstrip())
                 spans.append((first, run[-1].end))
