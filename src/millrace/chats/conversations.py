@@ -108,13 +108,17 @@ def conversation_of(row: Any) -> Conversation:
 
 def _is_plain(messages: Any) -> bool:
     """Whether messages are already as templates read them: most are, and this takes no time."""
-    if type(messages) is not list or any(type(one) is not dict for one in messages):
-        return False
-    pairs = [(one.get("role"), one.get("content")) for one in messages if len(one) == 2]
-    if len(pairs) < len(messages) or any(type(one) is not str for pair in pairs for one in pair):
-        return False
-    has_words = all(content.strip() for _, content in pairs)
-    return has_words and {"assistant"} <= {role for role, _ in pairs} <= {*_PLAIN_ROLES}
+    roles: list[str] = []
+    for one in messages if type(messages) is list else ():
+        if type(one) is not dict or len(one) != 2:
+            return False
+        role, content = one.get("role"), one.get("content")
+        if type(role) is not str or type(content) is not str:
+            return False
+        if role not in _PLAIN_ROLES or not content.strip():
+            return False
+        roles.append(role)
+    return "assistant" in roles
 
 
 def all_texts(value: Any) -> list[str]:
