@@ -305,6 +305,14 @@ def test_the_drop_in_reads_buckets(tmp_path: Path, bucket: Bucket) -> None:
     assert {path.suffix for path in Path(folder).iterdir()} == {".idx"}
 
 
+def kill_at(command: list[str], bucket: Bucket, pattern: str) -> None:
+    bucket.add_fault("503", pattern)
+    with subprocess.Popen([sys.executable, "-m", "millrace", *command]) as process:
+        wait_for(lambda: bucket.count(pattern))
+        process.kill()
+    bucket.reset()
+
+
 def test_two_jobs_never_mix(tmp_path: Path, bucket: Bucket, verb: Callable[..., str]) -> None:
     target = f"{bucket.prefix}/v1/data"
 
@@ -317,16 +325,13 @@ def test_two_jobs_never_mix(tmp_path: Path, bucket: Bucket, verb: Callable[..., 
         assert text in verb(*command, "--upload-to", target, status=1)
 
     ours, other = job("ours"), job("other", "--no-checksums", "--provenance", "none")
-    bucket.add_fault("503", "PUT .*idx")
-    command = [sys.executable, "-m", "millrace", *ours, "--upload-to", target]
-    with subprocess.Popen(command) as process:
-        wait_for(lambda: bucket.count("PUT .*idx"))
-        process.kill()
-    bucket.reset()
-    fails(other, "another upload to this target is at work, has died")
+    kill_at([*ours, "--upload-to", target], bucket, "PUT .*idx")
+    for command in (other, [*other, "--restart"]):  # ours may be stopped, and go on
+        fails(command, "another upload to this target is at work, has died")
     write_jsonl(tmp_path / "ours.jsonl", make_texts(300))
     fails(ours, "inputs of the job have changed since its output began to go up")
-    verb(*other, "--upload-to", target, "--restart")
+    bucket.storage().ask(f"{target}.uploading", lambda store, key: store.delete(key))
+    verb(*other, "--upload-to", target)
     fails(ours, "or has ended")
     fails(job("third"), "is there already: give a new name")
     start = f"{target}_text_document"  # without the sidecars of the first job, and without a claim
@@ -350,6 +355,15 @@ def job_of(verb: str, folder: Path, megabytes: int) -> list[str]:
     words = f"--input-dir {folder}/in --dtype uint16 --seq-len 512 --plan gather --num-shards 20"
     memory = max(num_bytes // 8, 110 * 10**6)
     return f"shuffle {words} --num-workers 2 --memory {memory} --output-dir".split()
+
+
+@pytest.mark.parametrize("bucket", SERVERS[:3], indirect=True)
+def test_a_restart_removes_what_is_up(tmp_path: Path, bucket: Bucket, verb: Any) -> None:
+    target = f"{bucket.prefix}/v1"
+    command = [*job_of("shuffle", tmp_path, 4), f"{tmp_path}/out", "--upload-to", target]
+    kill_at(command, bucket, "PUT .*0011.*bin")
+    verb(*command, "--restart", "--num-shards=3")
+    assert "ok, structure" in verb("verify", target)
 
 
 @pytest.mark.parametrize("megabytes", [4, pytest.param(2000, marks=pytest.mark.long)])

@@ -6,12 +6,13 @@ of the job that has made it: an upload that was killed goes on with the next fil
 """
 
 import contextlib
+import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.checks import check_path
+from millrace.checks import check_path, shown
 from millrace.engine.run import Run
 from millrace.engine.tasks import Task
 from millrace.errors import ConfigError
@@ -44,45 +45,61 @@ class Upload:
     Args:
         run: Run of the job that has made the files; its journal keeps what is up.
         target: First part of the paths of the objects.
-        last: What follows it in the paths of those without which readers ignore all others.
-        restart: Whether to take the target from an upload that has died.
+        last: What follows it in the paths of those without which readers ignore all others, by what
+            follows it at the start of the others' paths.
 
     Raises:
         ConfigError: The target is there already, or another upload is at work.
     """
 
-    def __init__(self, run: Run, target: str, last: Sequence[str], restart: bool) -> None:
-        self._run, self._target, self._last = run, target, last
+    def __init__(self, run: Run, target: str, last: Mapping[str, str]) -> None:
+        self._run, self._target, self._last = run, target, last.values()
         self._claim_path = target + CLAIM
         # The journal's lock keeps others with this claim away, also if a job that failed at its
         # start has left no journal.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        place = f"{boot} {os.uname().nodename} {os.path.dirname(run.folder)}"
-        claim = self._claim = os.fsencode(run.once("claim", lambda: place))
-        if restart or not run.stored("target is new"):
-            _put(self._claim_path, claim, "overwrite" if restart else "create")
+        place = [boot, os.uname().nodename, os.path.dirname(run.folder)]
+        self._claim = run.once("claim", lambda: [*place, last])
+        run.once("target is new", self._take_target)
         self._check_claim()
-        run.once("target is new", self._check_target)
 
-    def _check_claim(self) -> None:
-        """Another upload may have taken the target over, and may have ended."""
-        is_ours = bool(self._run.stored("is up"))
-        with contextlib.suppress(FileNotFoundError):
-            is_ours = is_ours or read_file(by_environment(), self._claim_path) == self._claim
-        if not is_ours:
-            raise ConfigError(
-                f"{self._claim_path}: another upload to this target is at work, has died, or has "
-                "ended. If it has died, give restart=True (--restart)"
-            )
+    def _take_target(self) -> bool:
+        """Claims the target, after removing what an upload of the same folder has left there."""
+        while not _put(self._claim_path, json.dumps(self._claim).encode(), "create"):
+            earlier = self._check_claim()
+            self._check_target(earlier.values())
+            for start in earlier:
+                for path in by_environment().list(self._target + start):
+                    _delete(path)
+            _delete(self._claim_path)
+        self._check_target(self._last)
+        return True
 
-    def _check_target(self) -> bool:
-        for path in [self._target + name for name in self._last]:
+    def _check_claim(self) -> dict[str, str]:
+        """The `last` of the claim; an error if it is another job's, which may be stopped, or gone.
+
+        To take over the claim of a job that still runs would mix its files with ours.
+        """
+        if self._run.stored("is up"):
+            return {}
+        claim: Any = "nothing"
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            claim = json.loads(read_file(by_environment(), self._claim_path))
+            if isinstance(claim, list) and claim[:3] == self._claim[:3]:
+                return dict(claim[3])
+        raise ConfigError(
+            f"{self._claim_path}: another upload to this target is at work, has died, or has ended "
+            f"(the object holds {shown(claim)}). Give another name (and --restart, if this job had "
+            "begun to go up); or, if that upload is known to be dead, remove this object by hand"
+        )
+
+    def _check_target(self, last: Iterable[str]) -> None:
+        for path in [self._target + name for name in last]:
             if exists(by_environment(), path):
                 _delete(self._claim_path)
                 raise ConfigError(f"{path} is there already: give a new name; readers may use it")
-        return True
 
-    def send(self, source: str, names: Sequence[str]) -> None:
+    def send(self, source: str, names: Sequence[str] = ()) -> None:
         """Moves the files that are not up yet, the last ones at the end; frees the target."""
         inputs = self._run.identity
         if self._run.once("inputs of the upload", lambda: inputs) != inputs:

@@ -220,7 +220,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
             result = _earlier(ShuffleResult(**{**run.result, "output_dir": checked.final_folder}))
             return replace(result, seconds=0.0, notices=[*result.notices, ALREADY])
         if checked.upload_to is not None:
-            upload = Upload(run, checked.upload_to, publication.LAST, checked.restart)
+            upload = Upload(run, checked.upload_to, publication.LAST)
         content = run.stored("publication")
         if is_new := content is None:
             content = _write(run, checked, _make_items(run, checked, found))
@@ -235,7 +235,7 @@ def shuffle(input_dir: StrPath | None, output_dir: StrPath, **options: Any) -> S
                 report = None if is_new else progress.count
                 publication.publish(run.folder, folder, content, report)
                 if checked.upload_to is not None:
-                    upload.send(folder, publication.LAST)
+                    upload.send(folder)
 
         run.publish(make_public, asdict(result))
     return result

@@ -190,8 +190,8 @@ def _write(
     run: Run, options: TokenizeOptions, files: Sequence[InputFile], workers: int
 ) -> TokenizeResult:
     if options.upload_to is not None:
-        last = [name + IDX for name in options.prefixes_from("").values()]
-        upload = Upload(run, options.upload_to, last, options.restart)
+        last = {f"{name}.": name + IDX for name in options.prefixes_from("").values()}
+        upload = Upload(run, options.upload_to, last)
     if options.restart:  # the job before may have had other keys
         prefix = glob.escape(os.fspath(options.output_prefix))
         for lock in glob.glob(f"{prefix}_*_*{LOCK}"):
