@@ -240,8 +240,10 @@ def check_local(path: str) -> str:
 
 
 def check_folder(name: str, value: Any) -> str:
-    """The path of a folder in a file system, from any folder."""
-    return check_local(absolute_path(check_path(name, value)))
+    """The path of a folder in a file system, from any folder; not an empty text."""
+    if not (path := check_path(name, value)):
+        raise _refusal(name, "the path of a folder", value)
+    return check_local(absolute_path(path))
 
 
 def printable(name: str) -> str:

@@ -79,6 +79,7 @@ radosgw-admin user create --uid=millrace --display-name=m \
 exec radosgw -f -n client.rgw --rgw-frontends="beast endpoint=127.0.0.1:$1 tcp_nodelay=1"
 """
 _ANSWERS = {  # of faults
+    "301": (301, {}, b""),
     "503": (503, {}, b"<Error><Code>SlowDown</Code></Error>"),
     "409": (409, {}, b"<Error><Code>ConditionalRequestConflict</Code></Error>"),
     "expired": (400, {}, b"<Error><Code>ExpiredToken</Code></Error>"),
@@ -182,8 +183,8 @@ class Proxy(ThreadingHTTPServer):
     """A proxy before a server, which counts requests and has faults.
 
     A fault is a name, a pattern of "METHOD path", a probability, and how often it comes at most:
-    "503", "409", "expired" (the answer), "cut" (half a body, and the end), "stall" (half a body,
-    and nothing more), "flip" (another byte in the body), or a header that the server lacks.
+    "301", "503", "409", "expired" (the answer), "cut" (half a body, and the end), "stall" (half a
+    body, and nothing more), "flip" (another byte in the body), or a header that the server lacks.
     """
 
     daemon_threads, request_queue_size = True, 512

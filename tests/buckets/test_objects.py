@@ -1,6 +1,7 @@
 """Objects as files of a storage: identities, ranges, errors, faults and forks."""
 
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
         *[("s3://a/a", {"options": {"endpoint": bad}}, "must begin with") for bad in ("", "a:1")],
         ("s3://a/a", {"time_limit": np.inf}, "time_limit must be between"),
         ("s3://a/a", {"mirror": "a"}, "give mirror and limit"),
+        ("s3://a/a", {"mirror": "", "limit": 1}, "must be the path of a folder"),
         ("s3://a/a", {"mirror": "s3://a/b", "limit": 1}, "in a file system"),
         ("s3://a/a", {"mirror": "/proc/x", "limit": 1}, "the mirror /proc/x: No such file"),
         ("s3://a/a", {"mirror": __file__, "limit": 1}, "the mirror .*: File exists"),
@@ -96,6 +98,9 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
     for path, arguments, message in wrong:
         with pytest.raises(ConfigError, match=message):
             bucket.storage(**arguments).stat(path)
+    bucket.add_fault("301", "GET")
+    with pytest.raises(ConfigError, match="give the region"):
+        bucket.storage().open(bucket.put("a", b"1"), "file").read(0, 1)
     with pytest.raises(StorageError, match="cannot be read"):  # of a file system
         bucket.storage().stat("file:///a#1")
     for target in ("", "a/b", "s3://", "s3://a/", "msc://a/b"):
@@ -135,6 +140,17 @@ def test_faults_end_in_time_or_are_not_seen(bucket: Bucket, kind: str) -> None:
     assert bucket.count("GET") < 25  # the limits of those that wait do not add up
     bucket.reset()  # what has failed ahead is asked for again
     assert file.gather(*pieces).tobytes() == BYTES[7:4007].reshape(-1, 400)[:, :9].tobytes()
+
+
+def test_the_limit_of_a_long_put_counts_from_its_failure(bucket: Bucket) -> None:
+    failures = [OSError("cut")]
+
+    def put(*_: Any) -> None:
+        time.sleep(0.5)
+        if failures:
+            raise failures.pop()
+
+    bucket.storage(time_limit=0.4).ask(f"{bucket.prefix}/a", put, has_parts=True)
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)
