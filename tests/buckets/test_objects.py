@@ -150,7 +150,7 @@ def test_the_limit_of_a_long_put_counts_from_its_failure(bucket: Bucket) -> None
         if failures:
             raise failures.pop()
 
-    bucket.storage(time_limit=0.4).ask(f"{bucket.prefix}/a", put, has_parts=True)
+    bucket.storage(time_limit=0.4).ask(f"{bucket.prefix}/a", put, part_retries=10)
 
 
 @pytest.mark.parametrize("bucket", ["gs"], indirect=True)

@@ -144,7 +144,7 @@ def put_file(source: str, target: str) -> None:
     def put(store: Any, key: str) -> None:
         store.put(key, Path(source), chunk_size=part, max_concurrency=4)
 
-    by_environment().ask(target, put, has_parts=True)
+    by_environment().ask(target, put, part_retries=10)
 
 
 def _put_last(source: str, target: str) -> None:

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 from millrace.checks import check_float, check_folder, check_int
@@ -39,7 +38,6 @@ STORES = {"s3": "S3Store", "gs": "GCSStore", "az": "AzureStore", "file": "LocalS
 _TIMEOUT = 60.0  # seconds of a request, which brings at most 8 MiB
 _MOST_SECONDS = 1e6  # of a limit
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # seconds before a request is tried again
-_MOST_RETRIES = 10**6  # of a part, whose time is limited
 _FRESH = 15.0  # seconds in which processes that start together share a listing
 _STATUS = re.compile(r"status code: (\d+)")
 _UNFIT = re.compile(r"^/|//|(^|/)\.\.?(/|$)")  # keys that obstore refuses, or changes silently
@@ -100,7 +98,7 @@ class ObjectStorage(Renewed):
     def after_fork(self) -> None:
         self.pool = RequestPool(self.requests)
         # A fork keeps clients: their end would wait for threads that the child lacks.
-        self._stores: dict[tuple[str, bool], Any] = vars(self).get("_stores", {})
+        self._stores: dict[tuple[str, int], Any] = vars(self).get("_stores", {})
 
     def stat(self, path: str) -> Identity:
         return identity_of(self.ask(path, lambda store, key: store.head(key)))
@@ -167,15 +165,14 @@ class ObjectStorage(Renewed):
         self,
         path: str,
         request: Callable[[Any, str], T],
-        has_parts: bool = False,
+        part_retries: int = 0,
         begin: float | None = None,
     ) -> T:
         """What a request of a store and a key gives, tried again until the limit.
 
-        With `has_parts`, obstore makes several requests of one, and tries each again until the
-        limit; what it gives up has a limit that counts from its first failure. While no request
-        succeeds, the limit counts from `begin`, when it was asked for: those of requests that wait
-        for one another would add up.
+        Each of the requests that obstore makes of one is tried again `part_retries` times by it;
+        then the limit counts from the first failure. While no request succeeds, the limit counts
+        from `begin`, when it was asked for: those of requests that wait would add up.
 
         Raises:
             FileNotFoundError: There is no such object.
@@ -183,8 +180,8 @@ class ObjectStorage(Renewed):
         """
         note_use()
         bucket, key = bucket_of(path)
-        if (store := self._stores.get((bucket, has_parts))) is None:
-            store = self._stores[bucket, has_parts] = self._store(bucket, has_parts)
+        if (store := self._stores.get((bucket, part_retries))) is None:
+            store = self._stores[bucket, part_retries] = self._store(bucket, part_retries)
         start, pause, count = time.monotonic(), _FIRST_PAUSE, 1
         while True:
             try:
@@ -193,7 +190,7 @@ class ObjectStorage(Renewed):
                 return result
             except BaseException as error:  # a panic of obstore is no Exception
                 problem = _problem_of(path, error)
-                if has_parts and count == 1:
+                if part_retries and count == 1:
                     start = time.monotonic()  # parts may have gone up for hours
                 passed = time.monotonic() - min(start, max(begin or start, self._last_success))
                 if passed + pause > self.time_limit or closing.is_set():
@@ -204,9 +201,8 @@ class ObjectStorage(Renewed):
             closing.wait(pause * random.uniform(0.5, 1))  # not all processes at one time
             pause, count = min(2 * pause, _LONGEST_PAUSE), count + 1
 
-    def _store(self, bucket: str, has_parts: bool) -> Any:
+    def _store(self, bucket: str, retries: int) -> Any:
         scheme, _, name = bucket.partition("://")
-        limit = timedelta(seconds=self.time_limit)
         timeouts = {
             "timeout": f"{min(_TIMEOUT, self.time_limit)}s",
             "read_timeout": f"{min(self._stall_limit, self.time_limit)}s",
@@ -224,7 +220,7 @@ class ObjectStorage(Renewed):
                 **self._options,
                 # An endpoint of the user may be http://; the stores' own are https://.
                 client_options={"allow_http": True, **timeouts, **self._client_options},
-                retry_config={"max_retries": _MOST_RETRIES * has_parts, "retry_timeout": limit},
+                retry_config={"max_retries": retries},
             )
         except ImportError:
             package = "multi-storage-client" if scheme == "msc" else "'millrace[buckets]'"
