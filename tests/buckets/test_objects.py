@@ -81,10 +81,12 @@ def test_errors_say_what_is_wrong(bucket: Bucket) -> None:
 def test_denied_and_wrong(bucket: Bucket) -> None:
     with pytest.raises(StorageError, match=r"denied.*Check the credentials"):
         bucket.storage({"access_key_id": "nobody"}).open(bucket.put("a", b"12345"), "file")
+    bucket.add_fault("301", "region")
     wrong: list[Any] = [
         *[(bad, {}, "s3://BUCKET/KEY") for bad in ("s3://", "s3:///a", "file://a/b", "ftp://a/b")],
         *[(f"s3://{bad}", {}, "double slash") for bad in ("a/b//c", "a//b", "a/./b", "a/../b")],
         ("s3://a/a\1", {}, "cannot be the path"),
+        ("s3://a/region", {}, "give the region"),
         ("msc://nothing/a", {}, "cannot be opened with its options"),
         ("s3://a/a", {"options": {"endpont": "x"}}, r"its options: [^{]*'S3'\.$"),
         *[("s3://a/a", {"options": {"endpoint": bad}}, "must begin with") for bad in ("", "a:1")],
@@ -98,9 +100,6 @@ def test_denied_and_wrong(bucket: Bucket) -> None:
     for path, arguments, message in wrong:
         with pytest.raises(ConfigError, match=message):
             bucket.storage(**arguments).stat(path)
-    bucket.add_fault("301", "GET")
-    with pytest.raises(ConfigError, match="give the region"):
-        bucket.storage().open(bucket.put("a", b"1"), "file").read(0, 1)
     with pytest.raises(StorageError, match="cannot be read"):  # of a file system
         bucket.storage().stat("file:///a#1")
     for target in ("", "a/b", "s3://", "s3://a/", "msc://a/b"):

@@ -61,11 +61,12 @@ class Upload:
         place = [boot, os.uname().nodename, os.path.dirname(run.folder)]
         self._claim = run.once("claim", lambda: [*place, last])
         run.once("target is new", self._take_target)
-        self._check_claim()
+        if not run.stored("is up"):
+            self._check_claim()
 
     def _take_target(self) -> bool:
         """Claims the target, after removing what an upload of the same folder has left there."""
-        while not _put(self._claim_path, json.dumps(self._claim).encode(), "create"):
+        while not _create(self._claim_path, json.dumps(self._claim).encode()):
             earlier = self._check_claim()
             self._check_target(earlier.values())
             for start in earlier:
@@ -80,8 +81,6 @@ class Upload:
 
         To take over the claim of a job that still runs would mix its files with ours.
         """
-        if self._run.stored("is up"):
-            return {}
         claim: Any = "nothing"
         with contextlib.suppress(FileNotFoundError, ValueError):
             claim = json.loads(read_file(by_environment(), self._claim_path))
@@ -153,22 +152,21 @@ def _put_last(source: str, target: str) -> None:
         return
     data = Path(source).read_bytes()
     # It may be there: the reply to an earlier request was lost, or this process was killed.
-    if not _put(target, data, "create") and read_file(by_environment(), target) != data:
+    if not _create(target, data) and read_file(by_environment(), target) != data:
         raise ConfigError(f"{target} was written by another upload meanwhile: give a new name")
 
 
-def _put(path: str, data: bytes, mode: str) -> bool:
-    """Puts an object; False if it is there although the mode is "create"."""
+def _create(path: str, data: bytes) -> bool:
+    """Puts an object; False if it is there."""
 
     def request(store: Any, key: str) -> bool:
         try:
-            store.put(key, data, mode=mode)
-        except Exception as error:
-            is_there = type(error).__name__ == "AlreadyExistsError"  # of an optional package
-            if is_there and _CONFLICT not in str(error):
-                return False
-            raise
-        return True
+            store.put(key, data, mode="create")
+            return True
+        except Exception as error:  # its class is of an optional package
+            if type(error).__name__ != "AlreadyExistsError" or _CONFLICT in str(error):
+                raise
+            return False
 
     return by_environment().ask(path, request)
 

@@ -42,7 +42,6 @@ _FRESH = 15.0  # seconds in which processes that start together share a listing
 _STATUS = re.compile(r"status code: (\d+)")
 _UNFIT = re.compile(r"^/|//|(^|/)\.\.?(/|$)")  # keys that obstore refuses, or changes silently
 _EXPIRED = re.compile(r"<Code>\w*(Expired|TooSkewed)\w*</Code>")
-_REGION = "give the region of its bucket (options, or the environment: AWS_REGION)"
 _ENDPOINT = "its endpoint must begin with http:// or https:// (options, or the environment)"
 
 
@@ -272,7 +271,7 @@ def _problem_of(path: str, error: BaseException) -> str:
     if kind == "PanicException":
         raise ConfigError(f"{path}: {_ENDPOINT}") from None
     if "redirect without LOCATION" in text:
-        raise ConfigError(f"{path} is in another region: {_REGION}") from None
+        raise ConfigError(f"{path}: give the region of the bucket (options, AWS_REGION)") from None
     if isinstance(error, StorageError) or not isinstance(error, Exception):
         raise error
     if isinstance(error, ValueError):  # of obstore, before a request
