@@ -316,9 +316,9 @@ def checksum(parts: Iterable[Any]) -> str:
 
 
 def sum_of(
-    path: str, on_bytes: Callable[[int], Any] | None = None, opened: Any = None
+    path: str, on_piece: Callable[[Any], Any] | None = None, opened: Any = None
 ) -> tuple[int, str]:
-    """Size and XXH3-64 of a file, perhaps opened; calls `on_bytes` with the size of each piece."""
+    """Size and XXH3-64 of a file, perhaps opened; calls `on_piece` with each piece of its bytes."""
     digest, size, buffer = xxh3(), 0, np.empty(_PIECE, np.uint8).data
     with naming(path), opened or open(path, "rb", buffering=0) as file:
         with contextlib.suppress(OSError):  # a hint, which the kernel may refuse
@@ -326,6 +326,6 @@ def sum_of(
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
-            if on_bytes is not None:
-                on_bytes(count)
+            if on_piece is not None:
+                on_piece(buffer[:count])
     return size, str(digest.hexdigest())

@@ -235,11 +235,11 @@ def check_output(case: Case, files: dict[str, bytes]) -> None:
     sizes = [count // num_shards + (shard < count % num_shards) for shard in range(num_shards)]
     assert metadata["shard_sizes"] == sizes
     dtype = np.int32 if case.dtype == np.uint32 else case.dtype
-    kinds = {"has_modes": case.has_modes, "has_origins": case.has_origins}
+    kinds: Any = {"has_modes": case.has_modes, "has_origins": case.has_origins}
     with tempfile.TemporaryDirectory() as name:
         for shard, size in enumerate(sizes):
             documents = list(itertools.islice(items, size))
-            build(Path(name) / f"shard_{shard:04}", documents, dtype, **kinds)
+            build(Path(name) / f"shard_{shard:04}", documents, dtype, checksums=True, **kinds)
         expected = {path.name: path.read_bytes() for path in Path(name).iterdir()}
     assert files == expected | {"metadata.json": files["metadata.json"]}
     assert metadata["domain_stats"] == case.domain_stats

@@ -467,7 +467,7 @@ def test_shards_are_flushed_before_they_are_published(
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", publish)
     run(folder)
-    assert len(published) == 14
+    assert len(published) == 21
 
 
 def test_a_full_disk(disk: Path, folder: Path) -> None:

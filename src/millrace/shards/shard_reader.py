@@ -240,7 +240,7 @@ def _check_sum(folder: str, checks: Checks, file: tuple[str, str]) -> None:
         try:
             storage = storage_of(path)
             stream = None if storage is LOCAL else SequentialStream(storage.open(path, "file"))
-            _, digest = sum_of(path, checks.count, stream)
+            _, digest = sum_of(path, lambda piece: checks.count(len(piece)), stream)
         except FileNotFoundError:
             if not _SHARD_FILE.fullmatch(name):  # else `_check_shard` has named it
                 checks.add(f"{path} is missing, although {METADATA} has its checksum: restore it")

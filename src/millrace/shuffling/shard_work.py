@@ -7,38 +7,40 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from millrace import _native
 from millrace.engine import Done, Run, Task
 from millrace.engine.uploading import put_file
 from millrace.errors import DataError
 from millrace.files import flush_to_disk, naming, sum_of, xxh3
+from millrace.names import BIN, IDX, INFO, ORIGINS
 from millrace.ragged import Numbers, equal_runs
 from millrace.shards.metadata import shard_prefix
 from millrace.shuffling.permutations import Permutation
 from millrace.shuffling.shuffle_items import Items
+from millrace.storage import Bytes
+from millrace.store.info import BlockHasher, Info, PairChecksums, write_info
 
 Sums = dict[str, tuple[int, str]]  # size and XXH3-64 of each file, by its path
 
 _RUN, _SECTIONS = "run.bin", "sections"
 
 
-def write_hashed(path: str, parts: Iterable[NDArray[np.uint8]]) -> tuple[int, str]:
+def write_hashed(path: str, parts: Iterable[Bytes], *hashers: Any) -> tuple[int, str]:
     """Writes a file of a task to the disk; returns its size and XXH3-64.
 
     Its pages leave the page cache: a job writes more than its memory, and reads none of it soon.
     """
-    digest, size = xxh3(), 0
+    digest = xxh3()
     with naming(path), open(path, "wb") as file:
         for part in parts:
-            digest.update(part)
+            for one in (digest, *hashers):
+                one.update(part)
             file.write(part.data)
-            size += len(part)
         flush_to_disk(file)
         with contextlib.suppress(OSError):  # a hint, which the kernel may refuse
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return size, str(digest.hexdigest())
+        return file.tell(), str(digest.hexdigest())
 
 
 class Buffer:
@@ -49,7 +51,7 @@ class Buffer:
         self.bucket: int | None = None  # that is in the buffer
         self.ends = np.empty(0, np.int64)  # of its items, in bytes
 
-    def take(self, size: int) -> NDArray[np.uint8]:
+    def take(self, size: int) -> Bytes:
         """The first bytes of the buffer, with what the last task left there: uint8 [size]."""
         self.bucket = None
         if len(self.bytes) < size:
@@ -89,7 +91,7 @@ class Work:
         tasks = _tasks("shard", len(self.starts) - 1)
         return [*run.map(write_shard, tasks, work, phase="phase 4: write shards", **options)]
 
-    def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.uint8]]:
+    def blocks(self, start: int, stop: int) -> Iterator[Bytes]:
         """The bytes of the items at places [start, stop), by bucket."""
         bucket = int(np.searchsorted(self.buckets, start, side="right")) - 1
         while start < stop:
@@ -122,7 +124,7 @@ class Work:
         self.buffer.bucket, self.buffer.ends = bucket, ends
 
     def _read_section(
-        self, run: int, bucket: int, sizes: Numbers, targets: Numbers, buffer: NDArray[np.uint8]
+        self, run: int, bucket: int, sizes: Numbers, targets: Numbers, buffer: Bytes
     ) -> None:
         """Reads a bucket's section of a run, whose items are in the order of places."""
         sections, path = (os.path.join(self.run_folders[run], name) for name in (_SECTIONS, _RUN))
@@ -173,18 +175,28 @@ def write_run(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
 
 
 def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
-    """Writes shard `task.payload` with its index and sidecars."""
+    """Writes shard `task.payload` with its index and sidecars.
+
+    One has the checksums of its blocks, with which a mirror compares what it fetches.
+    """
     start, stop = work.starts[task.payload : task.payload + 2].tolist()
-    prefix = shard_prefix(task.folder, task.payload)
-    path = f"{prefix}.bin"
-    files = {path: write_hashed(path, work.blocks(start, stop))}
-    num_bytes, _ = files[path]
-    for path in work.items.write_index(prefix, work.permutation.sources, start, stop):
-        files[path] = sum_of(path)
-    sums = {os.path.basename(path): sums for path, sums in files.items()}
+    prefix, items, hasher = shard_prefix(task.folder, task.payload), work.items, BlockHasher()
+    path = prefix + BIN
+    files = {path: write_hashed(path, work.blocks(start, stop), hasher)}
+    (num_bytes, _), sums = files[path], dict[str, Any](bin=hasher.finish())
+    items.write_index(prefix, work.permutation.sources, start, stop)
+    for kind, path in (("idx", prefix + IDX), ("origins", prefix + ORIGINS)):
+        if os.path.exists(path):  # the origins may be missing
+            hasher = BlockHasher()
+            files[path], sums[kind] = sum_of(path, hasher.update), hasher.finish()
+    provenance = {"tokenizer": items.tokenizer} if items.tokenizer is not None else {}
+    info = Info(provenance=provenance, checksums=PairChecksums(**sums))
+    write_info(prefix, info, durable=False)
+    files[prefix + INFO] = sum_of(prefix + INFO)
+    record = {os.path.basename(path): sum_ for path, sum_ in files.items()}
     if work.upload_to is not None:
         for path in files:
             put_file(path, os.path.join(work.upload_to, os.path.basename(path)))
             os.unlink(path)
         files = {}
-    return {"bytes": num_bytes, "files": sums}, files
+    return {"bytes": num_bytes, "files": record}, files

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from millrace import _native
 from millrace.checks import MAX_INT32, MAX_INT64, printable, text_table
 from millrace.errors import ConfigError, DataError
-from millrace.names import IDX
 from millrace.ragged import Numbers, equal_runs, even_sizes, spread, starts_of
 from millrace.shuffling.domains import Input
 from millrace.store.writer import write_index
@@ -206,11 +205,11 @@ class Items(ABC):
                 )
 
     @abstractmethod
-    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
-        """Writes the index and the sidecars of the shard with the places [start, stop).
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> None:
+        """Writes the index and perhaps the origins of the shard with the places [start, stop).
 
-        Its `.bin` is there; a DataError if it does not have the size of these items. Returns the
-        paths of the files; each appears whole or not at all.
+        Its `.bin` is there; a DataError if it does not have the size of these items. Each file
+        appears whole or not at all.
         """
 
 
@@ -245,7 +244,7 @@ class SequenceItems(Items):
     def token_ranges(self, units: Numbers) -> Numbers:
         return np.stack([units, units + 1]) * self.item_size
 
-    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> None:
         """Writes an index in which each sequence is a document.
 
         Megatron-LM has no uint32, so these tokens stand as int32: the ids are below 2**31.
@@ -254,7 +253,6 @@ class SequenceItems(Items):
         counts = even_sizes(stop - start, -(-(stop - start) // _ENTRIES)).tolist()
         ones = (np.ones(count, np.int64) for count in counts)
         write_index(prefix, dtype, ((one * self.item_size, one, None) for one in ones))
-        return [prefix + IDX]
 
 
 def in_units(num_bytes: float) -> str:

@@ -17,14 +17,12 @@ from numpy.typing import DTypeLike, NDArray
 from millrace import _native
 from millrace.errors import ConfigError, DataError
 from millrace.files import naming
-from millrace.names import IDX, INFO, ORIGINS
 from millrace.provenance import Origins, OriginsWriter
 from millrace.ragged import Numbers, starts_of
 from millrace.shuffling.domains import Input, TokenFile
 from millrace.shuffling.shuffle_items import Items, ItemsAt
 from millrace.storage import copied
 from millrace.store import IndexedDataset
-from millrace.store.info import Info, write_info
 from millrace.store.writer import Entries, write_index
 
 _BLOCK = 1 << 13  # documents that are read or written at a time
@@ -99,11 +97,10 @@ class DocumentItems(Items):
     def token_ranges(self, units: Numbers) -> Numbers:
         return self._starts.rows(self._sequence_ranges(units))
 
-    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> list[str]:
+    def write_index(self, prefix: str, items_at: ItemsAt, start: int, stop: int) -> None:
         """Writes the index, with the sequences and modes of the documents.
 
-        A sidecar of origins is written if all files have one, and an `.info.json` if all files name
-        the same tokenizer.
+        A sidecar of origins is written if all files have one.
         """
 
         def documents() -> Iterator[Numbers]:
@@ -112,14 +109,8 @@ class DocumentItems(Items):
 
         entries = itertools.chain.from_iterable(map(self._entries, documents()))
         write_index(prefix, self.dtype, entries, has_modes=self._has_modes)
-        paths = [prefix + IDX]
         if self._origins is not None:
             self._origins.write(prefix, documents())
-            paths.append(prefix + ORIGINS)
-        if self.tokenizer is not None:
-            write_info(prefix, Info(provenance={"tokenizer": self.tokenizer}), durable=False)
-            paths.append(prefix + INFO)
-        return paths
 
     def _write_tables(self) -> None:
         token = sequence = 0
