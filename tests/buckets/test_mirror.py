@@ -118,6 +118,14 @@ def test_a_pair_brings_what_is_read_alone(tmp_path: Path, bucket: Bucket) -> Non
     assert 3 * BLOCK <= taken(tmp_path / "mirror") <= 3 * BLOCK + METADATA
 
 
+def test_a_process_that_is_stopped_stops_no_other(tmp_path: Path, bucket: Bucket) -> None:
+    storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30, time_limit=0.3)
+    path = bucket.put("a", b"123")
+    stopped, file = (storage.open(path, "file") for _ in range(2))
+    with stopped._copy._lock(0, 0.0):
+        assert (file.read(0, 3).tobytes(), file._copy._late) == (b"123", {0})
+
+
 def test_a_forked_child_keeps_no_lock(tmp_path: Path, bucket: Bucket) -> None:
     storage = bucket.storage(mirror=tmp_path / "mirror", limit=1 << 30)
     file = storage.open(bucket.put("a", DATA.tobytes()), "file")

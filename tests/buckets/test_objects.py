@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +168,24 @@ def test_servers_without_ranges_or_conditions(bucket: Bucket) -> None:
 def read_in_child(storage: Any, path: str, out: Any) -> None:
     try:
         out.put(storage.open(path, "file").read(0, 5).tobytes().decode())
-        storage.open(f"{path}b", "file").prefetch(np.arange(5), np.ones(5, int))
+        storage.open(f"{path}b", "file").prefetch(np.arange(50) * 3000, np.ones(50, int))
     except StorageError as error:
         out.put(str(error))
 
 
 def test_other_processes(bucket: Bucket) -> None:
-    """A forked one is told what to do; the end of Python does not wait for 300 s of retries."""
-    path, storage = bucket.put("a", b"12345"), bucket.storage(time_limit=300.0)
-    bucket.put("ab", b"12345")
+    """A forked one is told what to do; the end of Python waits for no retries and no queue."""
+    path, storage = bucket.put("a", b"12345"), bucket.storage(time_limit=300.0, requests=1)
+    bucket.put("ab", BYTES[:150_000].tobytes())
     storage.open(path, "file").read(0, 5)
     bucket.add_fault("503", "GET .*/ab")
     for method, answer in (("fork", "set_start_method"), ("spawn", "12345")):
         assert answer in results_of_processes(method, read_in_child, [(storage, path)])[0]
+    assert bucket.count("GET .*/ab") < 25
+    index, storages = bucket.put("ab.idx", b"5"), [bucket.storage(time_limit=0.8) for _ in range(8)]
+    with ThreadPoolExecutor(8) as threads:  # which wait for one another as processes do
+        results = [threads.submit(storage.open, index, "mmap") for storage in storages]
+    assert any("the last of 1 requests" in str(one.exception()) for one in results)
 
 
 def test_copies_of_indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from millrace.order.permutation import KeyedPermutation
 from millrace.ragged import sizes_of, spread
 from millrace.samples.stored import Sources
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
-from millrace.storage.transfers import closing
+from millrace.storage.mirror import closing
 from millrace.store import IndexedDataset
 
 

@@ -16,6 +16,7 @@ import os
 import resource
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,8 +35,10 @@ _AHEAD = 12  # blocks that are asked for where an order reads on in shards
 _SPARE = 256  # descriptors that are left for requests, locks of blocks and other files
 _EXTENTS = 8 << 10  # bytes that a file system takes to know where a block lies
 _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p", "beegfs", "gpfs")
+_PAUSE = 0.005  # seconds between two tries to lock a block
 _fetches = threading.Semaphore(16)  # of blocks of a process: those that are needed first
 _log = logging.getLogger("millrace")
+closing = threading.Event()  # set when Python ends: nothing is asked for any more
 
 
 class Mirror:
@@ -44,11 +47,12 @@ class Mirror:
     Args:
         folder: Folder on a local disk, made with mode 0700.
         limit: Most bytes of all copies.
+        time_limit: Seconds after which a reader does not wait any more for another process.
     """
 
-    def __init__(self, folder: str, limit: int) -> None:
+    def __init__(self, folder: str, limit: int, time_limit: float) -> None:
         try:
-            self.folder, self._limit = own_folder(folder), limit
+            self.folder, self._limit, self.time_limit = own_folder(folder), limit, time_limit
         except OSError as error:
             remedy = "Give a folder on a local disk that you can write"
             raise ConfigError(f"the mirror {folder}: {error.strerror}. {remedy}") from None
@@ -59,7 +63,7 @@ class Mirror:
 
     def lock(self) -> contextlib.AbstractContextManager[bool]:
         """Keeps other processes from making room and removing copies."""
-        return file_lock(os.path.join(self.folder, "mirror.lock"))
+        return file_lock(os.path.join(self.folder, "mirror.lock"), limit=self.time_limit)
 
     def make_room(self, file: int, start: int, size: int) -> bool:
         """Allocates a block of a copy; False if the limit is reached, OSError on a full disk."""
@@ -114,6 +118,7 @@ class Copy:
             os.utime(self._file)
         self._sums: list[str] | None = None
         self._loading = threading.Lock()
+        self._late: set[int] = set()  # blocks that others held until the time limit
         self._last, self._end = -2, 0  # block that was read last; end of those asked for ahead
 
     def __reduce__(self) -> Any:
@@ -153,60 +158,65 @@ class Copy:
         for place in range(first * BLOCK, min(self._end * BLOCK, self._size), BLOCK):
             yield place, min(place + BLOCK, self._size)
 
-    def fill(
-        self, start: int, stop: int, load_sums: Callable[[], list[str]], fetch: Callable[..., Any]
-    ) -> bool:
-        """Fetches the missing blocks of bytes [start, stop); False if there is no room for them.
+    def fill(self, start: int, stop: int, file: Any, begin: float) -> bool:
+        """Fetches the missing blocks of bytes [start, stop), which were asked for at `begin`.
 
-        `fetch(start, stop, checksum)` gives bytes of the object, of a checksum if there is one, and
-        `load_sums` the checksums of its blocks, if they are known.
+        `file` is the `ObjectFile`. False if there is no room for them, or another process holds one
+        until the time limit.
         """
         if self._mirror.num_first > 0:
             self._mirror.num_first -= stop - start
             return False
         with self._loading:
             if self._sums is None:
-                self._sums = load_sums()
+                self._sums = file.sums(begin)
         try:
             blocks = range(start // BLOCK, -(-stop // BLOCK))
-            return all(self._fill(block, fetch) for block in blocks)
+            return all(self._fill(block, file, begin) for block in blocks)
         except OSError as error:
             self._mirror.stop(error)
             return False
 
-    def _fill(self, block: int, fetch: Any) -> bool:
-        """Fetches a block that is not there; False if there is no room for it."""
+    def _fill(self, block: int, file: Any, begin: float) -> bool:
+        """Fetches a block that is not there; False as `fill`."""
         start, size = block * BLOCK, min(BLOCK, self._size - block * BLOCK)
         sums = self._sums[block : block + 1] if self._sums else []
         if self._mirror.is_full and self._marks(block, block + 1) not in (_THERE, _ROOM):
             return False
-        with self._lock(block):
+        with self._lock(block, begin) as is_held:
             mark = self._marks(block, block + 1)
-            if mark == _THERE:
-                return True
+            if mark == _THERE or not is_held:
+                return mark == _THERE
             if mark != _ROOM and not self._mirror.make_room(self._file, start, size):
                 return False
             self._write(_ROOM, self._size + block)
             with _fetches:
-                body = fetch(start, start + size, *sums)
+                body = file.fetch(begin, start, start + size, *sums)
             self._write(body, start)
             os.fdatasync(self._file)  # before the mark, also after a power cut
             self._write(_THERE, self._size + block)
         return True
 
     @contextlib.contextmanager
-    def _lock(self, block: int) -> Iterator[None]:
+    def _lock(self, block: int, begin: float) -> Iterator[bool]:
         """One thread of all processes fetches a block; the kernel frees the lock of a dead one.
 
-        It is a lock of the open file: locks of processes would be refused where two of them wait
+        Yields False where a process that is stopped holds it until the time limit. It is a lock of
+        the open file: locks of processes would be refused where two of them wait for each other,
+        though in other threads than those that go on.
         for each other, though in other threads than those that go on.
         """
         byte = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, block, 1, 0)
         file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR)
         closed_in_children.add(file)
         try:
-            fcntl.fcntl(file, fcntl.F_OFD_SETLKW, byte)
-            yield
+            end = 0.0 if block in self._late else begin + self._mirror.time_limit
+            while not (is_held := _try_lock(file, byte)) and time.monotonic() < end:
+                if closing.wait(_PAUSE):
+                    break
+            if not is_held:
+                self._late.add(block)  # its next readers do not wait
+            yield is_held
         finally:
             closed_in_children.discard(file)
             os.close(file)
@@ -230,6 +240,13 @@ def copy_of(mirror: Mirror, path: str, identity: Identity) -> Copy | None:
     except OSError as error:
         mirror.stop(error)
         return None
+
+
+def _try_lock(file: int, byte: bytes) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, byte)
+        return True
+    return False
 
 
 def _file_system_of(folder: str) -> str:

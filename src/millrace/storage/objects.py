@@ -21,16 +21,9 @@ from millrace.forks import Renewed
 from millrace.names import IDX
 from millrace.storage import BUCKET_SCHEMES, Access, Identity, StoredFile
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
-from millrace.storage.mirror import Mirror
+from millrace.storage.mirror import Mirror, closing
 from millrace.storage.msc import ProfileStore
-from millrace.storage.transfers import (
-    ObjectFile,
-    RequestPool,
-    changed,
-    closing,
-    identity_of,
-    note_use,
-)
+from millrace.storage.transfers import ObjectFile, RequestPool, changed, identity_of, note_use
 
 T = TypeVar("T")
 
@@ -90,7 +83,8 @@ class ObjectStorage(Renewed):
             raise ConfigError("give mirror and limit, the folder and its size, or none of the two")
         self.mirror: Mirror | None = None
         if mirror is not None:
-            self.mirror = Mirror(check_folder("mirror", mirror), check_int("limit", limit, 0))
+            most = check_int("limit", limit, 0)
+            self.mirror = Mirror(check_folder("mirror", mirror), most, self.time_limit)
         self.requests, self._last_success = check_int("requests", requests, 1), 0.0
         self.renew()
 
@@ -111,7 +105,7 @@ class ObjectStorage(Renewed):
         """
         identity = identity or self.stat(path)
         if access == "mmap" and path.endswith(IDX):
-            return copied_file(self._folder, path, ObjectFile(self, path, identity))
+            return copied_file(self._folder, path, self._from_now(path, identity))
         return ObjectFile(self, path, identity, self.mirror if is_mirrored else None)
 
     def fetch_index(self, path: str, identity: Identity) -> None:
@@ -119,7 +113,7 @@ class ObjectStorage(Renewed):
         if closing.is_set():
             return  # the end of Python would wait for it
         with contextlib.suppress(OSError, StorageError):  # who opens it is told
-            fetch_index(self._folder, path, ObjectFile(self, path, identity), waits=False)
+            fetch_index(self._folder, path, self._from_now(path, identity), waits=False)
 
     def copied(self, paths: Sequence[str]) -> str:
         """A folder of the node with copies of objects, which keep their names."""
@@ -127,8 +121,12 @@ class ObjectStorage(Renewed):
         name = blake2b(repr((paths, identities)).encode()).hexdigest()
         folder = own_folder(os.path.join(own_folder(self._folder), name))
         for path, identity in zip(paths, identities, strict=True):
-            fetch(os.path.join(folder, os.path.basename(path)), ObjectFile(self, path, identity))
+            fetch(os.path.join(folder, os.path.basename(path)), self._from_now(path, identity))
         return folder
+
+    def _from_now(self, path: str, identity: Identity) -> ObjectFile:
+        """An object to copy: the time limit also counts while other processes try to do so."""
+        return ObjectFile(self, path, identity, begin=time.monotonic())
 
     def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
         return PinnedObjects(self, identities)
@@ -144,15 +142,19 @@ class ObjectStorage(Renewed):
         """The objects of a folder; processes of a node that start together share a listing."""
         access = self.ask(folder, lambda store, _: repr(getattr(store, "config", "")))
         name = "list-" + blake2b(repr((folder, access)).encode()).hexdigest()
-        return dict(shared_value(self._folder, name, _FRESH, lambda: dict(self.objects(folder))))
+        begin = time.monotonic()
+        find = lambda: dict(self.objects(folder, begin))  # noqa: E731
+        return dict(shared_value(self._folder, name, _FRESH, find))
 
     def list(self, prefix: str) -> Iterator[str]:
         return (path for path, _ in self.objects(prefix))
 
-    def objects(self, prefix: str) -> Iterator[tuple[str, Identity]]:
+    def objects(self, prefix: str, begin: float | None = None) -> Iterator[tuple[str, Identity]]:
         """The paths that begin with a prefix, without a slash after it, and their identities."""
         folder, slash, _ = prefix.rpartition("/")
-        found = self.ask(folder + slash, lambda store, key: store.list_with_delimiter(key or None))
+        found = self.ask(
+            folder + slash, lambda store, key: store.list_with_delimiter(key or None), begin=begin
+        )
         start = bucket_of(prefix)[0] + "/"
         for entry in found["objects"]:
             if start.startswith("az:"):  # Azure lists ETags without the quotes of its other replies
@@ -171,13 +173,16 @@ class ObjectStorage(Renewed):
 
         Each of the requests that obstore makes of one is tried again `part_retries` times by it;
         then the limit counts from the first failure. While no request succeeds, the limit counts
-        from `begin`, when it was asked for: those of requests that wait would add up.
+        from `begin`, when it was asked for: those of requests that wait would add up. One that has
+        waited till the end of Python is not made.
 
         Raises:
             FileNotFoundError: There is no such object.
             StorageError: It was denied, or failed until the limit.
         """
         note_use()
+        if begin is not None and closing.is_set():
+            raise StorageError(f"{path} is not asked for any more, because Python ends")
         bucket, key = bucket_of(path)
         if (store := self._stores.get((bucket, part_retries))) is None:
             store = self._stores[bucket, part_retries] = self._store(bucket, part_retries)

@@ -2,12 +2,12 @@
 
 import contextlib
 import json
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from millrace.files import checksum
 from millrace.forks import Renewed
 from millrace.names import BIN, INFO
 from millrace.storage import Bytes, Identity, Numbers, gather_range
-from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
+from millrace.storage.mirror import BLOCK, Copy, Mirror, closing, copy_of
 
 Piece = tuple[int, int]  # offset, count
 
@@ -26,7 +26,6 @@ _LEAST_USE = 20  # a gap is read where it is at most 1/20 of what is used before
 _MOST_AHEAD = 1 << 28  # bytes of a file: those that a seek has made useless are dropped
 _FEW_THREADS, _FEW_REQUESTS = 8, 64  # at the start of a process
 
-closing = threading.Event()  # set when Python ends: requests are not tried again
 # Before the end of Python joins the threads of pools, which would wait for all retries.
 threading._register_atexit(closing.set)  # type: ignore[attr-defined]
 
@@ -70,6 +69,8 @@ class ObjectFile(Renewed):
 
     Pieces that are announced are asked for at once, and kept until they are read.
 
+    Time limits count from `begin` (by `time.monotonic`) where others may try to read it before.
+
     Attributes:
         following: The file that is read after this one; False: none, None: unknown.
     """
@@ -77,9 +78,14 @@ class ObjectFile(Renewed):
     _renewed = ("_parts", "_lock", "following")
 
     def __init__(
-        self, storage: Any, path: str, identity: Identity, mirror: Mirror | None = None
+        self,
+        storage: Any,
+        path: str,
+        identity: Identity,
+        mirror: Mirror | None = None,
+        begin: float = math.inf,
     ) -> None:
-        self._storage, self._path = storage, path
+        self._storage, self._path, self._begin = storage, path, begin
         self.identity, self.size = identity, identity.size
         self._copy = copy_of(mirror, path, identity) if mirror and self.size > 0 else None
         self.renew()
@@ -146,9 +152,9 @@ class ObjectFile(Renewed):
         return self._submit(self._fetch_or_fill, start, stop)
 
     def _submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """A `Future` of some work, which is given a fetch whose time limit counts from now."""
+        """A `Future` of some work, whose last argument is when its time limit begins: now."""
         note_use()  # in a forked child the work might wait for a lock of the parent
-        return self._storage.pool.submit(work, *arguments, partial(self._fetch, time.monotonic()))
+        return self._storage.pool.submit(work, *arguments, min(time.monotonic(), self._begin))
 
     def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
         """Asks for the blocks that come next where bytes [start, stop) of a shard read on.
@@ -160,31 +166,32 @@ class ObjectFile(Renewed):
         first, end = (0, 0) if is_refused else copy.blocks_ahead(start, stop)
         while file and file._copy is not None and end > first:
             for block in file._copy.new_blocks(first, end):
-                file._submit(file._copy.fill, *block, file._sums)
+                file._submit(file._copy.fill, *block, file)
             first, end = 0, end - file._copy.num_blocks
             file = file.following
 
-    def _fetch_or_fill(self, start: int, stop: int, fetch: Callable[..., Any]) -> Any:
+    def _fetch_or_fill(self, start: int, stop: int, begin: float) -> Any:
         copy, data = self._copy, None
-        if copy is not None and copy.fill(start, stop, self._sums, fetch):
+        if copy is not None and copy.fill(start, stop, self, begin):
             data = copy.read(start, stop)
-        return fetch(start, stop) if data is None else data
+        return self.fetch(begin, start, stop) if data is None else data
 
-    def _sums(self) -> list[str]:
+    def sums(self, begin: float) -> list[str]:
         """The checksums of the blocks of a `.bin`; none if its sidecar does not have them."""
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             if self._path.endswith(BIN):
                 path = self._path.removesuffix(BIN) + INFO
-                sidecar = ObjectFile(self._storage, path, self._storage.stat(path))
+                head = self._storage.ask(path, lambda store, key: store.head(key), begin=begin)
+                sidecar = ObjectFile(self._storage, path, identity_of(head))
                 # By this thread: the pool's others may all wait for these checksums.
-                data = sidecar._fetch(time.monotonic(), 0, sidecar.size)
+                data = sidecar.fetch(begin, 0, sidecar.size)
                 sums = json.loads(bytes(data))["checksums"]
                 kind = sums["algorithm"], sums["block_size"], sums["bin"]["size"]
                 if kind == ("xxh3_64", BLOCK, self.size):
                     return list(sums["bin"]["blocks"])
         return []
 
-    def _fetch(self, begin: float, start: int, stop: int, expected: str = "") -> Any:
+    def fetch(self, begin: float, start: int, stop: int, expected: str = "") -> Any:
         """Bytes [start, stop) of the object, and of no other; asked for at `begin`.
 
         Bytes of another checksum than the expected one are asked for again.
