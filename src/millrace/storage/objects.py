@@ -83,8 +83,8 @@ class ObjectStorage(Renewed):
             raise ConfigError("give mirror and limit, the folder and its size, or none of the two")
         self.mirror: Mirror | None = None
         if mirror is not None:
-            most = check_int("limit", limit, 0)
-            self.mirror = Mirror(check_folder("mirror", mirror), most, self.time_limit)
+            place = check_folder("mirror", mirror), check_int("limit", limit, 0)
+            self.mirror = Mirror(*place, self.time_limit)
         self.requests, self._last_success = check_int("requests", requests, 1), 0.0
         self.renew()
 
@@ -126,7 +126,9 @@ class ObjectStorage(Renewed):
 
     def _from_now(self, path: str, identity: Identity) -> ObjectFile:
         """An object to copy: the time limit also counts while other processes try to do so."""
-        return ObjectFile(self, path, identity, begin=time.monotonic())
+        file = ObjectFile(self, path, identity)
+        file.begin = time.monotonic()
+        return file
 
     def pinned(self, identities: Mapping[str, Identity]) -> "PinnedObjects":
         return PinnedObjects(self, identities)

@@ -69,23 +69,18 @@ class ObjectFile(Renewed):
 
     Pieces that are announced are asked for at once, and kept until they are read.
 
-    Time limits count from `begin` (by `time.monotonic`) where others may try to read it before.
-
     Attributes:
         following: The file that is read after this one; False: none, None: unknown.
+        begin: Latest time, by `time.monotonic`, from which the time limit of its requests counts.
     """
 
     _renewed = ("_parts", "_lock", "following")
+    begin = math.inf
 
     def __init__(
-        self,
-        storage: Any,
-        path: str,
-        identity: Identity,
-        mirror: Mirror | None = None,
-        begin: float = math.inf,
+        self, storage: Any, path: str, identity: Identity, mirror: Mirror | None = None
     ) -> None:
-        self._storage, self._path, self._begin = storage, path, begin
+        self._storage, self._path = storage, path
         self.identity, self.size = identity, identity.size
         self._copy = copy_of(mirror, path, identity) if mirror and self.size > 0 else None
         self.renew()
@@ -154,7 +149,7 @@ class ObjectFile(Renewed):
     def _submit(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """A `Future` of some work, whose last argument is when its time limit begins: now."""
         note_use()  # in a forked child the work might wait for a lock of the parent
-        return self._storage.pool.submit(work, *arguments, min(time.monotonic(), self._begin))
+        return self._storage.pool.submit(work, *arguments, min(time.monotonic(), self.begin))
 
     def _fill_ahead(self, copy: Copy, start: int, stop: int) -> None:
         """Asks for the blocks that come next where bytes [start, stop) of a shard read on.
