@@ -145,7 +145,7 @@ def throughput(name: str, address: str, shape: tuple[int, int], runs: int) -> li
 
 def extra_bytes(name: str, dataset: Any, num_samples: int) -> Row:
     """Bytes fetched over bytes used, of all samples of a dataset's first ones."""
-    num_fetched, fetch = 0, ObjectFile._fetch
+    num_fetched, fetch = 0, ObjectFile.fetch
 
     def counted(self: ObjectFile, begin: float, start: int, stop: int, *check: Any) -> Any:
         nonlocal num_fetched
@@ -154,7 +154,7 @@ def extra_bytes(name: str, dataset: Any, num_samples: int) -> Row:
 
     numbers = np.arange(min(num_samples, len(dataset)))
     sampler = SequentialSampler(len(numbers), micro_batch_size=16, drop_last=False)
-    counting = mock.patch.object(ObjectFile, "_fetch", counted)
+    counting = mock.patch.object(ObjectFile, "fetch", counted)
     with counting, Loader(dataset, sampler=sampler, threads=4) as loader:
         num_used = sum(len(batch["tokens"]) for batch in loader) * 2 * (LENGTH + 1)
     label = f"{name}: bytes fetched, beside those used"

@@ -204,7 +204,6 @@ class Copy:
         Yields False where a process that is stopped holds it until the time limit. It is a lock of
         the open file: locks of processes would be refused where two of them wait for each other,
         though in other threads than those that go on.
-        for each other, though in other threads than those that go on.
         """
         byte = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, block, 1, 0)
         file = os.open(f"/proc/self/fd/{self._file}", os.O_RDWR)
