@@ -145,8 +145,9 @@ class ObjectStorage(Renewed):
         access = self.ask(folder, lambda store, _: repr(getattr(store, "config", "")))
         name = "list-" + blake2b(repr((folder, access)).encode()).hexdigest()
         begin = time.monotonic()
-        find = lambda: dict(self.objects(folder, begin))  # noqa: E731
-        return dict(shared_value(self._folder, name, _FRESH, find))
+        return dict(
+            shared_value(self._folder, name, _FRESH, lambda: dict(self.objects(folder, begin)))
+        )
 
     def list(self, prefix: str) -> Iterator[str]:
         return (path for path, _ in self.objects(prefix))
