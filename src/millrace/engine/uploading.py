@@ -45,8 +45,8 @@ class Upload:
     Args:
         run: Run of the job that has made the files; its journal keeps what is up.
         target: First part of the paths of the objects.
-        last: What follows it in the paths of those without which readers ignore all others, by what
-            follows it at the start of the others' paths.
+        last: Names, behind the target, of the objects that go up last: without one, readers ignore
+            those that begin with its key.
 
     Raises:
         ConfigError: The target is there already, or another upload is at work.

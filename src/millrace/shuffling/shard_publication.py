@@ -28,7 +28,7 @@ from millrace.names import JOURNAL, SHUFFLE_JOURNAL
 from millrace.shards.metadata import METADATA, ShardsMetadata, metadata_path, write_metadata
 
 Report = Callable[[int, int], None]  # of the number of files done, and of all
-LAST = {"/shard_": f"/{METADATA}"}  # of an upload, which also begins
+LAST = {"/shard_": f"/{METADATA}"}  # of an upload, by how the names of the others begin
 JOB = SHUFFLE_JOURNAL.removesuffix(JOURNAL)  # first part of the job's file names
 _OUTPUT = re.compile(
     r"shard_[0-9]{4,}\.(bin|idx|info\.json|origins\.parquet)|metadata\.json(\.(.*\.)?tmp)?"
