@@ -1,8 +1,15 @@
-"""What objects forget in a forked child: the parent's threads, and the locks that these hold."""
+"""What objects forget in a forked child (the parent's threads, and the locks that these hold), and
+what threads of pools are told when Python ends."""
 
+import concurrent.futures.thread  # noqa: F401  # its own function, which joins threads, runs last
 import os
+import threading
 import weakref
 from typing import Any
+
+closing = threading.Event()  # set when Python ends: threads of pools begin and repeat nothing more
+# Before the end of Python joins the threads of pools, which would wait for all retries.
+threading._register_atexit(closing.set)  # type: ignore[attr-defined]
 
 
 class Renewed:

@@ -16,13 +16,12 @@ from millrace.cache.loss_files import ARRAY, read_loss_ranges
 from millrace.checks import MAX_INT64, check_int
 from millrace.encoding.row_encoders import EncodedRows, encode_rows
 from millrace.errors import ConfigError, TextError
-from millrace.forks import Renewed
+from millrace.forks import Renewed, closing
 from millrace.online.numbered_rows import BLOCK
 from millrace.order.permutation import KeyedPermutation
 from millrace.ragged import sizes_of, spread
 from millrace.samples.stored import Sources
 from millrace.samples.tokens import EMPTY, Numbers, TokenBatch, concatenate
-from millrace.storage.mirror import closing
 from millrace.store import IndexedDataset
 
 

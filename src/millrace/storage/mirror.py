@@ -25,6 +25,7 @@ import numpy as np
 from millrace import _native
 from millrace.errors import ConfigError
 from millrace.files import blake2b, closed_in_children, file_lock
+from millrace.forks import closing
 from millrace.storage import Bytes, Identity, Numbers
 from millrace.storage.copies import own_folder
 
@@ -38,7 +39,6 @@ _UNFIT = ("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "9p
 _PAUSE = 0.005  # seconds between two tries to lock a block
 _fetches = threading.Semaphore(16)  # of blocks of a process: those that are needed first
 _log = logging.getLogger("millrace")
-closing = threading.Event()  # set when Python ends: nothing is asked for any more
 
 
 class Mirror:

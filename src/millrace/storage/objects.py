@@ -17,11 +17,11 @@ from typing import Any, ClassVar, TypeVar
 from millrace.checks import check_float, check_folder, check_int
 from millrace.errors import ConfigError, StorageError
 from millrace.files import blake2b
-from millrace.forks import Renewed
+from millrace.forks import Renewed, closing
 from millrace.names import IDX
 from millrace.storage import BUCKET_SCHEMES, Access, Identity, StoredFile
 from millrace.storage.copies import copied_file, fetch, fetch_index, own_folder, shared_value
-from millrace.storage.mirror import Mirror, closing
+from millrace.storage.mirror import Mirror
 from millrace.storage.msc import ProfileStore
 from millrace.storage.transfers import ObjectFile, RequestPool, changed, identity_of, note_use
 
@@ -93,8 +93,8 @@ class ObjectStorage(Renewed):
         # A fork keeps clients: their end would wait for threads that the child lacks.
         self._stores: dict[tuple[str, int], Any] = vars(self).get("_stores", {})
 
-    def stat(self, path: str) -> Identity:
-        return identity_of(self.ask(path, lambda store, key: store.head(key)))
+    def stat(self, path: str, begin: float | None = None) -> Identity:
+        return identity_of(self.ask(path, lambda store, key: store.head(key), begin=begin))
 
     def open(
         self, path: str, access: Access, identity: Identity | None = None, is_mirrored: bool = True
@@ -155,11 +155,11 @@ class ObjectStorage(Renewed):
     def objects(self, prefix: str, begin: float | None = None) -> Iterator[tuple[str, Identity]]:
         """The paths that begin with a prefix, without a slash after it, and their identities."""
         folder, slash, _ = prefix.rpartition("/")
-        found = self.ask(
+        listing = self.ask(
             folder + slash, lambda store, key: store.list_with_delimiter(key or None), begin=begin
         )
         start = bucket_of(prefix)[0] + "/"
-        for entry in found["objects"]:
+        for entry in listing["objects"]:
             if start.startswith("az:"):  # Azure lists ETags without the quotes of its other replies
                 entry = {**entry, "e_tag": '"{}"'.format(entry["e_tag"].strip('"'))}
             if (path := start + entry["path"]).startswith(prefix):

@@ -17,7 +17,7 @@ from millrace.files import checksum
 from millrace.forks import Renewed
 from millrace.names import BIN, INFO
 from millrace.storage import Bytes, Identity, Numbers, gather_range
-from millrace.storage.mirror import BLOCK, Copy, Mirror, closing, copy_of
+from millrace.storage.mirror import BLOCK, Copy, Mirror, copy_of
 
 Piece = tuple[int, int]  # offset, count
 
@@ -25,9 +25,6 @@ _MOST_BYTES = 8 << 20  # of a request: a larger piece is several requests, side 
 _LEAST_USE = 20  # a gap is read where it is at most 1/20 of what is used before it
 _MOST_AHEAD = 1 << 28  # bytes of a file: those that a seek has made useless are dropped
 _FEW_THREADS, _FEW_REQUESTS = 8, 64  # at the start of a process
-
-# Before the end of Python joins the threads of pools, which would wait for all retries.
-threading._register_atexit(closing.set)  # type: ignore[attr-defined]
 
 # Of obstore, by this process or before its fork.
 client_use = {"began": False, "was_forked": False}
@@ -176,8 +173,7 @@ class ObjectFile(Renewed):
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             if self._path.endswith(BIN):
                 path = self._path.removesuffix(BIN) + INFO
-                head = self._storage.ask(path, lambda store, key: store.head(key), begin=begin)
-                sidecar = ObjectFile(self._storage, path, identity_of(head))
+                sidecar = ObjectFile(self._storage, path, self._storage.stat(path, begin))
                 # By this thread: the pool's others may all wait for these checksums.
                 data = sidecar.fetch(begin, 0, sidecar.size)
                 sums = json.loads(bytes(data))["checksums"]
