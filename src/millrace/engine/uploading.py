@@ -59,7 +59,7 @@ class Upload:
         # start has left no journal.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         place = [boot, os.uname().nodename, os.path.dirname(run.folder)]
-        self._claim = run.once("claim", lambda: [*place, last])
+        self._claim = run.once("claim", lambda: {"job": place, "last": last})
         run.once("target is new", self._take_target)
         if not run.stored("is up"):
             self._check_claim()
@@ -84,8 +84,8 @@ class Upload:
         claim: Any = "nothing"
         with contextlib.suppress(FileNotFoundError, ValueError):
             claim = json.loads(read_file(by_environment(), self._claim_path))
-            if isinstance(claim, list) and claim[:3] == self._claim[:3]:
-                return dict(claim[3])
+            if isinstance(claim, dict) and claim.get("job") == self._claim["job"]:
+                return dict(claim["last"])
         raise ConfigError(
             f"{self._claim_path}: another upload to this target is at work, has died, or has ended "
             f"(the object holds {shown(claim)}). Give another name (and --restart, if this job had "
