@@ -270,7 +270,7 @@ class Loader(Renewed):
         place, stream = position
         fingerprint = self._fingerprint.at(place)
         state = {"version": STATE_VERSION, "consumed_samples": place, "fingerprint": fingerprint}
-        if plan := getattr(self.dataset, "plan", None):
+        if plan := getattr(self.dataset, "plan_checksum", None):
             state["plan"] = plan
         if stream is not None:
             state["stream"] = {"consumed_samples": place, "state": plain_json(stream)}

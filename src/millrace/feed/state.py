@@ -76,7 +76,7 @@ class Fingerprint(NamedTuple):
                 ViewChangeWarning,
                 stacklevel=3,
             )
-        if state.get("plan", plan := getattr(self.dataset, "plan", None)) != plan:
+        if state.get("plan", plan := getattr(self.dataset, "plan_checksum", None)) != plan:
             told = "behind position %d the run has changed since the state: see `plan --diff`"
             logging.getLogger("millrace").warning(told, consumed_samples)
         stream = state.get("stream")

@@ -103,7 +103,7 @@ class PhasedDataset(BlendedDataset):
         return Phases(ranges, [replace(phase, weights=weights)])
 
     @cached_property
-    def plan(self) -> str:
+    def plan_checksum(self) -> str:
         """A checksum of all that the run's file says to draw: what is to come of it may change."""
         phases = [[one.until, one.weights, one.sequence_length] for one in self._phases]
         caps = {name: one.max_epochs for name, one in self._config.sources.items()}

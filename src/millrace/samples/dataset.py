@@ -31,7 +31,7 @@ class Dataset(Protocol):
 
     With `takes_form = True`, `batch` has a second argument `form`, a `BatchForm` or None, and
     returns the arrays of that form; else its arrays are always the same. `prefix` names the dataset
-    in messages.
+    in messages. A loader logs at a resume that `plan_checksum`, a text, has changed.
     """
 
     def __len__(self) -> int:
@@ -256,11 +256,8 @@ class TokenDataset:
     @property
     def look_ahead(self) -> int:
         """Number of samples to announce, for storage that serves them side by side."""
-        lengths: list[int] = [
-            1,
-            *(one.sequence_length for one in self.all_options if one is not None),
-        ]
-        most = max(_MOST_AHEAD // max(lengths), 1)
+        longest: int = max([one.sequence_length for one in self.all_options if one], default=1)
+        most = max(_MOST_AHEAD // longest, 1)
         return min(max([getattr(one, "look_ahead", 0) for one in self._inputs]), most)
 
     def prefetch(self, sample_numbers: ArrayLike) -> None:
