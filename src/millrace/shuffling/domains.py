@@ -22,7 +22,6 @@ from millrace.files import check_split, files_below, readable
 from millrace.names import BIN, JOURNAL, LOSS, LOSS_ARRAY
 from millrace.provenance import check_tokenizers, common_tokenizer, read_tokenizer
 from millrace.ragged import starts_of
-from millrace.storage import LOCAL, exists
 from millrace.store import IndexedDataset
 from millrace.store.info import has_mask
 from millrace.store.layout import count_tokens
@@ -323,10 +322,12 @@ def _place(path: str, size: int, raw_dtype: np.dtype[Any]) -> dict[str, Any]:
 
 
 def _open_indexed(prefix: str) -> TokenFile:
-    paths = paths_to_read(prefix)
+    paths, sidecars = paths_to_read(prefix), {}
     with readable(prefix, DataError), IndexedDataset(prefix) as dataset:
-        kinds = zip(("info", "origins"), paths[2:], strict=True)
-        sidecars = {kind: [*LOCAL.stat(path)[:2]] for kind, path in kinds if exists(LOCAL, path)}
+        for kind, path in zip(("info", "origins"), paths[2:], strict=True):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(path)
+                sidecars[kind] = [status.st_size, status.st_mtime_ns]
         _check_dtype(prefix, dataset.dtype)
         data, index = dataset.files
         return TokenFile(

@@ -181,17 +181,15 @@ def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
     """
     start, stop = work.starts[task.payload : task.payload + 2].tolist()
     prefix, items, hasher = shard_prefix(task.folder, task.payload), work.items, BlockHasher()
-    path = prefix + BIN
-    files = {path: write_hashed(path, work.blocks(start, stop), hasher)}
-    (num_bytes, _), sums = files[path], dict[str, Any](bin=hasher.finish())
+    files = {prefix + BIN: write_hashed(prefix + BIN, work.blocks(start, stop), hasher)}
+    sums: dict[str, Any] = {"bin": hasher.finish()}
     items.write_index(prefix, work.permutation.sources, start, stop)
     for kind, path in (("idx", prefix + IDX), ("origins", prefix + ORIGINS)):
         if os.path.exists(path):  # the origins may be missing
             hasher = BlockHasher()
             files[path], sums[kind] = sum_of(path, hasher.update), hasher.finish()
     provenance = {"tokenizer": items.tokenizer} if items.tokenizer is not None else {}
-    info = Info(provenance=provenance, checksums=PairChecksums(**sums))
-    write_info(prefix, info, durable=False)
+    write_info(prefix, Info(provenance=provenance, checksums=PairChecksums(**sums)), durable=False)
     files[prefix + INFO] = sum_of(prefix + INFO)
     record = {os.path.basename(path): sum_ for path, sum_ in files.items()}
     if work.upload_to is not None:
@@ -199,4 +197,4 @@ def write_shard(work: Work, task: Task) -> tuple[dict[str, Any], Sums]:
             put_file(path, os.path.join(work.upload_to, os.path.basename(path)))
             os.unlink(path)
         files = {}
-    return {"bytes": num_bytes, "files": record}, files
+    return {"bytes": sums["bin"].size, "files": record}, files
